@@ -1,0 +1,91 @@
+"""Every Redis key: its name, type, writer and end. All keys of one queue share the hash tag `{queue}`,
+so that each script touches one slot of a cluster.
+
+| key | type | written by | lives |
+|---|---|---|---|
+| `tm:{q}:jobs:<class>` | stream, group `workers` | submit, release, redrive, sweep | one entry per job until finish |
+| `tm:{q}:jobs:<class>:<tenant>` | stream, group `workers` | the same | the same: a named tenant's own lane |
+| `tm:{q}:lanes:<class>` | sorted set tenant → served cost | submit, claim | while a lane has undelivered entries |
+| `tm:{q}:job:<id>` | hash | scripts only | alive: until finish; then result TTL |
+| `tm:{q}:log:<id>` | stream, entry id `<end>-0` | append | deleted by finish; TTL meanwhile |
+| `tm:{q}:chunks:<id>` | pub/sub channel | append, finish, cancel | – |
+| `tm:{q}:idem:<tenant>:<key>` | string → job id | submit | idempotency TTL |
+| `tm:{q}:worker:<id>` | string | heartbeat | TTL = lease |
+| `tm:{q}:workers` | set of worker ids ever seen alive | heartbeat, claim | until the worker is reaped |
+| `tm:{q}:held:<worker>` | set of job ids | claim, finish, release | until empty |
+| `tm:{q}:control:<worker>` | pub/sub channel | cancel, operators | – |
+| `tm:{q}:bell` | pub/sub channel | submit, release | – |
+| `tm:{q}:delayed` | sorted set job id → due ms | submit, retry | until due |
+| `tm:{q}:dead` | stream | dead-letter | until redriven or trimmed |
+| `tm:{q}:tenant:<tenant>` | hash: running, limits, rate bucket | scripts | TTL, renewed while in use |
+| `tm:{q}:meta` | hash: counters, settings of the queue | scripts | for ever |
+"""
+
+from dataclasses import dataclass
+
+from schemas.job import Priority
+
+GROUP = "workers"
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The key names of one queue."""
+
+    queue: str
+    prefix: str = "tm:"
+
+    @property
+    def base(self) -> str:
+        """`tm:{queue}:`, what every key of the queue starts with; scripts get it as ARGV."""
+        return f"{self.prefix}{{{self.queue}}}:"
+
+    def lane(self, priority: Priority, tenant: str = "") -> str:
+        return f"{self.base}jobs:{priority.value}" + (f":{tenant}" if tenant else "")
+
+    def lanes(self, priority: Priority) -> str:
+        return f"{self.base}lanes:{priority.value}"
+
+    def job(self, job_id: str) -> str:
+        return f"{self.base}job:{job_id}"
+
+    def log(self, job_id: str) -> str:
+        return f"{self.base}log:{job_id}"
+
+    def chunks(self, job_id: str) -> str:
+        return f"{self.base}chunks:{job_id}"
+
+    def idempotency(self, tenant: str, key: str) -> str:
+        return f"{self.base}idem:{tenant}:{key}"
+
+    def worker(self, worker_id: str) -> str:
+        return f"{self.base}worker:{worker_id}"
+
+    def held(self, worker_id: str) -> str:
+        return f"{self.base}held:{worker_id}"
+
+    def control(self, worker_id: str) -> str:
+        return f"{self.base}control:{worker_id}"
+
+    def tenant(self, tenant: str) -> str:
+        return f"{self.base}tenant:{tenant}"
+
+    @property
+    def workers(self) -> str:
+        return f"{self.base}workers"
+
+    @property
+    def bell(self) -> str:
+        return f"{self.base}bell"
+
+    @property
+    def delayed(self) -> str:
+        return f"{self.base}delayed"
+
+    @property
+    def dead(self) -> str:
+        return f"{self.base}dead"
+
+    @property
+    def meta(self) -> str:
+        return f"{self.base}meta"

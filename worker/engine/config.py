@@ -1,0 +1,136 @@
+"""The engine's settings: one frozen value, validated as a whole, every problem reported at once.
+
+Names are vLLM's and Transformers' where they mean the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal
+
+from worker.engine.types import SchedulingPolicy
+
+AttentionName = Literal["auto", "reference", "cpu", "triton", "flash", "torch_varlen"]
+Quantization = Literal["int8", "int4"]
+
+
+class EngineConfigError(ValueError):
+    """Lists every setting that is wrong, one sentence each, in `problems`."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("; ".join(problems))
+        self.problems = problems
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Zero or None means "decide at start" where the type allows it.
+
+    `model` is a directory, a `.gguf` file, a hub name, or one of the built-in names
+    "smollm2-135m-instruct" and "gemma3-270m". `num_blocks` pins the pool (every layer group gets as
+    many); None sizes it from `max_memory_percent` of the free memory.
+    """
+
+    model: str
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = "auto"
+    device: str = "auto"
+    quantization: Quantization | None = None
+    attention: AttentionName = "auto"
+    max_model_len: int | None = None
+    # cache
+    block_size: int = 16
+    num_blocks: int | None = None
+    max_memory_percent: float = 0.9
+    max_memory_gib: float | None = None  # a cap on the KV pool, whatever is free
+    kv_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    prefix_cache: bool = True
+    cpu_offload_gib: float = 0.0
+    # scheduler
+    policy: SchedulingPolicy = SchedulingPolicy.FIFO
+    max_num_batched_tokens: int = 512
+    max_num_seqs: int = 64
+    max_read_tokens: int | None = None  # read budget: KV tokens read a step (backends that gather)
+    safety_margin: float = 0.05  # share of blocks below which no new prefill starts; Transformers' documents say 0.2
+    long_prefill_token_threshold: int = 0
+    max_num_partial_prefills: int = 0  # 0: no limit
+    max_long_partial_prefills: int = 0  # 0: no limit
+    max_waiting: int = 100_000
+    preempt: Literal["least_wasted", "newest", "oldest"] = "least_wasted"
+    max_bypass: int = 16  # smaller requests that may pass a head that does not fit
+    # speed
+    speculative_tokens: int = 0  # n-gram drafts a step and sequence; 0: off
+    cuda_graphs: bool | None = None  # None: on where CUDA is
+    max_cached_graphs: int = 32
+    q_padding_interval: int = 64
+    kv_padding_interval: int = 16_384
+    async_batching: bool | None = None  # None: on where the device is asynchronous
+    num_threads: int | None = None
+    tensor_parallel: bool = False  # under torchrun
+    trust_remote_code: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "policy", SchedulingPolicy(self.policy))
+        problems = self.problems()
+        if problems:
+            raise EngineConfigError(problems)
+
+    def problems(self) -> list[str]:
+        """Every setting that cannot work, each with the value that was given."""
+        found: list[str] = []
+
+        def require(ok: bool, sentence: str) -> None:
+            if not ok:
+                found.append(sentence)
+
+        require(bool(self.model), "model must not be empty")
+        for name in ("block_size", "max_num_batched_tokens", "max_num_seqs", "max_cached_graphs",
+                     "q_padding_interval", "kv_padding_interval", "max_waiting"):
+            require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("num_blocks", "max_model_len", "max_read_tokens", "num_threads"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, f"{name} must be at least 1, not {value}")
+        require(self.num_blocks is None or self.num_blocks >= 2,
+                f"num_blocks must be at least 2 (block 0 is reserved), not {self.num_blocks}")
+        for name in ("long_prefill_token_threshold", "max_num_partial_prefills", "max_long_partial_prefills",
+                     "speculative_tokens", "max_bypass"):
+            require(getattr(self, name) >= 0, f"{name} must not be negative, not {getattr(self, name)}")
+        require(0.0 < self.max_memory_percent <= 1.0,
+                f"max_memory_percent must be in (0, 1], not {self.max_memory_percent}")
+        require(0.0 <= self.safety_margin < 1.0, f"safety_margin must be in [0, 1), not {self.safety_margin}")
+        require(self.cpu_offload_gib >= 0, f"cpu_offload_gib must not be negative, not {self.cpu_offload_gib}")
+        require(self.max_num_batched_tokens >= self.max_num_seqs or self.max_num_batched_tokens >= 1, "")
+        if self.max_num_partial_prefills and self.max_long_partial_prefills:
+            require(self.max_long_partial_prefills <= self.max_num_partial_prefills,
+                    f"max_long_partial_prefills ({self.max_long_partial_prefills}) must not exceed "
+                    f"max_num_partial_prefills ({self.max_num_partial_prefills})")
+        return [sentence for sentence in found if sentence]
+
+    def replace(self, **changes: object) -> EngineConfig:
+        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers whose KV is kept alike and that share block ids. `window` in tokens; None: full attention."""
+
+    layers: tuple[int, ...]
+    num_kv_heads: int
+    head_dim: int
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The resolved shape of the KV cache: what the bookkeeping needs to know of the device pools.
+
+    `num_blocks[g]` counts group g's blocks, the reserved block 0 included; `num_host_blocks[g]` those of
+    the host pool (0: no offload).
+    """
+
+    block_size: int
+    groups: tuple[LayerGroup, ...]
+    num_blocks: tuple[int, ...]
+    num_host_blocks: tuple[int, ...]
+    prefix_cache: bool = True

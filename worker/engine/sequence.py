@@ -1,0 +1,82 @@
+"""A sequence: the tokens it holds, how many of them are computed, and the blocks that keep their KV.
+
+Few numbers are stored and the rest is derived. One counter, `num_computed_tokens`, chases the tokens:
+prefill, decode, a cached prefix and a resumed answer are the same thing to it (the idea is vLLM's).
+Plain Python: no torch, no numpy.
+
+    0 ──── num_cached_tokens ──── num_computed_tokens ──── num_tokens (+ num_inflight)
+           found in the cache     KV is in the blocks      token ids known on the host
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from schemas.generation import FinishReason, SamplingParams
+
+
+class SequenceStatus(Enum):
+    """WAITING (pending) → PREFILLING → DECODING → FINISHED, with OFFLOADED beside them."""
+
+    WAITING = "waiting"
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+    OFFLOADED = "offloaded"
+    FINISHED = "finished"
+
+
+NULL_BLOCK = 0  # block 0 of every group is never allocated: padding and freed window blocks point at it
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One choice of one request.
+
+    `block_tables[g]` lists the block ids of layer group g in position order; an entry that left a
+    sliding window is NULL_BLOCK. `num_inflight` counts sampled tokens that a launched step has not yet
+    delivered (asynchronous batching): their ids are on the device only.
+    """
+
+    request_id: str
+    token_ids: list[int]  # prompt, then resumed, then generated
+    num_prompt_tokens: int
+    params: SamplingParams
+    choice: int = 0
+    num_resumed_tokens: int = 0
+    seed: int = 0
+    priority: int = 1
+    tenant: str = ""
+    cache_salt: str = ""
+    deadline: float | None = None
+    arrival: int = 0  # a running number; lower came first
+    max_tokens: int = 0  # resolved limit on output tokens, resumed ones included
+    status: SequenceStatus = SequenceStatus.WAITING
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_inflight: int = 0
+    block_tables: list[list[int]] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)  # of full blocks, extended as tokens come
+    preemptions: int = 0
+    finish_reason: FinishReason | None = None
+    epoch: int = 0  # raised by each preemption or cancel, so that a stale step result is recognised
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Resumed and generated tokens: what max_tokens limits, and the sampling position."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Tokens that a step still has to compute, in-flight ones included."""
+        return len(self.token_ids) + self.num_inflight - self.num_computed_tokens
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is SequenceStatus.FINISHED
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]

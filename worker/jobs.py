@@ -1,0 +1,76 @@
+"""A job on its way through the worker: what each stage hands to the next.
+
+`consume`, `publish` and `record` know these values and not one another.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal, Protocol
+
+from schemas.chunk import Chunk
+from schemas.result import JobResult
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """A claimed job. `token` is the fencing token: every write for the job must carry it.
+
+    `verdict` other than "run" means that the claim script found the job at its end (cancelled while
+    queued, past its deadline, crashed too often): it only has to be recorded.
+    """
+
+    job_id: str
+    token: int
+    payload: bytes  # an encoded JobRequest, not yet trusted
+    deliveries: int  # this one included
+    crashes: int
+    verdict: Literal["run", "cancelled", "expired", "dead"]
+    log: tuple[bytes, ...]  # encoded chunks of earlier attempts, in order
+    created_ms: int
+    started_ms: int  # first claim ever
+    attempt: int
+    alone: bool = False  # suspected of crashing the engine: to be run by itself
+
+
+@dataclass(frozen=True, slots=True)
+class Append:
+    """One chunk to log and publish, under a fencing token. `checkpoint` chunks are logged, not published."""
+
+    token: int
+    chunk: Chunk
+    checkpoint: bool = False
+
+
+class AppendReply(StrEnum):
+    OK = "ok"
+    DUPLICATE = "duplicate"  # a retried call: the chunk is there already
+    LOST = "lost"  # another worker holds the job, or it is gone: drop the sequence, write nothing more
+    CANCELLED = "cancelled"  # appended, and the user wants it stopped
+    GAP = "gap"  # the log is shorter than this worker believed (Redis lost its tail): send again from its end
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A job at its end: to be committed to SQL, then acknowledged."""
+
+    token: int
+    result: JobResult
+    final_chunk: Chunk
+
+
+class ChunkLog(Protocol):
+    """Where chunks go; `consume.job_stream` implements it, `publish` uses it."""
+
+    async def append(self, items: list[Append]) -> list[tuple[AppendReply, int]]:
+        """One round trip for all. Replies in order, each with the log's end index after the call."""
+        ...
+
+
+class Acknowledger(Protocol):
+    """Where finished jobs are acknowledged; `consume.job_stream` implements it, `record` uses it."""
+
+    async def finish(self, jobs: list[Finished]) -> list[bool]:
+        """After SQL has committed. False where the fencing token was outdated (the job is another's now)."""
+        ...
