@@ -28,6 +28,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     cache_salt: str = ""
     deadline: float | None = None
     resumed: tuple[tuple[int, ...], ...] = ()
+    done: tuple[int, ...] = ()  # choices that ended in an earlier attempt: not run again
 
 
 class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -1,0 +1,49 @@
+"""The engine alone: token ids in, token ids out, no queue, no text, no database.
+
+    engine = Engine.load(EngineConfig(model="smollm2-135m-instruct", num_blocks=2048))
+    outputs = engine.generate_batch([[1, 2, 3]], [SamplingParams(max_tokens=8, temperature=0)])
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from schemas.generation import FinishReason, ResponseFormat, SamplingParams, TokenLogprob
+from worker.engine.config import EngineConfig, EngineConfigError
+from worker.engine.types import (
+    Capacity,
+    EngineStats,
+    GenerationOutput,
+    GenerationRequest,
+    RequestError,
+    SchedulingPolicy,
+    TokenEvent,
+)
+
+if TYPE_CHECKING:
+    from worker.engine.engine import Engine, EngineError
+
+__all__ = [
+    "Capacity",
+    "Engine",
+    "EngineConfig",
+    "EngineConfigError",
+    "EngineError",
+    "EngineStats",
+    "FinishReason",
+    "GenerationOutput",
+    "GenerationRequest",
+    "RequestError",
+    "ResponseFormat",
+    "SamplingParams",
+    "SchedulingPolicy",
+    "TokenEvent",
+    "TokenLogprob",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """`Engine` brings torch with it, so it is imported when first asked for: types stay light for everyone else."""
+    if name in ("Engine", "EngineError"):
+        from worker.engine import engine
+
+        return getattr(engine, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
