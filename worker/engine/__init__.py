@@ -1,7 +1,7 @@
 """The engine alone: token ids in, token ids out, no queue, no text, no database.
 
-    engine = Engine.load(EngineConfig(model="smollm2-135m-instruct", num_blocks=2048))
-    outputs = engine.generate_batch([[1, 2, 3]], [SamplingParams(max_tokens=8, temperature=0)])
+engine = Engine.load(EngineConfig(model="smollm2-135m-instruct", num_blocks=2048))
+outputs = engine.generate_batch([[1, 2, 3]], [SamplingParams(max_tokens=8, temperature=0)])
 """
 
 from typing import TYPE_CHECKING, Any

@@ -85,26 +85,43 @@ class EngineConfig:
                 found.append(sentence)
 
         require(bool(self.model), "model must not be empty")
-        for name in ("block_size", "max_num_batched_tokens", "max_num_seqs", "max_cached_graphs",
-                     "q_padding_interval", "kv_padding_interval", "max_waiting"):
+        for name in (
+            "block_size",
+            "max_num_batched_tokens",
+            "max_num_seqs",
+            "max_cached_graphs",
+            "q_padding_interval",
+            "kv_padding_interval",
+            "max_waiting",
+        ):
             require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
         for name in ("num_blocks", "max_model_len", "max_read_tokens", "num_threads"):
             value = getattr(self, name)
             require(value is None or value >= 1, f"{name} must be at least 1, not {value}")
-        require(self.num_blocks is None or self.num_blocks >= 2,
-                f"num_blocks must be at least 2 (block 0 is reserved), not {self.num_blocks}")
-        for name in ("long_prefill_token_threshold", "max_num_partial_prefills", "max_long_partial_prefills",
-                     "speculative_tokens", "max_bypass"):
+        require(
+            self.num_blocks is None or self.num_blocks >= 2,
+            f"num_blocks must be at least 2 (block 0 is reserved), not {self.num_blocks}",
+        )
+        for name in (
+            "long_prefill_token_threshold",
+            "max_num_partial_prefills",
+            "max_long_partial_prefills",
+            "speculative_tokens",
+            "max_bypass",
+        ):
             require(getattr(self, name) >= 0, f"{name} must not be negative, not {getattr(self, name)}")
-        require(0.0 < self.max_memory_percent <= 1.0,
-                f"max_memory_percent must be in (0, 1], not {self.max_memory_percent}")
+        require(
+            0.0 < self.max_memory_percent <= 1.0, f"max_memory_percent must be in (0, 1], not {self.max_memory_percent}"
+        )
         require(0.0 <= self.safety_margin < 1.0, f"safety_margin must be in [0, 1), not {self.safety_margin}")
         require(self.cpu_offload_gib >= 0, f"cpu_offload_gib must not be negative, not {self.cpu_offload_gib}")
         require(self.max_num_batched_tokens >= self.max_num_seqs or self.max_num_batched_tokens >= 1, "")
         if self.max_num_partial_prefills and self.max_long_partial_prefills:
-            require(self.max_long_partial_prefills <= self.max_num_partial_prefills,
-                    f"max_long_partial_prefills ({self.max_long_partial_prefills}) must not exceed "
-                    f"max_num_partial_prefills ({self.max_num_partial_prefills})")
+            require(
+                self.max_long_partial_prefills <= self.max_num_partial_prefills,
+                f"max_long_partial_prefills ({self.max_long_partial_prefills}) must not exceed "
+                f"max_num_partial_prefills ({self.max_num_partial_prefills})",
+            )
         return [sentence for sentence in found if sentence]
 
     def replace(self, **changes: object) -> EngineConfig:

@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable, Iterator, Sequence as Seq
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Seq
 from typing import Any
 
 from schemas.generation import FinishReason, SamplingParams
 from worker.engine.config import EngineConfig
 from worker.engine.intake import Intake
 from worker.engine.outputs import Outputs
-from worker.engine.plan import StepPlan
-from worker.engine.runner import InFlightStep, ModelRunner
+from worker.engine.plan import StepOutput, StepPlan
+from worker.engine.runners import Runner, load_runner
 from worker.engine.scheduler import Scheduler
 from worker.engine.sequence import Sequence
 from worker.engine.types import Capacity, EngineStats, GenerationOutput, GenerationRequest, RequestError, TokenEvent
@@ -34,22 +35,27 @@ class EngineError(RuntimeError):
 class Engine:
     """One model, one batch. Not thread-safe: one thread adds, steps and cancels."""
 
-    def __init__(self, runner: ModelRunner, scheduler: Scheduler) -> None:
+    def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
         self.runner = runner
         self.scheduler = scheduler
         self._intake = Intake(runner.vocab_size, runner.max_model_len, runner.can_structure)
         self._outputs = Outputs()
         self._early: list[TokenEvent] = []  # events that arose outside a step (refusals, cancels)
         self._preparing: list[tuple[Any, list[Sequence]]] = []  # (compilation, sequences) not yet schedulable
-        self._in_flight: tuple[StepPlan, InFlightStep] | None = None
+        self._in_flight: tuple[StepPlan, Any] | None = None
         self._ids = itertools.count()
         self._steps = self._failed_steps = 0
         self._busy_s = 0.0
 
     @classmethod
-    def load(cls, config: EngineConfig) -> Engine:
-        """Load the model and size the cache. Raises EngineConfigError, or OSError where the model is not found."""
-        runner = ModelRunner.load(config)
+    def load(
+        cls, config: EngineConfig, cache_dir: str | None = None, on_progress: Callable[[str, float], None] | None = None
+    ) -> Engine:
+        """Load the model and size the cache; `cache_dir` keeps converted models.
+
+        Raises EngineConfigError for settings that cannot work, OSError where the model is not found.
+        """
+        runner = load_runner(config, cache_dir, on_progress)
         scheduler = Scheduler(
             runner.config,
             runner.cache_config,
@@ -63,7 +69,7 @@ class Engine:
     # ── adding and cancelling ──
 
     def submit(self, requests: Iterable[GenerationRequest]) -> None:
-        """Admit requests together (so that shared prefixes meet); a refused one is answered by an event of the next step."""
+        """Admit requests together, so that shared prefixes meet; the next step's events answer the refused ones."""
         batch: list[Sequence] = []
         for request in requests:
             try:
@@ -93,7 +99,9 @@ class Engine:
         each = [shared] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
         names = list(request_ids) if request_ids is not None else [None] * len(prompts)
         if not len(prompts) == len(each) == len(names):
-            raise ValueError(f"{len(prompts)} prompts, {len(each)} sampling parameters and {len(names)} ids do not match")
+            raise ValueError(
+                f"{len(prompts)} prompts, {len(each)} sampling parameters and {len(names)} ids do not match"
+            )
         requests = [
             GenerationRequest(request_id=name or self._new_id(), prompt_ids=tuple(prompt), params=sampling, **fields)
             for prompt, sampling, name in zip(prompts, each, names, strict=True)
@@ -196,7 +204,7 @@ class Engine:
             return events + self._bisect(plan, error)
         return self._finish(previous) if previous else []
 
-    def _finish(self, launched: tuple[StepPlan, InFlightStep]) -> list[TokenEvent]:
+    def _finish(self, launched: tuple[StepPlan, Any]) -> list[TokenEvent]:
         plan, step = launched
         try:
             output = self.runner.finish(step)
@@ -207,7 +215,7 @@ class Engine:
             return self._bisect(plan, error)
         return self._commit(plan, output)
 
-    def _commit(self, plan: StepPlan, output: Any) -> list[TokenEvent]:
+    def _commit(self, plan: StepPlan, output: StepOutput) -> list[TokenEvent]:
         events = self.scheduler.commit(plan, output)
         self.runner.release(self.scheduler.take_released())
         return events

@@ -117,8 +117,12 @@ def engine_problems(params: SamplingParams, vocab_size: int) -> list[str]:
     )
     found = [f"{name} {rule}, not {value}" for ok, name, rule, value in checks if not ok]
     for what, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", tuple(params.logit_bias))):
-        found += [f"{what} has id {i}, outside the vocabulary of {vocab_size} ids" for i in ids if not 0 <= i < vocab_size]
-    found += [f"logit_bias of id {i} must be finite" for i, bias in params.logit_bias.items() if not -1e4 <= bias <= 1e4]
+        found += [
+            f"{what} has id {i}, outside the vocabulary of {vocab_size} ids" for i in ids if not 0 <= i < vocab_size
+        ]
+    found += [
+        f"logit_bias of id {i} must be finite" for i, bias in params.logit_bias.items() if not -1e4 <= bias <= 1e4
+    ]
     return found
 
 

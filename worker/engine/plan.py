@@ -32,7 +32,7 @@ class ScheduledSequence:
     epoch: int = 0
 
     def __post_init__(self) -> None:
-        if not (0 <= self.start and 0 <= len(self.draft_ids) < self.num_tokens):
+        if not (self.start >= 0 and 0 <= len(self.draft_ids) < self.num_tokens):
             raise ValueError(f"malformed plan for {self.sequence.request_id}: {self.start=} {self.num_tokens=}")
 
 

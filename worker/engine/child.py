@@ -1,0 +1,103 @@
+"""The engine process's main: `python -m worker.engine.child FD`, spoken to over a Unix socket.
+
+Three threads: one reads commands into the mailbox, one writes reports, and the main one owns the
+device and the loop. When the socket ends, the parent is gone: the process ends at once, even in the
+middle of a step.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+
+import msgspec
+
+from worker.engine.config import EngineConfig
+from worker.engine.host import LENGTH_BYTES
+from worker.engine.mailbox import Broken, Command, Mailbox, Progress, Report
+
+
+class _Start(msgspec.Struct):
+    config: EngineConfig
+    cache_dir: str | None = None
+
+
+def main(descriptor: int) -> int:
+    """Load the engine, serve until told to stop; the exit status is 0 only then."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # the worker decides when its engine ends
+        signal.signal(number, signal.SIG_IGN)
+    connection = socket.socket(fileno=descriptor)
+    connection.setblocking(True)
+    start = msgspec.msgpack.decode(_receive(connection), type=_Start)
+    mailbox = Mailbox()
+    reports: queue.SimpleQueue[Report | None] = queue.SimpleQueue()
+    threading.Thread(target=_read_commands, args=(connection, mailbox), name="commands", daemon=True).start()
+    writer = threading.Thread(target=_write_reports, args=(connection, reports), name="reports")
+    writer.start()
+    try:
+        return _serve(start, mailbox, reports.put)
+    finally:
+        reports.put(None)
+        writer.join()
+
+
+def _serve(start: _Start, mailbox: Mailbox, emit: Callable[[Report], None]) -> int:
+    from worker.engine.engine import Engine
+    from worker.engine.loop import EngineLoop
+
+    try:
+        engine = Engine.load(
+            start.config,
+            cache_dir=start.cache_dir,
+            on_progress=lambda message, fraction: emit(Progress(message, fraction)),
+        )
+    except Exception as error:
+        emit(Broken(f"{type(error).__name__}: {error}", at_start=True))
+        return 1
+    EngineLoop(engine, mailbox, emit).run()
+    return 0
+
+
+def _receive(connection: socket.socket) -> bytes:
+    """One frame; raises EOFError at the end of the stream."""
+    length = int.from_bytes(_receive_exactly(connection, LENGTH_BYTES), "little")
+    return _receive_exactly(connection, length)
+
+
+def _receive_exactly(connection: socket.socket, count: int) -> bytes:
+    buffer = bytearray(count)
+    view = memoryview(buffer)
+    while view:
+        received = connection.recv_into(view)
+        if received == 0:
+            raise EOFError
+        view = view[received:]
+    return bytes(buffer)
+
+
+def _read_commands(connection: socket.socket, mailbox: Mailbox) -> None:
+    decoder = msgspec.msgpack.Decoder(Command)
+    try:
+        while True:
+            mailbox.put(decoder.decode(_receive(connection)))
+    except (EOFError, OSError):
+        os._exit(3)  # the parent is gone; nobody wants what the running step would give
+
+
+def _write_reports(connection: socket.socket, reports: queue.SimpleQueue[Report | None]) -> None:
+    encoder = msgspec.msgpack.Encoder()
+    while (report := reports.get()) is not None:
+        payload = encoder.encode(report)
+        try:
+            connection.sendall(len(payload).to_bytes(LENGTH_BYTES, "little") + payload)
+        except OSError:
+            os._exit(3)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

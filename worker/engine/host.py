@@ -1,0 +1,230 @@
+"""Where the engine lives: a process of its own (service), or a thread (tests). Seen from asyncio.
+
+The process is a fresh interpreter at the other end of a Unix socket pair; frames are a 4-byte length
+and MessagePack. It dies with its parent: the socket's end is the signal, whatever killed the parent.
+The death of the engine process is an event to the worker, `EngineDied`, never the end of the worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Protocol
+
+import msgspec
+
+from schemas.generation import FinishReason
+from worker.engine.config import EngineConfig
+from worker.engine.mailbox import Broken, Cancel, Command, Frame, Mailbox, Progress, Ready, Report, Stop, Submit
+from worker.engine.types import Capacity, GenerationRequest
+
+LENGTH_BYTES = 4
+_encoder = msgspec.msgpack.Encoder()
+_report_decoder = msgspec.msgpack.Decoder(Report)
+
+
+class EngineDied(RuntimeError):
+    """The engine is gone; `at_start` if it never became ready (then trying again is pointless)."""
+
+    def __init__(self, message: str, at_start: bool = False) -> None:
+        super().__init__(message)
+        self.at_start = at_start
+
+
+class EngineHost(Protocol):
+    """An engine at arm's length."""
+
+    async def start(self, on_progress: Callable[[str, float], None] | None = None) -> Ready:
+        """Raises EngineDied when it cannot load."""
+        ...
+
+    def submit(self, requests: Iterable[GenerationRequest]) -> None: ...
+
+    def cancel(self, request_id: str, reason: FinishReason, choice: int | None = None) -> None: ...
+
+    def frames(self) -> AsyncIterator[Frame]:
+        """One per step, until stop(). Raises EngineDied when the engine dies."""
+        ...
+
+    @property
+    def capacity(self) -> Capacity:
+        """As of the last frame."""
+        ...
+
+    async def stop(self) -> None: ...
+
+    async def kill(self) -> None: ...
+
+
+class _Reports:
+    """What both hosts share: reports in order, the last capacity, and the end."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[Report | None] = asyncio.Queue()
+        self._capacity: Capacity | None = None
+        self._stopping = False
+
+    @property
+    def capacity(self) -> Capacity:
+        if self._capacity is None:
+            raise RuntimeError("the engine has not started")
+        return self._capacity
+
+    def _send(self, command: Command) -> None:
+        raise NotImplementedError
+
+    def submit(self, requests: Iterable[GenerationRequest]) -> None:
+        self._send(Submit(tuple(requests)))
+
+    def cancel(self, request_id: str, reason: FinishReason, choice: int | None = None) -> None:
+        self._send(Cancel(request_id, reason, choice))
+
+    async def _wait_ready(self, on_progress: Callable[[str, float], None] | None) -> Ready:
+        while True:
+            report = await self._queue.get()
+            match report:
+                case Progress():
+                    if on_progress is not None:
+                        on_progress(report.message, report.fraction)
+                case Ready():
+                    self._capacity = report.capacity
+                    return report
+                case Broken():
+                    raise EngineDied(report.message, at_start=True)
+                case _:
+                    raise EngineDied("the engine process ended before it was ready", at_start=True)
+
+    async def frames(self) -> AsyncIterator[Frame]:
+        while True:
+            report = await self._queue.get()
+            if isinstance(report, Frame):
+                self._capacity = report.capacity
+                yield report
+            elif isinstance(report, Broken):
+                raise EngineDied(report.message)
+            elif report is None:
+                if self._stopping:
+                    return
+                raise EngineDied("the engine process ended unexpectedly")
+
+
+class EngineProcess(_Reports):
+    """The engine in a process of its own, started by `start` and gone after `stop` or `kill`."""
+
+    def __init__(self, config: EngineConfig, cache_dir: str | None = None) -> None:
+        super().__init__()
+        self._config = config
+        self._cache_dir = cache_dir
+        self._process: asyncio.subprocess.Process | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    async def start(self, on_progress: Callable[[str, float], None] | None = None) -> Ready:
+        ours, theirs = socket.socketpair()
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "worker.engine.child", str(theirs.fileno()), pass_fds=[theirs.fileno()],
+                start_new_session=True,  # a Ctrl-C at the terminal is the worker's to handle
+            )  # fmt: skip
+        finally:
+            theirs.close()
+        reader, self._writer = await asyncio.open_unix_connection(sock=ours, limit=1 << 24)
+        settings = msgspec.to_builtins({"config": self._config, "cache_dir": self._cache_dir})
+        self._write(_encoder.encode(settings))
+        self._reading = asyncio.create_task(self._read(reader), name="engine-frames")
+        return await self._wait_ready(on_progress)
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        try:
+            while True:
+                length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "little")
+                self._queue.put_nowait(_report_decoder.decode(await reader.readexactly(length)))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            self._queue.put_nowait(None)
+
+    def _send(self, command: Command) -> None:
+        self._write(_encoder.encode(command))
+
+    def _write(self, payload: bytes) -> None:
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(len(payload).to_bytes(LENGTH_BYTES, "little") + payload)
+
+    async def stop(self) -> None:
+        """Ask it to end; kill it after five seconds."""
+        self._stopping = True
+        self._send(Stop())
+        await self._end(patience_s=5.0)
+
+    async def kill(self) -> None:
+        self._stopping = True
+        await self._end(patience_s=0.0)
+
+    async def _end(self, patience_s: float) -> None:
+        process = self._process
+        if process is None:
+            return
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), patience_s)
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+        if self._writer is not None:
+            self._writer.close()
+        if self._reading is not None:
+            await self._reading
+
+
+class EngineThread(_Reports):
+    """The engine in a thread of this process: for tests and for small tools. `load` runs on that thread."""
+
+    def __init__(self, load: Callable[[], object]) -> None:
+        super().__init__()
+        self._load = load
+        self._mailbox = Mailbox()
+        self._thread: threading.Thread | None = None
+
+    async def start(self, on_progress: Callable[[str, float], None] | None = None) -> Ready:
+        loop = asyncio.get_running_loop()
+
+        def emit(report: Report | None) -> None:
+            with contextlib.suppress(RuntimeError):  # the event loop may be closed already
+                loop.call_soon_threadsafe(self._queue.put_nowait, report)
+
+        self._thread = threading.Thread(target=self._run, args=(emit,), name="engine", daemon=True)
+        self._thread.start()
+        return await self._wait_ready(on_progress)
+
+    def _run(self, emit: Callable[[Report | None], None]) -> None:
+        from worker.engine.engine import Engine
+        from worker.engine.loop import EngineLoop
+
+        try:
+            engine = self._load()
+            if not isinstance(engine, Engine):
+                raise TypeError(f"load() gave {type(engine).__name__}, not an Engine")
+            EngineLoop(engine, self._mailbox, emit).run()
+        except Exception as error:
+            emit(Broken(f"{type(error).__name__}: {error}"))
+        finally:
+            emit(None)
+
+    def _send(self, command: Command) -> None:
+        self._mailbox.put(command)
+
+    async def stop(self) -> None:
+        self._stopping = True
+        self._send(Stop())
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join)
+
+    async def kill(self) -> None:
+        await self.stop()

@@ -1,0 +1,74 @@
+"""The engine's loop: take commands, step, report; the same in a thread and in a process of its own.
+
+One frame out per step; commands come in between steps. When there is nothing to do it sleeps in the
+mailbox, and says that it is alive twice a second, so that a frozen loop can be told from an idle one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from worker.engine.engine import Engine, EngineError
+from worker.engine.mailbox import Broken, Cancel, Command, Frame, Mailbox, Ready, Report, ResetCache, Stop, Submit
+from worker.engine.types import GenerationRequest
+
+IDLE_REPORT_S = 0.5
+
+
+class EngineLoop:
+    """Owns the engine on its thread. `emit` must not block for long: it is called between steps."""
+
+    def __init__(self, engine: Engine, mailbox: Mailbox, emit: Callable[[Report], None]) -> None:
+        self._engine = engine
+        self._mailbox = mailbox
+        self._emit = emit
+
+    def run(self) -> None:
+        """Until a Stop command, or until the device is lost (which is reported as Broken)."""
+        self._emit(self._ready())
+        try:
+            while self._turn():
+                pass
+        except EngineError as error:
+            self._emit(Broken(str(error)))
+        finally:
+            self._engine.runner.close()
+
+    def _turn(self) -> bool:
+        commands = self._mailbox.take_all(0.0 if self._engine.has_work else IDLE_REPORT_S)
+        if not self._apply(commands):
+            return False
+        events = self._engine.step()
+        self._emit(Frame(events=tuple(events), capacity=self._engine.capacity(), stats=self._engine.stats()))
+        return True
+
+    def _apply(self, commands: list[Command]) -> bool:
+        requests: list[GenerationRequest] = []
+        for command in commands:
+            match command:
+                case Submit():
+                    requests += command.requests
+                case Cancel():
+                    if requests:  # order matters: a cancel may follow its own submit
+                        self._engine.submit(requests)
+                        requests = []
+                    self._engine.cancel(command.request_id, command.reason, command.choice)
+                case ResetCache():
+                    self._engine.scheduler.reset_prefix_cache()
+                case Stop():
+                    return False
+        if requests:
+            self._engine.submit(requests)
+        return True
+
+    def _ready(self) -> Ready:
+        runner = self._engine.runner
+        return Ready(
+            model=runner.config.model,
+            max_model_len=runner.max_model_len,
+            vocab_size=runner.vocab_size,
+            eos_token_ids=tuple(sorted(runner.eos_token_ids)),
+            model_path=str(runner.model_path),
+            description=runner.description,
+            capacity=self._engine.capacity(),
+        )

@@ -1,0 +1,72 @@
+"""What the engine asks of a runner, and which kinds there are; heavy ones are imported when chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Protocol
+
+from schemas.generation import SamplingParams
+from worker.engine.config import CacheConfig, EngineConfig
+from worker.engine.plan import StepOutput, StepPlan
+from worker.engine.sequence import Sequence
+from worker.engine.synthetic import SyntheticRunner, is_synthetic
+
+Progress = Callable[[str, float], None]
+
+
+class Runner(Protocol):
+    """Executes plans on a device. `config` is resolved: nothing in it is "auto" any more."""
+
+    config: EngineConfig
+    cache_config: CacheConfig
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    model_path: Path  # the folder whose tokenizer belongs to the model
+
+    @property
+    def description(self) -> str: ...
+
+    @property
+    def can_structure(self) -> bool:
+        """Is response_format available?"""
+        ...
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """May a step be launched before the previous one's tokens are on the host?"""
+        ...
+
+    @property
+    def proposer(self) -> Callable[[Sequence], tuple[int, ...]] | None:
+        """Gives draft tokens for speculative decoding; None where it is off."""
+        ...
+
+    def execute(self, plan: StepPlan) -> StepOutput: ...
+
+    def launch(self, plan: StepPlan) -> Any:
+        """Start a step; the return value goes to finish. Steps are finished in the order of their launch."""
+        ...
+
+    def finish(self, step: Any) -> StepOutput: ...
+
+    def prepare(self, params: SamplingParams) -> Future[Any] | None:
+        """Start compiling what these parameters need (a grammar); None if nothing has to be waited for."""
+        ...
+
+    def release(self, sequences: Iterable[Sequence]) -> None:
+        """Drop what is kept for sequences that finished or were preempted."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def load_runner(config: EngineConfig, cache_dir: str | None = None, on_progress: Progress | None = None) -> Runner:
+    """Raises EngineConfigError, or OSError where the model is not found."""
+    if is_synthetic(config.model):
+        return SyntheticRunner.load(config, cache_dir, on_progress)
+    from worker.engine.runner import ModelRunner
+
+    return ModelRunner.load(config, cache_dir=cache_dir, on_progress=on_progress)

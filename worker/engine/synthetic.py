@@ -1,0 +1,192 @@
+"""A model-free runner: text-like tokens computed from the tokens before them, no weights, no torch.
+
+For load, chaos and queue measurements: everything but the forward pass is the real engine. The model
+name is `synthetic`, or `synthetic?step_ms=5&vocab=…`. What it says depends only on (tokens so far, seed
+where it samples), like a real model's, so a resumed answer is the one that would have come.
+
+A prompt with `[[crash]]` kills the engine process, `[[fail]]` breaks the step, `[[hang]]` sleeps: the
+faults that a device has, on demand.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import parse_qsl
+
+from schemas.generation import SamplingParams, TokenLogprob
+from worker.engine.config import CacheConfig, EngineConfig, EngineConfigError, LayerGroup
+from worker.engine.plan import ScheduledSequence, StepOutput, StepPlan
+from worker.engine.sequence import Sequence
+
+PREFIX = "synthetic"
+END_OF_TEXT = 256
+VOCAB_SIZE = 257
+_LETTERS = b"etaoin shrdlu cmfwyp vbgkqjxz. "
+_MASK = (1 << 64) - 1
+
+
+def is_synthetic(model: str) -> bool:
+    return model == PREFIX or model.startswith(PREFIX + "?")
+
+
+@dataclass(frozen=True, slots=True)
+class SyntheticOptions:
+    """`step_ms` is slept per step, `token_us` per computed token; `length` is the model's context."""
+
+    step_ms: float = 0.0
+    token_us: float = 0.0
+    length: int = 4096
+    mean_tokens: int = 97
+
+    @classmethod
+    def parse(cls, model: str) -> SyntheticOptions:
+        """Raises EngineConfigError for an unknown option or a value that is no number."""
+        _, _, query = model.partition("?")
+        kinds = {"step_ms": float, "token_us": float, "length": int, "mean_tokens": int}
+        values: dict[str, float] = {}
+        for name, text in parse_qsl(query):
+            try:
+                values[name] = kinds[name](text)
+            except (KeyError, ValueError):
+                raise EngineConfigError(
+                    [f"model option {name}={text}: known are {', '.join(kinds)}, numbers"]
+                ) from None
+        return cls(**values)  # type: ignore[arg-type]
+
+
+@dataclass(slots=True)
+class SyntheticRunner:
+    """Has the calls of `runner.ModelRunner`."""
+
+    config: EngineConfig
+    options: SyntheticOptions
+    cache_config: CacheConfig
+    max_model_len: int
+    vocab_size: int = VOCAB_SIZE
+    eos_token_ids: frozenset[int] = frozenset({END_OF_TEXT})
+    can_structure: bool = False
+    is_asynchronous: bool = False
+    proposer: Callable[[Sequence], tuple[int, ...]] | None = None
+    model_path: Path = Path()
+    _folder: tempfile.TemporaryDirectory[str] | None = None
+    _states: dict[Sequence, tuple[int, int]] = field(default_factory=dict)  # sequence → (tokens mixed in, state)
+
+    @classmethod
+    def load(
+        cls, config: EngineConfig, cache_dir: str | None = None, on_progress: Callable[[str, float], None] | None = None
+    ) -> SyntheticRunner:
+        """`cache_dir` and `on_progress` are there for the shape of the call: nothing is kept, nothing takes long."""
+        options = SyntheticOptions.parse(config.model)
+        group = LayerGroup(layers=(0,), num_kv_heads=1, head_dim=1)
+        num_blocks = config.num_blocks or 1 + config.max_num_seqs * (1024 // config.block_size + 1)
+        folder = tempfile.TemporaryDirectory(prefix="tokenmill-synthetic-")
+        write_tokenizer(Path(folder.name))
+        return cls(
+            config=config,
+            options=options,
+            cache_config=CacheConfig(config.block_size, (group,), (num_blocks,), (0,), config.prefix_cache),
+            max_model_len=min(config.max_model_len or options.length, options.length),
+            model_path=Path(folder.name),
+            _folder=folder,
+        )
+
+    @property
+    def description(self) -> str:
+        return f"synthetic model, {self.cache_config.num_blocks[0]} blocks of {self.config.block_size} tokens"
+
+    def execute(self, plan: StepPlan) -> StepOutput:
+        return self.finish(self.launch(plan))
+
+    def launch(self, plan: StepPlan) -> StepPlan:
+        return plan
+
+    def finish(self, plan: StepPlan) -> StepOutput:
+        for item in plan.scheduled:
+            self._misbehave(item.sequence)
+        pause = self.options.step_ms / 1e3 + self.options.token_us * plan.num_tokens / 1e6
+        if pause:
+            time.sleep(pause)
+        sampling = [item for item in plan.scheduled if item.samples]
+        tokens = tuple((self._next_token(item),) for item in sampling)
+        logprobs = tuple(
+            (TokenLogprob(-0.5),) if item.sequence.params.wants_logprobs else None for item in sampling
+        )  # fmt: skip
+        return StepOutput(plan.step_id, tokens, logprobs, {})
+
+    def release(self, sequences: Iterable[Sequence]) -> None:
+        for sequence in sequences:
+            self._states.pop(sequence, None)
+
+    def prepare(self, params: SamplingParams) -> Future[object] | None:
+        return None
+
+    def close(self) -> None:
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    def _misbehave(self, sequence: Sequence) -> None:
+        prompt = bytes(t for t in sequence.token_ids[: sequence.num_prompt_tokens] if t < 256)
+        if b"[[" not in prompt:
+            return
+        if b"[[crash]]" in prompt:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if b"[[fail]]" in prompt:
+            raise RuntimeError("this prompt breaks the step, as it asked to")
+        if b"[[hang]]" in prompt:
+            time.sleep(3600)
+
+    def _next_token(self, item: ScheduledSequence) -> int:
+        sequence = item.sequence
+        count, state = self._states.get(sequence, (0, 0x9E3779B97F4A7C15))
+        if count > sequence.num_tokens:
+            count, state = 0, 0x9E3779B97F4A7C15
+        for token in sequence.token_ids[count:]:
+            state = ((state ^ token) * 0x100000001B3 + 0x632BE5AB) & _MASK
+        self._states[sequence] = (sequence.num_tokens, state)
+        return self._choose(sequence, state)
+
+    def _choose(self, sequence: Sequence, state: int) -> int:
+        noise = 0 if sequence.params.is_greedy else sequence.seed * 0x9E3779B97F4A7C15
+        draw = ((state ^ noise ^ (state >> 29)) * 0xBF58476D1CE4E5B9 & _MASK) >> 20
+        if sequence.token_ids[-1] == 0xC3:
+            return 0xA9  # the second byte of "é": half characters must never reach a reader
+        may_end = not sequence.params.ignore_eos and sequence.num_output_tokens >= sequence.params.min_tokens
+        if may_end and draw % self.options.mean_tokens == 0:
+            return END_OF_TEXT
+        return 0xC3 if draw % 41 == 1 else _LETTERS[(draw >> 8) % len(_LETTERS)]
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A byte-level tokenizer in Transformers' files: token id = byte, 256 = end of text."""
+    vocabulary = {_byte_character(byte): byte for byte in range(256)}
+    special = {"id": END_OF_TEXT, "content": "<|end|>", "single_word": False, "lstrip": False, "rstrip": False,
+               "normalized": False, "special": True}  # fmt: skip
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    tokenizer: dict[str, object] = {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [special], "normalizer": None,
+        "pre_tokenizer": byte_level, "post_processor": None, "decoder": byte_level,
+        "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+                  "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "vocab": vocabulary,
+                  "merges": []},
+    }  # fmt: skip
+    template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "chat_template": template,
+                "model_max_length": 1_000_000, "clean_up_tokenization_spaces": False}  # fmt: skip
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def _byte_character(byte: int) -> str:
+    """The printable stand-in that byte-level BPE uses for a byte (GPT-2's table)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    if byte in printable:
+        return chr(byte)
+    return chr(0x100 + [b for b in range(256) if b not in printable].index(byte))
