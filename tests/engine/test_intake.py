@@ -1,0 +1,79 @@
+"""The engine's door refuses whatever could break a step, with a sentence that names it."""
+
+import pytest
+
+from schemas.generation import SamplingParams
+from worker.engine.intake import Intake, choice_seed
+from worker.engine.types import GenerationRequest, RequestError
+
+
+def admit(prompt=(1, 2, 3), **params):
+    request = GenerationRequest(request_id="r", prompt_ids=tuple(prompt), params=SamplingParams(**params))
+    return Intake(vocab_size=100, max_model_len=16).admit(request)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "code", "says"),
+    [
+        ((), {}, "invalid_request", "empty"),
+        ((1, 100), {}, "invalid_request", "100 is outside"),
+        ((-1, 5), {}, "invalid_request", "-1 is outside"),
+        (range(16), {}, "context_length_exceeded", "16 tokens"),
+        ((1,), {"max_tokens": 16}, "context_length_exceeded", "max_tokens=16"),
+        ((1,), {"max_tokens": 0}, "invalid_request", "max_tokens must be at least 1, not 0"),
+        ((1,), {"temperature": -0.1}, "invalid_request", "temperature"),
+        ((1,), {"temperature": float("nan")}, "invalid_request", "temperature"),
+        ((1,), {"top_p": 0.0}, "invalid_request", "top_p"),
+        ((1,), {"top_k": -2}, "invalid_request", "top_k"),
+        ((1,), {"min_p": 1.5}, "invalid_request", "min_p"),
+        ((1,), {"n": 0}, "invalid_request", "n must"),
+        ((1,), {"repetition_penalty": 0.0}, "invalid_request", "repetition_penalty"),
+        ((1,), {"presence_penalty": float("inf")}, "invalid_request", "presence_penalty"),
+        ((1,), {"stop_token_ids": (100,)}, "invalid_request", "stop_token_ids has id 100"),
+        ((1,), {"logit_bias": {-3: 1.0}}, "invalid_request", "logit_bias has id -3"),
+        ((1,), {"logit_bias": {3: float("nan")}}, "invalid_request", "logit_bias of id 3"),
+        ((1,), {"top_logprobs": 1000}, "invalid_request", "top_logprobs"),
+    ],
+)
+def test_what_cannot_run_is_refused_with_its_name(prompt, params, code, says):
+    with pytest.raises(RequestError, match=says) as caught:
+        admit(prompt, **params)
+    assert caught.value.code == code
+
+
+def test_several_problems_are_listed_together():
+    with pytest.raises(RequestError) as caught:
+        admit(temperature=-1.0, top_p=2.0)
+    assert "temperature" in str(caught.value)
+    assert "top_p" in str(caught.value)
+
+
+def test_no_max_tokens_means_the_rest_of_the_models_length():
+    (sequence,) = admit((1, 2, 3))
+    assert sequence.max_tokens == 13
+
+
+def test_choices_have_seeds_of_their_own_and_the_first_keeps_the_requests():
+    sequences = admit((1,), n=3, seed=7)
+    assert [s.choice for s in sequences] == [0, 1, 2]
+    assert sequences[0].seed == 7 == admit((1,), seed=7)[0].seed
+    assert len({s.seed for s in sequences}) == 3
+    assert choice_seed(7, 1) == sequences[1].seed
+
+
+def test_resumed_tokens_follow_the_prompt_and_ended_choices_do_not_run_again():
+    request = GenerationRequest(
+        request_id="r", prompt_ids=(1, 2), params=SamplingParams(n=2, max_tokens=4), resumed=((5,), (6, 7)), done=(0,)
+    )
+    (sequence,) = Intake(100, 16).admit(request)
+    assert sequence.choice == 1
+    assert sequence.token_ids == [1, 2, 6, 7]
+    assert sequence.num_output_tokens == 2
+
+
+def test_a_resumed_answer_at_its_limit_is_refused():
+    request = GenerationRequest(
+        request_id="r", prompt_ids=(1,), params=SamplingParams(max_tokens=2), resumed=((5, 6),)
+    )
+    with pytest.raises(RequestError, match="limit is 2"):
+        Intake(100, 16).admit(request)

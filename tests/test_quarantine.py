@@ -1,0 +1,67 @@
+"""After a crash suspects run in halving groups, until the guilty one stands alone."""
+
+from worker.jobs import Delivery
+from worker.quarantine import Quarantine
+
+
+def delivery(name, crashes=0):
+    return Delivery(
+        job_id=name, token=1, payload=b"", deliveries=1, crashes=crashes, verdict="run", log=(), created_ms=0,
+        started_ms=0, attempt=1,
+    )  # fmt: skip
+
+
+def names(deliveries):
+    return [d.job_id for d in deliveries]
+
+
+def test_the_innocent_start_at_once():
+    quarantine = Quarantine(max_num_seqs=8)
+    assert names(quarantine.admit([delivery(n) for n in "abc"])) == ["a", "b", "c"]
+    assert len(quarantine) == 0
+
+
+def test_one_crash_halves_the_batch():
+    quarantine = Quarantine(max_num_seqs=4)
+    suspects = [delivery(n, crashes=1) for n in "abcd"]
+    assert names(quarantine.admit(suspects)) == ["a", "b"]
+    assert quarantine.admit([]) == []
+    quarantine.ended("a")
+    assert names(quarantine.admit([])) == ["c"]
+
+
+def test_nothing_joins_a_suspect_that_is_to_be_alone():
+    quarantine = Quarantine(max_num_seqs=4)
+    assert names(quarantine.admit([delivery("bad", crashes=2), delivery("new")])) == ["bad"]
+    assert quarantine.was_alone("bad")
+    quarantine.ended("bad")
+    assert names(quarantine.admit([])) == ["new"]
+
+
+def test_the_guilty_one_is_found_in_few_crashes():
+    crashes = dict.fromkeys(range(64), 0)
+    finished: set[int] = set()
+    num_crashes = 0
+    while True:
+        quarantine = Quarantine(max_num_seqs=64)
+        waiting = [delivery(str(j), crashes[j]) for j in crashes if j not in finished]
+        running = quarantine.admit(waiting)
+        while all(d.job_id != "37" for d in running):
+            finished |= {int(d.job_id) for d in running}
+            for d in running:
+                quarantine.ended(d.job_id)
+            running = quarantine.admit([])
+        num_crashes += 1
+        if quarantine.was_alone("37"):
+            break
+        for d in running:
+            crashes[int(d.job_id)] += 1
+    assert num_crashes == 7  # log2(64) halvings, and the one that proves it
+    assert sum(crashes.values()) <= 2 * 64
+
+
+def test_clearing_gives_back_what_was_held():
+    quarantine = Quarantine(max_num_seqs=1)
+    quarantine.admit([delivery("a"), delivery("b")])
+    assert names(quarantine.clear()) == ["b"]
+    assert names(quarantine.admit([delivery("c")])) == ["c"]

@@ -1,0 +1,58 @@
+"""Who may run together after an engine crash: suspects in ever smaller groups, the guilty one alone at last.
+
+A job that was in the engine when it died carries a crash count. One with c crashes may only run in a
+batch of at most max_num_seqs / 2^c jobs, so that log2(max_num_seqs) crashes leave it alone; whoever
+crashes alone is guilty. It knows neither queue nor engine: it says which deliveries may start now.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from worker.jobs import Delivery
+
+
+@dataclass(slots=True)
+class Quarantine:
+    """Holds suspects back. While it holds any, nothing new should be claimed."""
+
+    max_num_seqs: int
+    _held: deque[Delivery] = field(default_factory=deque)
+    _running: dict[str, int] = field(default_factory=dict)  # job id → the largest batch it may be in
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def limit(self, crashes: int) -> int:
+        """The largest batch for a job with so many crashes."""
+        return max(1, self.max_num_seqs >> crashes)
+
+    def admit(self, deliveries: list[Delivery]) -> list[Delivery]:
+        """Of these and those held, the ones that may start now; the rest is held in order."""
+        self._held.extend(deliveries)
+        started: list[Delivery] = []
+        while self._held and self._fits(self._held[0]):
+            delivery = self._held.popleft()
+            self._running[delivery.job_id] = self.limit(delivery.crashes)
+            started.append(delivery)
+        return started
+
+    def _fits(self, delivery: Delivery) -> bool:
+        size = len(self._running) + 1
+        tightest = min(self._running.values(), default=self.max_num_seqs)
+        return size <= min(tightest, self.limit(delivery.crashes))
+
+    def ended(self, job_id: str) -> None:
+        self._running.pop(job_id, None)
+
+    def clear(self) -> list[Delivery]:
+        """Forget all; returns what was held (to be released)."""
+        held = list(self._held)
+        self._held.clear()
+        self._running.clear()
+        return held
+
+    def was_alone(self, job_id: str) -> bool:
+        """Was this job the only one running? Then a crash is its own doing."""
+        return list(self._running) == [job_id]
