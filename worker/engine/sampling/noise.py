@@ -1,0 +1,94 @@
+"""Counter-based noise: a number that depends on (seed, output position, token id) and on nothing else.
+
+A token is drawn by a race: every token adds Gumbel noise to its scaled logit and the highest wins, which
+samples from the softmax without normalising it. Because the noise is a hash and not a generator's state,
+a seeded sequence gets the same tokens whatever its batch, its schedule, or its preemptions.
+It knows no parameters and no sequences.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+_CACHED_ELEMENTS = 1 << 18  # on CPU a chunk and its scratch stay in the second-level cache: 5 times faster
+_DEVICE_ELEMENTS = 1 << 24  # on a device it bounds the scratch memory
+_LARGEST_BELOW_ONE = 1.0 - 2.0**-24
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def row_keys(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+    """Two 32-bit keys per row: a splitmix64 step over (seed, position)."""
+    with np.errstate(over="ignore"):
+        z = _mix64(seeds + _GOLDEN)  # seeds that are neighbours must not give streams that are shifted copies
+        z = _mix64(z + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
+    low = (z & np.uint64(0xFFFFFFFF)).astype(np.uint32)
+    high = (z >> np.uint64(32)).astype(np.uint32)
+    return np.stack((low, high), axis=1).view(np.int32)  # [rows, 2]
+
+
+def _mix64(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def _signed(constant: int) -> int:
+    return constant - (1 << 32) if constant >= 1 << 31 else constant
+
+
+_SPREAD = _signed(0x9E3779B1)
+_FIRST = _signed(0x7FEB352D)
+_SECOND = _signed(0x846CA68B)
+
+
+def _fold(x: Tensor, scratch: Tensor, shift: int) -> None:
+    """x ^= x >> shift, logically: int32 shifts are arithmetic, so the sign's copies are masked off."""
+    torch.bitwise_right_shift(x, shift, out=scratch)
+    scratch &= (1 << (32 - shift)) - 1
+    x ^= scratch
+
+
+def gumbel_costs(keys: Tensor, token_ids: Tensor) -> Tensor:
+    """Minus the Gumbel noise: the log of a standard exponential, one per (row, token).
+
+    keys [rows, 2] int32; token_ids int32, [tokens] or [rows, tokens]. Integer arithmetic wraps alike on
+    every device. 31 bits, so that even a token of probability 1e-9 can win.
+    """
+    x = (token_ids * _SPREAD) ^ keys[:, :1]  # [rows, tokens]
+    scratch = torch.empty_like(x)
+    _fold(x, scratch, 16)
+    x *= _FIRST
+    _fold(x, scratch, 15)
+    x ^= keys[:, 1:]
+    x *= _SECOND
+    _fold(x, scratch, 16)
+    x &= 0x7FFFFFFF
+    u = x.to(torch.float32)
+    u.add_(0.5).mul_(2.0**-31).clamp_(max=_LARGEST_BELOW_ONE)
+    return u.neg_().log1p_().neg_().log_()  # small u keep their precision: they are the winners
+
+
+def race(scaled: Tensor, keys: Tensor, token_ids: Tensor) -> Tensor:
+    """The column that wins each row. scaled [rows, tokens] float32 (−inf: excluded); others as above."""
+    rows, tokens = scaled.shape
+    limit = _CACHED_ELEMENTS if scaled.device.type == "cpu" else _DEVICE_ELEMENTS
+    step = max(1, limit // max(1, tokens))
+    if rows <= step:
+        return argmax(scaled - gumbel_costs(keys, token_ids))
+    winners = []
+    for first in range(0, rows, step):
+        part = slice(first, first + step)
+        ids = token_ids if token_ids.dim() == 1 else token_ids[part]
+        winners.append(argmax(scaled[part] - gumbel_costs(keys[part], ids)))
+    return torch.cat(winners)
+
+
+def argmax(values: Tensor) -> Tensor:
+    """Row-wise; the first of equals on CPU, where numpy's is several times faster than torch's."""
+    if values.device.type == "cpu":
+        return torch.from_numpy(values.numpy().argmax(axis=1))
+    return values.argmax(dim=-1)

@@ -1,0 +1,189 @@
+"""The sampler: logits in, one token per row out, without waiting for the device.
+
+Greedy rows take an argmax; the others scale, truncate and race (see noise). Edits (biases, penalties,
+masks) are made on a copy, so that log-probabilities are those of the model. Every row of a sequence
+with drafts is drawn with the noise of its own position, hence a draft is accepted exactly if it is the
+token that would have been drawn there. It knows no scheduler and no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from worker.engine.plan import ScheduledSequence
+from worker.engine.sampling import truncation
+from worker.engine.sampling.batch import Batch, Group, Indices, build, to_device
+from worker.engine.sampling.noise import argmax, race, row_keys
+from worker.engine.sampling.penalties import Histories, Places
+from worker.engine.sampling.rows import NUMBERS, RowTable
+from worker.engine.sampling.sampled import RawLogprobs, Sampled, Share
+from worker.engine.sampling.structured import GrammarCompiler, Grammars, Masks
+from worker.engine.sequence import Sequence
+
+
+class Sampler:
+    """Keeps a row of parameters per sequence, token histories of penalised ones, and grammar states.
+
+    Call `release` when a sequence ends or is preempted.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        device: torch.device,
+        eos_token_ids: frozenset[int],
+        grammars: GrammarCompiler | None = None,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self._device = device
+        self._table = RowTable(vocab_size, eos_token_ids)
+        self._histories = Histories(device)
+        self._grammars = Grammars(grammars, vocab_size, eos_token_ids)
+        self._vocabulary = torch.arange(vocab_size, dtype=torch.int32, device=device)
+        self._cached: tuple[int, bytes, Batch] | None = None
+        self._prepared: tuple[tuple[ScheduledSequence, ...], Masks] | None = None
+
+    def needs_host_tokens(self, sequence: Sequence) -> bool:
+        """Must the host know every earlier token before this sequence's next step is planned? (No running ahead.)"""
+        return sequence.params.response_format is not None
+
+    def prepare(self, items: Seq[ScheduledSequence]) -> None:
+        """Compute the grammars' masks on the host; call it after launching the forward pass, before `sample`."""
+        self._prepared = (tuple(items), self._grammars.masks(items))
+
+    def release(self, sequence: Sequence) -> None:
+        """Forget a sequence; it may come back and is then rebuilt from its tokens."""
+        self._table.release(sequence)
+        self._histories.release(sequence)
+        self._grammars.release(sequence)
+
+    @torch.no_grad()
+    def sample(self, logits: Tensor, items: Seq[ScheduledSequence]) -> Sampled:
+        """Draw a token for each row. Items as planned, those that sample; item i owns 1 + len(draft_ids) rows."""
+        shares, slots, positions = self._layout(items)
+        if logits.shape[0] != len(slots):
+            raise ValueError(f"{logits.shape[0]} rows of logits for items that own {len(slots)}")
+        batch = self._batch(slots)
+        raw = logits[:, : self.vocab_size].float()
+        raw_logprobs = (
+            RawLogprobs.take(raw, batch.logprob_rows, batch.max_top_logprobs) if len(batch.with_logprobs) else None
+        )
+        places = self._places(batch, items, shares, positions)
+        work, errors = raw, {}
+        if batch.is_edited:
+            work = raw.clone()
+            errors = self._edit(work, batch, items, positions, places)
+        token_ids, peaks = self._draw(work, batch, positions)
+        if places is not None:
+            self._histories.record(token_ids, to_device(batch.penalised, self._device), places)
+        chosen = raw_logprobs.choose(token_ids, batch) if raw_logprobs is not None else None
+        return Sampled.start(token_ids, peaks, chosen, shares, errors)
+
+    # ── what is drawn ──
+
+    def _layout(self, items: Seq[ScheduledSequence]) -> tuple[list[Share], Indices, Indices]:
+        """Rows of each item, their parameter rows and their output positions."""
+        shares: list[Share] = []
+        slots: list[int] = []
+        positions: list[int] = []
+        for item in items:
+            sequence, drafts = item.sequence, len(item.draft_ids)
+            first = item.start + item.num_tokens - drafts - sequence.num_prompt_tokens
+            shares.append(Share(len(slots), item.draft_ids, sequence.params))
+            slots.extend([self._table.row(sequence)] * (1 + drafts))
+            positions.extend(range(first, first + drafts + 1))
+        return shares, np.array(slots, np.int64), np.array(positions, np.int64)
+
+    def _batch(self, slots: Indices) -> Batch:
+        signature = slots.tobytes()
+        if self._cached is None or self._cached[:2] != (self._table.version, signature):
+            self._cached = (self._table.version, signature, build(self._table, slots, self._device))
+        return self._cached[2]
+
+    def _draw(self, logits: Tensor, batch: Batch, positions: Indices) -> tuple[Tensor, Tensor]:
+        """Token ids [rows] and each row's highest logit [rows], which is finite in a good row."""
+        if batch.all_greedy:
+            token_ids = argmax(logits)
+            return token_ids, logits.gather(1, token_ids[:, None]).squeeze(1)
+        peaks = logits.amax(dim=1)
+        keys = to_device(row_keys(batch.seeds, positions), self._device)
+        if batch.greedy is None and batch.groups[0].rows is None:
+            return self._draw_group(logits, peaks, keys, batch.groups[0]), peaks
+        token_ids = torch.empty(batch.num_rows, dtype=torch.int64, device=self._device)
+        if batch.greedy is not None:
+            token_ids[batch.greedy] = argmax(logits[batch.greedy])
+        for group in batch.groups:
+            rows = group.rows
+            if rows is not None:
+                token_ids[rows] = self._draw_group(logits[rows], peaks[rows], keys[rows], group)
+        return token_ids, peaks
+
+    def _draw_group(self, logits: Tensor, peaks: Tensor, keys: Tensor, group: Group) -> Tensor:
+        scaled = (logits - peaks[:, None]).mul_(group.inverse_temperature)
+        if group.limits is not None:
+            return truncation.draw(scaled, group.limits, keys, self._vocabulary)
+        if group.log_min_p is not None:
+            scaled.masked_fill_(scaled < group.log_min_p, -torch.inf)
+        return race(scaled, keys, self._vocabulary)
+
+    # ── edits ──
+
+    def _places(
+        self, batch: Batch, items: Seq[ScheduledSequence], shares: list[Share], positions: Indices
+    ) -> Places | None:
+        if batch.penalties is None:
+            return None
+        penalised = set(batch.penalised.tolist())
+        slots: list[int] = []
+        prompts: list[int] = []
+        for item, share in zip(items, shares, strict=True):
+            if share.first in penalised:
+                slot, prompt = self._histories.open(item.sequence, int(positions[share.first]), item.draft_ids)
+                slots.extend([slot] * share.num_rows)
+                prompts.extend([prompt] * share.num_rows)
+        repeats = bool((self._table.numbers[batch.row_slots, NUMBERS.index("repetition")] != 1.0).any())
+        return Places.build(
+            np.array(slots, np.int64), positions[batch.penalised], np.array(prompts, np.int64), repeats, self._device
+        )
+
+    def _edit(
+        self,
+        logits: Tensor,
+        batch: Batch,
+        items: Seq[ScheduledSequence],
+        positions: Indices,
+        places: Places | None,
+    ) -> dict[int, str]:
+        """Apply penalties, biases, then masks, in place; returns the items whose grammar broke."""
+        if places is not None and batch.penalties is not None:
+            self._histories.apply(logits, to_device(batch.penalised, self._device), places, batch.penalties)
+        if batch.bias is not None:
+            logits.index_put_((batch.bias.rows, batch.bias.token_ids), batch.bias.values, accumulate=True)
+        masks = self._take_masks(items)
+        self._hold_back(logits, batch, positions, masks)
+        masks.apply(logits)
+        return masks.errors
+
+    def _take_masks(self, items: Seq[ScheduledSequence]) -> Masks:
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None and prepared[0] == tuple(items):
+            return prepared[1]
+        return self._grammars.masks(items)
+
+    def _hold_back(self, logits: Tensor, batch: Batch, positions: Indices, masks: Masks) -> None:
+        """Mask the ids that would end a sequence short of its min_tokens, unless its grammar allows nothing else."""
+        rows: list[int] = []
+        ids: list[int] = []
+        for row in batch.with_min_tokens.tolist():
+            slot = int(batch.row_slots[row])
+            if positions[row] < self._table.counts[slot, 1] and row not in masks.complete:
+                held = self._table.held_back[slot].tolist()
+                rows.extend([row] * len(held))
+                ids.extend(held)
+        if rows:
+            at = to_device(np.array((rows, ids), np.int64), self._device)
+            logits[at[0], at[1]] = -torch.inf
