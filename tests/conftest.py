@@ -1,0 +1,137 @@
+"""Fixtures that every part shares: real servers of this test run's own, clean for each test, gone at the end.
+
+A missing server skips its tests at home and fails them where CI=true. After each test that passed, the keys
+it left on the server are checked against the list of those that may stay.
+"""
+
+import os
+from collections.abc import Callable, Generator, Iterator
+from typing import NoReturn
+
+import pytest
+
+from tests.support.leaks import leaked_keys
+from tests.support.postgres import PostgresServer, PostgresUnavailable
+from tests.support.proxy import FaultProxy
+from tests.support.valkey import ValkeyServer
+from worker.embedded import EmbeddedServerError
+
+# Nothing above imports torch, which reads these once. Test runs share small machines, where spinning threads
+# cost more than they give; and no test may reach for the network.
+for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ.setdefault(_name, "1")  # noqa: TID251 - libraries read them, we do not
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # noqa: TID251
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # noqa: TID251
+
+_PASSED = pytest.StashKey[bool]()
+
+
+def _missing(reason: str) -> NoReturn:
+    if os.environ.get("CI", "").lower() in ("1", "true"):  # noqa: TID251 - the tests' own switch
+        pytest.fail(f"CI must have it: {reason}")
+    pytest.skip(reason)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.when == "call":
+        item.stash[_PASSED] = report.passed
+    return report
+
+
+@pytest.fixture(scope="session")
+def valkey() -> Iterator[ValkeyServer]:
+    """One server for the whole run, for tests that neither stop nor reconfigure it; see `redis_url`."""
+    server = ValkeyServer(persistent=False)
+    try:
+        server.start()
+    except EmbeddedServerError as error:
+        _missing(str(error))
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+@pytest.fixture
+def allowed_keys() -> list[str]:
+    """Shell patterns of keys that this test may leave; append to it."""
+    return []
+
+
+@pytest.fixture
+def redis_url(valkey: ValkeyServer, allowed_keys: list[str], request: pytest.FixtureRequest) -> Iterator[str]:
+    """An empty database on the shared server. After the test, every key must have a time to live or be listed."""
+    with valkey.client() as client:
+        client.flushall()
+        yield valkey.url
+        if request.node.stash.get(_PASSED, False):
+            leaks = leaked_keys(client, allowed_keys)
+            assert not leaks, "keys that would stay for ever:\n" + "\n".join(leaks)
+
+
+@pytest.fixture
+def make_valkey() -> Iterator[Callable[..., ValkeyServer]]:
+    """Start servers of a test's own, to be stopped, killed and restarted: `make_valkey(settings={...})`."""
+    servers: list[ValkeyServer] = []
+
+    def make(**options: object) -> ValkeyServer:
+        server = ValkeyServer(**options)  # type: ignore[arg-type]
+        servers.append(server)
+        try:
+            return server.start()
+        except EmbeddedServerError as error:
+            _missing(str(error))
+
+    yield make
+    for server in servers:
+        server.stop()
+
+
+@pytest.fixture
+def make_proxy() -> Iterator[Callable[[int], FaultProxy]]:
+    """A fault proxy in front of a loopback port: `make_proxy(server.port)`, then connect to its `.url` or `.port`."""
+    proxies: list[FaultProxy] = []
+
+    def make(port: int) -> FaultProxy:
+        proxies.append(FaultProxy(port).start())
+        return proxies[-1]
+
+    yield make
+    for proxy in proxies:
+        proxy.stop()
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[PostgresServer]:
+    """One cluster for the whole run, for tests that do not stop it; see `postgres_url` and `own_postgres`."""
+    try:
+        server = PostgresServer().start()
+    except PostgresUnavailable as error:
+        _missing(str(error))
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+@pytest.fixture
+def postgres_url(postgres: PostgresServer) -> Iterator[str]:
+    """A fresh, empty database, as a SQLAlchemy URL."""
+    url = postgres.create_database()
+    yield url
+    postgres.drop_database(url)
+
+
+@pytest.fixture
+def own_postgres() -> Iterator[PostgresServer]:
+    """A cluster that this test may stop, kill and restart."""
+    try:
+        server = PostgresServer().start()
+    except PostgresUnavailable as error:
+        _missing(str(error))
+    try:
+        yield server
+    finally:
+        server.stop()

@@ -1,0 +1,221 @@
+"""The test servers themselves: they start, lose or keep their data as told, and never outlive their starter."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import psycopg
+import pytest
+import redis
+
+from tests.support.leaks import leaked_keys
+from tests.support.postgres import PostgresServer
+from tests.support.proxy import FaultProxy
+from tests.support.valkey import ValkeyServer
+from worker.embedded import EmbeddedServerError, EmbeddedValkey
+
+pytestmark = pytest.mark.redis
+
+MakeValkey = Callable[..., ValkeyServer]
+
+
+def is_gone(pid: int, within_s: float = 5.0) -> bool:
+    """Also a zombie is gone: whoever adopted it may be slow to collect it."""
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+@pytest.mark.parametrize("crash", [True, False])
+@pytest.mark.parametrize("keep", [True, False])
+def test_restart_keeps_or_wipes_data_on_the_same_port(make_valkey: MakeValkey, keep: bool, crash: bool) -> None:
+    server = make_valkey()
+    port = server.port
+    with server.client() as client:
+        client.set("answer", 42)
+    server.restart(keep=keep, crash=crash)
+    assert server.port == port
+    with server.client() as client:
+        assert client.get("answer") == (b"42" if keep else None)
+
+
+def test_settings_reach_the_server(make_valkey: MakeValkey) -> None:
+    server = make_valkey(settings={"maxmemory": "64mb", "requirepass": 'a "quoted" secret'})
+    with server.client(password='a "quoted" secret') as client:
+        assert client.config_get("maxmemory") == {"maxmemory": str(64 << 20)}
+
+
+def test_a_fixed_port_that_is_taken_is_a_clear_error(valkey: ValkeyServer) -> None:
+    server = EmbeddedValkey(port=valkey.port)
+    with pytest.raises(EmbeddedServerError, match="did not start"):
+        server.start()
+    server.stop()
+
+
+def test_freeze_and_thaw(make_valkey: MakeValkey) -> None:
+    server = make_valkey()
+    with server.client(socket_timeout=0.2, retry=None) as client:
+        server.freeze()
+        with pytest.raises(redis.TimeoutError):
+            client.ping()
+        server.thaw()
+        assert client.ping()
+
+
+@pytest.mark.parametrize("from_thread", [False, True])
+def test_the_server_dies_with_a_killed_parent(from_thread: bool, tmp_path: Path) -> None:
+    body = (
+        "import threading, time\n"
+        "from pathlib import Path\n"
+        "from worker.embedded import EmbeddedValkey\n"
+        f"server = EmbeddedValkey(Path({str(tmp_path / 'data')!r}))\n"
+        + ("t = threading.Thread(target=server.start); t.start(); t.join()\n" if from_thread else "server.start()\n")
+        + "print(server.pid, server.is_running, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    root = Path(__file__).parents[2]
+    parent = subprocess.Popen([sys.executable, "-c", body], stdout=subprocess.PIPE, text=True, cwd=root)
+    assert parent.stdout is not None
+    with parent, parent.stdout:
+        pid, alive = parent.stdout.readline().split()
+        assert alive == "True"
+        time.sleep(0.2)
+        assert not is_gone(int(pid), within_s=0.1), "it must outlive the thread that started it"
+        parent.kill()
+    assert is_gone(int(pid))
+
+
+def test_a_private_directory_of_a_dead_process_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    gone = subprocess.run(["/bin/sh", "-c", "echo $$"], capture_output=True, text=True, check=True).stdout.strip()
+    stale = tmp_path / f"tokenmill-valkey-{os.getuid()}-{gone}-x"
+    living = tmp_path / f"tokenmill-valkey-{os.getuid()}-{os.getpid()}-x"
+    for directory in (stale, living):
+        directory.mkdir()
+    with EmbeddedValkey() as server:
+        assert server.directory.parent == tmp_path
+        assert not stale.exists()
+        assert living.exists()
+    assert not server.directory.exists()
+
+
+class TestLeaks:
+    def test_only_lasting_and_dying_keys_pass(self, redis_url: str) -> None:
+        with redis.Redis.from_url(redis_url) as client:
+            client.set("tm:{q}:idem:tenant:key", "job", ex=60)
+            client.xadd("tm:{q}:jobs:bulk:a:b", {"id": "1"})
+            client.hset("tm:{q}:meta", "accepted", 1)
+            client.hset("tm:{q}:job:1", "state", "running")
+            assert leaked_keys(client) == []
+
+    @pytest.mark.parametrize(
+        ("key", "field"),
+        [
+            ("tm:{q}:log:1", "x"),
+            ("tm:{q}:invented", "x"),
+            ("stray", "x"),
+            ("tm:{q}:job:1", "y"),
+            ("tm:{q}:tenant:a", "x"),
+        ],
+    )
+    def test_leaks_are_named(self, redis_url: str, allowed_keys: list[str], key: str, field: str) -> None:
+        allowed_keys.append("*")  # for the fixture's own check, after this test
+        with redis.Redis.from_url(redis_url) as client:
+            client.hset(key, mapping={field: "1", "state": "succeeded"})
+            assert [line.split(": ")[0] for line in leaked_keys(client)] == [key]
+            client.expire(key, 60)
+            assert leaked_keys(client) == []
+
+
+class TestProxy:
+    def test_passes_cuts_and_heals(
+        self, redis_url: str, valkey: ValkeyServer, make_proxy: Callable[[int], FaultProxy]
+    ) -> None:
+        proxy = make_proxy(valkey.port)
+        with redis.Redis.from_url(proxy.url, socket_timeout=0.3, retry=None) as client:
+            assert client.ping()
+            proxy.cut(refuse=True)
+            with pytest.raises(redis.ConnectionError):
+                client.ping()
+            proxy.heal()
+            assert client.ping()
+            proxy.freeze()
+            with pytest.raises(redis.TimeoutError):
+                client.ping()
+            proxy.heal()
+            assert client.ping()
+
+    def test_a_lost_reply_has_acted(
+        self, redis_url: str, valkey: ValkeyServer, make_proxy: Callable[[int], FaultProxy]
+    ) -> None:
+        proxy = make_proxy(valkey.port)
+        with redis.Redis.from_url(proxy.url, retry=None) as client:
+            client.ping()
+            proxy.lose_replies()
+            with pytest.raises(redis.ConnectionError):
+                client.set("key", 1, ex=60)
+        with valkey.client() as direct:
+            assert direct.get("key") == b"1"
+
+    def test_delay(self, redis_url: str, valkey: ValkeyServer, make_proxy: Callable[[int], FaultProxy]) -> None:
+        proxy = make_proxy(valkey.port)
+        with redis.Redis.from_url(proxy.url, retry=None) as client:
+            client.ping()
+            proxy.delay(0.1)
+            started = time.monotonic()
+            client.ping()
+            assert 0.2 <= time.monotonic() - started < 2.0
+
+
+@pytest.mark.postgres
+class TestPostgres:
+    def test_each_database_is_fresh(self, postgres: PostgresServer, postgres_url: str) -> None:
+        other = postgres.create_database()
+        with psycopg.connect(postgres_url.replace("+psycopg", "")) as connection:
+            connection.execute("CREATE TABLE t (x int)")
+        with psycopg.connect(other.replace("+psycopg", "")) as connection:
+            assert connection.execute("SELECT to_regclass('t')").fetchone() == (None,)
+        postgres.drop_database(other)
+
+    @pytest.mark.parametrize("how", ["stop", "crash", "kill"])
+    def test_data_survives(self, own_postgres: PostgresServer, how: str) -> None:
+        own_postgres.execute("CREATE TABLE kept AS SELECT 7 AS x")
+        port = own_postgres.port
+        if how == "kill":
+            own_postgres.kill()
+            with pytest.raises(psycopg.OperationalError):
+                own_postgres.execute("SELECT 1")
+            own_postgres.start()
+        else:
+            own_postgres.restart(crash=how == "crash")
+        assert own_postgres.port == port
+        own_postgres.execute("INSERT INTO kept VALUES (8)")
+
+    def test_a_killed_parent_takes_it_along(self) -> None:
+        body = (
+            "import time\n"
+            "from tests.support.postgres import PostgresServer\n"
+            "server = PostgresServer().start()\n"
+            "print(server._child.process.pid, flush=True)\n"
+            "time.sleep(60)\n"
+        )
+        root = Path(__file__).parents[2]
+        parent = subprocess.Popen([sys.executable, "-c", body], stdout=subprocess.PIPE, text=True, cwd=root)
+        assert parent.stdout is not None
+        with parent, parent.stdout:
+            server = psutil.Process(int(parent.stdout.readline()))
+            family = [server.pid, *(child.pid for child in server.children(recursive=True))]
+            assert len(family) > 1
+            parent.send_signal(signal.SIGKILL)
+        assert all(is_gone(pid) for pid in family)

