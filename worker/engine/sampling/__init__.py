@@ -1,7 +1,8 @@
 """Sampling: one token per row of the logits, per-request parameters, results independent of the batch."""
 
+from worker.engine.sampling.compilation import GrammarCompiler, GrammarError
+from worker.engine.sampling.lookup import PromptLookup, can_speculate, propose
 from worker.engine.sampling.sampled import Sampled
 from worker.engine.sampling.sampler import Sampler
-from worker.engine.sampling.structured import GrammarCompiler
 
-__all__ = ["GrammarCompiler", "Sampled", "Sampler"]
+__all__ = ["GrammarCompiler", "GrammarError", "PromptLookup", "Sampled", "Sampler", "can_speculate", "propose"]

@@ -17,11 +17,12 @@ from torch import Tensor
 from worker.engine.plan import ScheduledSequence
 from worker.engine.sampling import truncation
 from worker.engine.sampling.batch import Batch, Group, Indices, build, to_device
+from worker.engine.sampling.compilation import GrammarCompiler
 from worker.engine.sampling.noise import argmax, race, row_keys
 from worker.engine.sampling.penalties import Histories, Places
 from worker.engine.sampling.rows import NUMBERS, RowTable
 from worker.engine.sampling.sampled import RawLogprobs, Sampled, Share
-from worker.engine.sampling.structured import GrammarCompiler, Grammars, Masks
+from worker.engine.sampling.structured import Grammars, Masks
 from worker.engine.sequence import Sequence
 
 
@@ -42,18 +43,20 @@ class Sampler:
         self._device = device
         self._table = RowTable(vocab_size, eos_token_ids)
         self._histories = Histories(device)
-        self._grammars = Grammars(grammars, vocab_size, eos_token_ids)
+        self._grammars = Grammars(grammars)
         self._vocabulary = torch.arange(vocab_size, dtype=torch.int32, device=device)
         self._cached: tuple[int, bytes, Batch] | None = None
-        self._prepared: tuple[tuple[ScheduledSequence, ...], Masks] | None = None
 
     def needs_host_tokens(self, sequence: Sequence) -> bool:
         """Must the host know every earlier token before this sequence's next step is planned? (No running ahead.)"""
         return sequence.params.response_format is not None
 
     def prepare(self, items: Seq[ScheduledSequence]) -> None:
-        """Compute the grammars' masks on the host; call it after launching the forward pass, before `sample`."""
-        self._prepared = (tuple(items), self._grammars.masks(items))
+        """Start to compute the grammars' masks beside the forward pass: call it before that pass is waited for.
+
+        Without this call `sample` computes them itself.
+        """
+        self._grammars.start(items)
 
     def release(self, sequence: Sequence) -> None:
         """Forget a sequence; it may come back and is then rebuilt from its tokens."""
@@ -163,16 +166,10 @@ class Sampler:
             self._histories.apply(logits, to_device(batch.penalised, self._device), places, batch.penalties)
         if batch.bias is not None:
             logits.index_put_((batch.bias.rows, batch.bias.token_ids), batch.bias.values, accumulate=True)
-        masks = self._take_masks(items)
+        masks = self._grammars.masks(items)
         self._hold_back(logits, batch, positions, masks)
         masks.apply(logits)
         return masks.errors
-
-    def _take_masks(self, items: Seq[ScheduledSequence]) -> Masks:
-        prepared, self._prepared = self._prepared, None
-        if prepared is not None and prepared[0] == tuple(items):
-            return prepared[1]
-        return self._grammars.masks(items)
 
     def _hold_back(self, logits: Tensor, batch: Batch, positions: Indices, masks: Masks) -> None:
         """Mask the ids that would end a sequence short of its min_tokens, unless its grammar allows nothing else."""

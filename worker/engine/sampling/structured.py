@@ -1,45 +1,187 @@
-"""Structured output: grammars compiled off the step's path, and the masks that hold sequences to them.
+"""Structured output: the masks that hold a sequence to its grammar.
 
-xgrammar compiles JSON schemas, regular expressions and EBNF into automata over the vocabulary. A
-sequence's matcher is driven by the tokens that the host knows: it catches up with them before each mask,
-so preemption, resumption and rejected drafts need no bookkeeping of their own.
+A sequence's matcher is driven by the tokens that the host knows: it catches up with them before each
+mask, so a preempted or resumed sequence is replayed and a rejected draft needs no bookkeeping of its
+own. Masks are computed in a thread, beside the forward pass. It knows no logits but those it masks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from worker.engine.plan import ScheduledSequence
+from worker.engine.sampling.batch import to_device
+from worker.engine.sampling.compilation import GrammarCompiler, GrammarError, sentence
 from worker.engine.sequence import Sequence
-
-
-class GrammarCompiler:
-    pass
 
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    errors: dict[int, str] = field(default_factory=dict)
-    complete: frozenset[int] = frozenset()
+    """Bit masks of the rows that have a grammar: bit t of a row's words allows token t."""
+
+    rows: tuple[int, ...] = ()
+    words: Tensor | None = None  # [len(rows), words] int32, on the host
+    errors: dict[int, str] = field(default_factory=dict)  # by item
+    complete: frozenset[int] = frozenset()  # rows whose grammar allows nothing but the end
 
     def apply(self, logits: Tensor) -> None:
-        pass
+        """Exclude, in place, what the masks do not allow."""
+        if not self.rows or self.words is None:
+            return
+        at = to_device(np.array(self.rows, np.int64), logits.device)
+        words = (
+            self.words if logits.device.type == "cpu" else self.words.pin_memory().to(logits.device, non_blocking=True)
+        )
+        bits = torch.arange(32, dtype=torch.int32, device=logits.device)
+        allowed = ((words[:, :, None] >> bits) & 1).flatten(1)[:, : logits.shape[1]] != 0
+        part = logits[at]
+        part[:, allowed.shape[1] :] = -torch.inf  # ids beyond the tokenizer's
+        part[:, : allowed.shape[1]].masked_fill_(~allowed, -torch.inf)
+        logits[at] = part
+
+
+@dataclass(slots=True)
+class _State:
+    matcher: Any
+    epoch: int
+    accepted: list[int]  # output tokens that the matcher has seen
 
 
 class Grammars:
-    def __init__(self, compiler: GrammarCompiler | None, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+    """A matcher per structured sequence."""
+
+    def __init__(self, compiler: GrammarCompiler | None) -> None:
         self._compiler = compiler
+        self._states: dict[Sequence, _State] = {}
+        self._thread: ThreadPoolExecutor | None = None
+        self._pending: tuple[tuple[ScheduledSequence, ...], Future[Masks]] | None = None
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def start(self, items: Seq[ScheduledSequence]) -> None:
+        """Begin to compute the masks of these items; `masks` with the same items takes them."""
+        self._wait()
+        if any(item.sequence.params.response_format is not None for item in items):
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
+            self._pending = (tuple(items), self._thread.submit(self._compute, tuple(items)))
 
     def masks(self, items: Seq[ScheduledSequence]) -> Masks:
-        errors = {
-            i: "structured output is not available"
-            for i, item in enumerate(items)
-            if item.sequence.params.response_format
-        }
-        return Masks(errors)
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            found = pending[1].result()
+            if pending[0] == tuple(items):
+                return found
+        return self._compute(tuple(items))
 
     def release(self, sequence: Sequence) -> None:
-        pass
+        if sequence in self._states:
+            self._wait()
+            del self._states[sequence]
+
+    def _wait(self) -> None:
+        """Let a computation that nobody took end: states are touched by one thread at a time."""
+        if self._pending is not None:
+            self._pending[1].exception()
+            self._pending = None
+
+    def _compute(self, items: tuple[ScheduledSequence, ...]) -> Masks:
+        rows: list[int] = []
+        filled: list[Tensor] = []
+        errors: dict[int, str] = {}
+        complete: set[int] = set()
+        first = 0
+        for index, item in enumerate(items):
+            if item.sequence.params.response_format is not None:
+                try:
+                    words, ends = self._fill(item)
+                except Exception as error:  # whatever a grammar does, it costs its own sequence only
+                    errors[index] = f"structured output failed: {sentence(error)}"
+                else:
+                    rows.extend(range(first, first + len(words)))
+                    filled.append(words)
+                    complete.update(first + row for row in ends)
+            first += 1 + len(item.draft_ids)
+        return Masks(tuple(rows), torch.cat(filled) if filled else None, errors, frozenset(complete))
+
+    def _fill(self, item: ScheduledSequence) -> tuple[Tensor, list[int]]:
+        """The masks of an item's rows [1 + drafts, words], and those of its rows at which only the end is allowed.
+
+        Rows behind a draft that the grammar refuses stay open: that draft is never drawn, so they never count.
+        """
+        import xgrammar
+
+        state = self._caught_up(item)
+        matcher = state.matcher
+        stops = [int(i) for i in matcher.stop_token_ids]
+        words = xgrammar.allocate_token_bitmask(1 + len(item.draft_ids), self._vocab_size)
+        ends: list[int] = []
+        taken = 0
+        for row in range(1 + len(item.draft_ids)):
+            if matcher.is_terminated():
+                _allow_only(words[row], stops)
+            else:
+                matcher.fill_next_token_bitmask(words, row)
+            if item.sequence.params.min_tokens and _only(words[row], stops):
+                ends.append(row)
+            if row == len(item.draft_ids):
+                break
+            if matcher.is_terminated():
+                continue
+            if not matcher.accept_token(item.draft_ids[row]):
+                break
+            taken += 1
+        if taken:
+            matcher.rollback(taken)
+        return words, ends
+
+    @property
+    def _vocab_size(self) -> int:
+        return int(self._compiler.tokenizer_info.vocab_size) if self._compiler else 0
+
+    def _caught_up(self, item: ScheduledSequence) -> _State:
+        sequence = item.sequence
+        if sequence.num_inflight:
+            raise GrammarError("its last token has not reached the host")
+        output = sequence.output_ids
+        state = self._states.get(sequence)
+        if state is None or state.epoch != sequence.epoch or output[: len(state.accepted)] != state.accepted:
+            state = self._states[sequence] = _State(self._matcher(sequence), sequence.epoch, [])
+        for token_id in output[len(state.accepted) :]:
+            # after its end only end tokens follow (ignore_eos), which the matcher need not see
+            if not state.matcher.is_terminated() and not state.matcher.accept_token(token_id):
+                raise GrammarError(f"token {token_id} at output position {len(state.accepted)} is not in the grammar")
+            state.accepted.append(token_id)
+        return state
+
+    def _matcher(self, sequence: Sequence) -> Any:
+        import xgrammar
+
+        wanted = sequence.params.response_format
+        if self._compiler is None or wanted is None:
+            raise GrammarError("the engine has no grammar compiler for this model")
+        # compiled before the sequence was scheduled; waiting is for the case that it has left the cache
+        return xgrammar.GrammarMatcher(self._compiler.compile(wanted).result(self._compiler.timeout_s + 1))
+
+
+def _allow_only(words: Tensor, token_ids: list[int]) -> None:
+    words.zero_()
+    view = words.numpy().view(np.uint32)
+    for token_id in token_ids:
+        view[token_id // 32] |= np.uint32(1 << (token_id % 32))
+
+
+def _only(words: Tensor, token_ids: list[int]) -> bool:
+    rest = words.clone()
+    view = rest.numpy().view(np.uint32)
+    for token_id in token_ids:
+        view[token_id // 32] &= np.uint32(~(1 << (token_id % 32)) & 0xFFFFFFFF)
+    return not view.any()

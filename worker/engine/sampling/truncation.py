@@ -43,13 +43,13 @@ class Limits:
 def draw(scaled: Tensor, limits: Limits, keys: Tensor, vocabulary: Tensor) -> Tensor:
     """Sample one token id per row. scaled [rows, vocab]; vocabulary: arange(vocab), int32."""
     if scaled.device.type == "cpu":
-        return _draw_on_host(scaled, limits, keys, vocabulary)
+        return draw_on_host(scaled, limits, keys, vocabulary)
     step = max(1, _DEVICE_ELEMENTS // scaled.shape[1])
     parts = [slice(first, first + step) for first in range(0, scaled.shape[0], step)]
-    return torch.cat([_draw_sorted(scaled[part], limits.take(part), keys[part], vocabulary) for part in parts])
+    return torch.cat([draw_sorted(scaled[part], limits.take(part), keys[part], vocabulary) for part in parts])
 
 
-def _draw_sorted(scaled: Tensor, limits: Limits, keys: Tensor, vocabulary: Tensor) -> Tensor:
+def draw_sorted(scaled: Tensor, limits: Limits, keys: Tensor, vocabulary: Tensor) -> Tensor:
     count = min(limits.max_top_k, scaled.shape[1]) if limits.bounded else scaled.shape[1]
     if count == scaled.shape[1]:
         values = scaled.sort(dim=-1, descending=True).values
@@ -59,7 +59,7 @@ def _draw_sorted(scaled: Tensor, limits: Limits, keys: Tensor, vocabulary: Tenso
     return race(scaled.masked_fill(scaled < floor, -torch.inf), keys, vocabulary)
 
 
-def _draw_on_host(scaled: Tensor, limits: Limits, keys: Tensor, vocabulary: Tensor) -> Tensor:
+def draw_on_host(scaled: Tensor, limits: Limits, keys: Tensor, vocabulary: Tensor) -> Tensor:
     """A few hundred candidates decide most rows; the floor of the others is found in their whole row."""
     vocab = scaled.shape[1]
     # one more than needed shows whether equals go on

@@ -1,0 +1,196 @@
+"""Compiling grammars off the step's path: daemon threads, a time limit, and a cache of the recent ones.
+
+A grammar that takes too long is given up and its thread's place handed on; the thread itself cannot be
+stopped, so no more is compiled once too many such threads are stuck. It knows no sequences.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from schemas.generation import ResponseFormat, SamplingParams
+from worker.engine.sampling.schema_check import schema_problems
+
+MAX_SOURCE_CHARS = 200_000
+_PREFIX = re.compile(r"^\[[0-9:]+\]\s+\S+:\d+:\s*")  # "[12:00:00] /project/cpp/file.cc:17: "
+
+Compile = Callable[[str, str], Any]  # (kind, source) → compiled grammar
+
+
+class GrammarError(ValueError):
+    """A grammar that cannot be used; its text is one sentence for the user."""
+
+
+class GrammarCompiler:
+    """Compiled grammars by their source. Safe for several threads.
+
+    `tokenizer_info` is xgrammar's and says what bytes each token stands for, and which ids end an output.
+    """
+
+    def __init__(
+        self,
+        tokenizer_info: Any,
+        *,
+        timeout_s: float = 10.0,
+        max_threads: int = 2,
+        max_cached: int = 256,
+        max_stuck: int = 8,
+        compile_source: Compile | None = None,
+    ) -> None:
+        self.tokenizer_info = tokenizer_info
+        self.timeout_s = timeout_s
+        self._compile_source = compile_source or _xgrammar_compile(tokenizer_info)
+        self._max_threads, self._max_cached, self._max_stuck = max_threads, max_cached, max_stuck
+        self._lock = threading.Lock()
+        self._cache: OrderedDict[tuple[str, str], Future[Any]] = OrderedDict()
+        self._waiting: deque[tuple[tuple[str, str], Future[Any]]] = deque()
+        self._running = 0
+        self._stuck = 0
+
+    @classmethod
+    def from_vocab(
+        cls, vocab: list[bytes] | list[str], stop_token_ids: list[int], vocab_size: int | None = None, **options: Any
+    ) -> GrammarCompiler:
+        """From what each id decodes to; `vocab_size` is that of the logits, where they are wider."""
+        import xgrammar
+
+        info = xgrammar.TokenizerInfo(
+            vocab, xgrammar.VocabType.RAW, vocab_size=vocab_size or len(vocab), stop_token_ids=stop_token_ids
+        )
+        return cls(info, **options)
+
+    def prepare(self, params: SamplingParams) -> Future[Any] | None:
+        """Start compiling what the parameters ask for; None if they ask for nothing."""
+        return None if params.response_format is None else self.compile(params.response_format)
+
+    def compile(self, wanted: ResponseFormat) -> Future[Any]:
+        """A future of the compiled grammar; it fails with GrammarError, after `timeout_s` of running at the latest."""
+        future: Future[Any] = Future()
+        try:
+            key = source_of(wanted)
+        except GrammarError as error:
+            future.set_exception(error)
+            return future
+        with self._lock:
+            known = self._cache.get(key)
+            if known is not None:
+                self._cache.move_to_end(key)
+                return known
+            if self._stuck >= self._max_stuck:
+                future.set_exception(GrammarError("too many grammars took too long to compile; try again later"))
+                return future
+            self._cache[key] = future
+            while len(self._cache) > self._max_cached:
+                self._cache.popitem(last=False)
+            self._waiting.append((key, future))
+            self._start_waiting()
+        return future
+
+    def _start_waiting(self) -> None:
+        while self._waiting and self._running < self._max_threads:
+            key, future = self._waiting.popleft()
+            self._running += 1
+            _Run(self, key, future).start()
+
+    def _ended(self, key: tuple[str, str], failed: bool, stuck: int) -> None:
+        """A run gave up its place. `stuck`: +1 its thread goes on, −1 a thread that had been given up ended."""
+        with self._lock:
+            self._stuck += stuck
+            if stuck >= 0:
+                self._running -= 1
+            if failed:
+                self._cache.pop(key, None)
+            self._start_waiting()
+
+
+class _Run:
+    """One compilation and its time limit; whichever ends first settles the future."""
+
+    def __init__(self, owner: GrammarCompiler, key: tuple[str, str], future: Future[Any]) -> None:
+        self._owner, self._key, self._future = owner, key, future
+        self._lock = threading.Lock()
+        self._settled = False
+        self._timer = threading.Timer(owner.timeout_s, self._give_up)
+        self._timer.daemon = True
+
+    def start(self) -> None:
+        self._timer.start()
+        threading.Thread(target=self._work, name="grammar", daemon=True).start()
+
+    def _settle(self) -> bool:
+        with self._lock:
+            first, self._settled = not self._settled, True
+            return first
+
+    def _work(self) -> None:
+        compiled, problem = None, None
+        try:
+            compiled = self._owner._compile_source(*self._key)
+        except Exception as error:
+            problem = GrammarError(sentence(error))
+        if not self._settle():
+            self._owner._ended(self._key, failed=False, stuck=-1)
+            return
+        self._timer.cancel()
+        self._owner._ended(self._key, failed=problem is not None, stuck=0)
+        if problem is None:
+            self._future.set_result(compiled)
+        else:
+            self._future.set_exception(problem)
+
+    def _give_up(self) -> None:
+        if self._settle():
+            self._owner._ended(self._key, failed=True, stuck=1)
+            limit = self._owner.timeout_s
+            self._future.set_exception(GrammarError(f"the grammar took more than {limit:g} s to compile"))
+
+
+def source_of(wanted: ResponseFormat) -> tuple[str, str]:
+    """(kind, source), equal for equal grammars. Raises GrammarError for what would not be enforced."""
+    given = [
+        (kind, value)
+        for kind, value in (("json", wanted.json_schema), ("regex", wanted.regex), ("grammar", wanted.grammar))
+        if value is not None
+    ]
+    if len(given) != 1:
+        raise GrammarError("response_format needs exactly one of json_schema, regex and grammar")
+    kind, value = given[0]
+    if not isinstance(value, str):
+        problems = schema_problems(value)
+        if problems:
+            raise GrammarError("the JSON schema cannot be enforced: " + "; ".join(problems))
+        # an empty schema admits any JSON object
+        value = json.dumps(value or {"type": "object", "additionalProperties": True}, separators=(",", ":"))
+    if not value:
+        raise GrammarError(f"the {kind} is empty")
+    if len(value) > MAX_SOURCE_CHARS:
+        raise GrammarError(f"the {kind} has {len(value)} characters; the limit is {MAX_SOURCE_CHARS}")
+    return kind, value
+
+
+def sentence(error: Exception) -> str:
+    """The library's message without its time stamp and source position."""
+    lines = _PREFIX.sub("", str(error).strip()).splitlines()
+    return lines[0].strip() if lines and lines[0].strip() else type(error).__name__
+
+
+def _xgrammar_compile(tokenizer_info: Any) -> Compile:
+    import xgrammar
+
+    compiler = xgrammar.GrammarCompiler(tokenizer_info, max_threads=1, cache_enabled=False)
+
+    def compile_source(kind: str, source: str) -> Any:
+        if kind == "json":
+            # a model that likes white space could otherwise write nothing else
+            return compiler.compile_json_schema(source, strict_mode=True, max_whitespace_cnt=32)
+        if kind == "regex":
+            return compiler.compile_regex(source)
+        return compiler.compile_grammar(xgrammar.Grammar.from_ebnf(source))
+
+    return compile_source
