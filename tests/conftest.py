@@ -32,12 +32,39 @@ def _missing(reason: str) -> NoReturn:
     pytest.skip(reason)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--rounds", type=int, default=3, help="how many rounds of faults the chaos tests run")
+    parser.addoption("--soak-seconds", type=float, default=60.0, help="how long each soak test runs")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if not on_gpu:
+        return
+    import torch
+
+    if not torch.cuda.is_available():  # also under CI=true: few machines have one
+        for item in on_gpu:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     if report.when == "call":
         item.stash[_PASSED] = report.passed
     return report
+
+
+@pytest.fixture
+def rounds(request: pytest.FixtureRequest) -> int:
+    """How many rounds of faults a chaos test runs; `--rounds 200` is the long form."""
+    return int(request.config.getoption("--rounds"))
+
+
+@pytest.fixture
+def soak_seconds(request: pytest.FixtureRequest) -> float:
+    return float(request.config.getoption("--soak-seconds"))
 
 
 @pytest.fixture(scope="session")

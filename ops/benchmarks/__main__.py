@@ -1,0 +1,90 @@
+"""The command line of the benchmarks: finds the command's module, runs it, writes its JSON.
+
+It knows no measurement. Modules are imported when chosen, so that listing them needs no torch.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import platform
+import signal
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import NoReturn
+
+COMMANDS = {
+    "engine": "tokens per second, TTFT and TPOT of the bare engine, beside its peers (--peer transformers|vllm)",
+    "workloads": "write the five workload files of `engine` (seeded)",
+    "queue": "the whole way: Valkey, pub/sub, log and SQL around the engine",
+    "scheduler": "the cost of one plan and commit, by batch and by backlog",
+    "attention": "the attention backends beside one another, and what they read per second",
+    "simulate": "goodput and latency under load, on a cost model",
+    "gpu": "share of the roofline on a CUDA device",
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if arguments is None else arguments
+    listing = "\n".join(f"  {name:<11}{what}" for name, what in COMMANDS.items())
+    if not argv or argv[0] in ("-h", "--help"):
+        print(f"usage: ops/bench COMMAND …, ops/bench COMMAND --help\n\n{listing}")
+        return 0 if argv else 2
+    name = argv[0]
+    if name not in COMMANDS:
+        print(f"ops/bench: no command {name}; there are:\n{listing}", file=sys.stderr)
+        return 2
+    module = _load(name)
+    if module is None:
+        print(f"ops/bench: {name} is not part of this checkout", file=sys.stderr)
+        return 2
+    signal.signal(signal.SIGTERM, _interrupt)
+    return _run(module, name, argv[1:])
+
+
+def _load(name: str) -> ModuleType | None:
+    try:
+        return importlib.import_module(f"ops.benchmarks.{name}")
+    except ModuleNotFoundError as error:
+        if error.name == f"ops.benchmarks.{name}":
+            return None
+        raise
+
+
+def _run(module: ModuleType, name: str, argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog=f"ops/bench {name}", description=COMMANDS[name])
+    parser.add_argument("--json", metavar="FILE", help="write the figures here; - is standard output")
+    module.add_arguments(parser)
+    options = parser.parse_args(argv)
+    try:
+        result = module.run(options)
+    except KeyboardInterrupt:
+        print("ops/bench: interrupted", file=sys.stderr)
+        return 130
+    record = {"command": name, "arguments": argv, "machine": machine(), "at": time.time(), **result}
+    if options.json == "-":
+        print(json.dumps(record))
+    elif options.json:
+        Path(options.json).write_text(json.dumps(record, indent=1), encoding="utf-8")
+    return 0 if result.get("ok", True) else 1
+
+
+def machine() -> dict[str, object]:
+    """What a figure means nothing without."""
+    model = platform.processor()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        model = names[0] if names else model
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {"cpu": model, "cores": cores, "python": platform.python_version(), "system": platform.platform()}
+
+
+def _interrupt(*_: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())

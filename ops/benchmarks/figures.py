@@ -1,0 +1,75 @@
+"""From rounds to figures: throughput, percentiles, medians over rounds and their spread, ratios, equal tokens."""
+
+import statistics
+from collections.abc import Sequence
+
+from ops.benchmarks.peers.protocol import Round
+from ops.benchmarks.workload_files import Workload
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """By linear interpolation between the closest ranks; `share` in [0, 1]."""
+    ordered = sorted(values)
+    if not ordered:
+        return float("nan")
+    position = share * (len(ordered) - 1)
+    low = int(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+def of_round(workload: Workload, measured: Round) -> dict[str, float]:
+    """Tokens per second over the whole wall time; TTFT per request; TPOT per request with two tokens or more."""
+    num_output = sum(len(tokens) for tokens in measured.tokens)
+    tpot = [
+        (last - first) / (len(tokens) - 1)
+        for first, last, tokens in zip(measured.first_s, measured.last_s, measured.tokens, strict=True)
+        if len(tokens) > 1
+    ]
+    figures = {
+        "output_tok_s": num_output / measured.wall_s,
+        "prompt_tok_s": workload.num_prompt_tokens / measured.wall_s,
+        "wall_s": measured.wall_s,
+        "ttft_p50_ms": 1e3 * percentile(measured.first_s, 0.5),
+        "ttft_p99_ms": 1e3 * percentile(measured.first_s, 0.99),
+    }
+    if tpot:
+        figures["tpot_p50_ms"] = 1e3 * percentile(tpot, 0.5)
+        figures["tpot_p99_ms"] = 1e3 * percentile(tpot, 0.99)
+    if measured.steps:
+        figures["steps"] = measured.steps
+        figures["tokens_per_step"] = (measured.computed_tokens or 0) / measured.steps
+    if measured.batch_sizes:
+        figures["batch_mean"] = statistics.fmean(measured.batch_sizes)
+        figures["batch_max"] = max(measured.batch_sizes)
+    if measured.cached_tokens is not None:
+        figures["cached_tokens"] = measured.cached_tokens
+    return figures
+
+
+def summary(rounds: Sequence[dict[str, float]]) -> dict[str, dict[str, float]]:
+    """Per figure: the median over the rounds, and the spread (largest − smallest) as a share of it."""
+    result = {}
+    for name in rounds[0]:
+        values = [figures[name] for figures in rounds]
+        median = statistics.median(values)
+        result[name] = {"median": median, "spread": (max(values) - min(values)) / median if median else 0.0}
+    return result
+
+
+def equal_requests(ours: Round, theirs: Round) -> tuple[int, int]:
+    """How many requests gave the same tokens, of how many."""
+    pairs = list(zip(ours.tokens, theirs.tokens, strict=True))
+    return sum(a == b for a, b in pairs), len(pairs)
+
+
+def equal_tokens(ours: Round, theirs: Round) -> float:
+    """Share of positions with the same token before the first difference of each request."""
+    same = total = 0
+    for mine, other in zip(ours.tokens, theirs.tokens, strict=True):
+        total += max(len(mine), len(other))
+        for a, b in zip(mine, other, strict=False):
+            if a != b:
+                break
+            same += 1
+    return same / total if total else 1.0

@@ -1,0 +1,102 @@
+"""Measured engines as child processes: started together, asked in turn, gone when the benchmark is gone.
+
+While one works the others sleep, so they cost memory only. It knows the protocol, not the engines.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ops.benchmarks.peers.protocol import EngineOptions, Round, encode
+from ops.benchmarks.workload_files import Workload
+from worker.tether import tethered
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+class ChildError(RuntimeError):
+    """The engine's process ended or refused; one sentence, and where to read more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How to run one engine: the module, and the Python that has what it needs."""
+
+    name: str
+    module: str
+    python: Path = Path(sys.executable)
+    environment: tuple[tuple[str, str], ...] = ()
+
+
+class Child:
+    """One engine. The constructor returns at once; `wait_ready` when the model is loaded."""
+
+    def __init__(self, kind: Kind, options: EngineOptions, log: Path) -> None:
+        self.kind = kind
+        self.description = ""
+        self.load_s = 0.0
+        self._log = log
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), **dict(kind.environment)}
+        if options.threads:
+            environment["OMP_NUM_THREADS"] = str(options.threads)
+        with log.open("wb") as errors:
+            self._process = subprocess.Popen(
+                tethered([str(kind.python), "-m", kind.module]),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env=environment,
+                text=True,
+            )
+        self._send(json.dumps(asdict(options)))
+
+    def wait_ready(self, waiting: Callable[[str], None]) -> None:
+        waiting(f"{self.kind.name}: loading the model")
+        answer = self._receive()
+        self.description, self.load_s = answer["ready"], answer["load_s"]
+
+    def run(self, workload: Workload) -> Round:
+        self._send(encode(workload))
+        return Round(**self._receive())
+
+    def close(self) -> None:
+        """End the process: it ends by itself when its input ends, unless it hangs."""
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                try:
+                    stream.close()
+                except BrokenPipeError:
+                    continue
+        deadline = time.monotonic() + 5
+        while self._process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        self._process.kill()
+        self._process.wait()
+
+    def _send(self, line: str) -> None:
+        assert self._process.stdin is not None, "opened as a pipe"
+        try:
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise self._died() from None
+
+    def _receive(self) -> dict[str, Any]:
+        assert self._process.stdout is not None, "opened as a pipe"
+        line = self._process.stdout.readline()
+        if not line:
+            raise self._died()
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise ChildError(f"{self.kind.name}: {answer['error']} (its output: {self._log})")
+        return answer
+
+    def _died(self) -> ChildError:
+        lines = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        return ChildError(f"{self.kind.name} ended: {lines[-1] if lines else 'no output'} (its output: {self._log})")

@@ -1,0 +1,63 @@
+"""Our engine, bare: one process, no queue, no text; `python -m` runs it as a child of the benchmark."""
+
+import time
+
+from ops.benchmarks.peers.protocol import EngineOptions, Round, serve
+from ops.benchmarks.workload_files import WorkloadRequest
+from worker.engine import Engine, EngineConfig, SamplingParams
+
+
+class Tokenmill:
+    def __init__(self, options: EngineOptions) -> None:
+        fields: dict[str, object] = {"block_size": 16, **options.settings}
+        fields.setdefault("num_blocks", options.pool_tokens // int(str(fields["block_size"])) + 1)
+        config = EngineConfig(
+            model=options.model,
+            dtype=options.dtype,  # type: ignore[arg-type]
+            max_num_batched_tokens=options.max_batch_tokens,
+            max_num_seqs=options.max_sequences,
+            num_threads=options.threads or None,
+            **fields,  # type: ignore[arg-type]
+        )
+        self._engine = Engine.load(config)
+        self.description = self._engine.runner.description
+
+    def run(self, requests: tuple[WorkloadRequest, ...]) -> Round:
+        engine = self._engine
+        engine.scheduler.reset_prefix_cache()  # or a later round would find the earlier one's prompts
+        before = engine.stats()
+        params = [SamplingParams(temperature=0, max_tokens=r.max_tokens, ignore_eos=True) for r in requests]
+        first: dict[str, float] = {}
+        last: dict[str, float] = {}
+        batch_sizes = []
+        started = time.perf_counter()
+        request_ids = engine.add_requests([request.prompt for request in requests], params)
+        while engine.has_work:
+            events = engine.step()
+            now = time.perf_counter() - started
+            given = {event.request_id for event in events if event.token_ids}
+            for request_id in given:
+                first.setdefault(request_id, now)
+                last[request_id] = now
+            if given:
+                batch_sizes.append(len(given))
+        wall_s = time.perf_counter() - started
+        outputs = [engine.get_result(request_id) for request_id in request_ids]
+        failed = [output.error for output in outputs if output is not None and output.error]
+        if failed or None in outputs:
+            raise RuntimeError(f"{len(failed)} requests failed: {failed[:1]}")
+        after = engine.stats()
+        return Round(
+            wall_s=wall_s,
+            tokens=[list(output.token_ids) for output in outputs if output is not None],
+            first_s=[first[request_id] for request_id in request_ids],
+            last_s=[last[request_id] for request_id in request_ids],
+            steps=after.steps - before.steps,
+            computed_tokens=after.computed_tokens - before.computed_tokens,
+            cached_tokens=after.cached_tokens - before.cached_tokens,
+            batch_sizes=batch_sizes,
+        )
+
+
+if __name__ == "__main__":
+    serve(Tokenmill)

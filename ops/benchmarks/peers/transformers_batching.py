@@ -1,0 +1,86 @@
+"""Transformers' own continuous batching on the same files, through its public manager; a child of the benchmark.
+
+A fresh manager per round, so that no prefix of an earlier round is found; its making and its end are
+not timed.
+"""
+
+import logging
+import os
+import time
+from typing import Any
+
+from ops.benchmarks.peers.protocol import EngineOptions, Round, serve
+from ops.benchmarks.workload_files import WorkloadRequest
+
+PAGE_SIZE = 32
+
+
+class TransformersBatching:
+    def __init__(self, options: EngineOptions) -> None:
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        import torch
+        from transformers import AutoModelForCausalLM, __version__
+        from worker.engine.model.store import resolve
+
+        if options.threads:
+            torch.set_num_threads(options.threads)
+        logging.getLogger("transformers").setLevel(logging.ERROR)
+        self._options = options
+        self._model: Any = AutoModelForCausalLM.from_pretrained(
+            resolve(options.model), dtype=getattr(torch, options.dtype), attn_implementation="sdpa"
+        )
+        self._model.generation_config.do_sample = False
+        self._model.generation_config.eos_token_id = -1  # its way to say: none
+        self.description = f"Transformers {__version__} continuous batching, sdpa, page_size={PAGE_SIZE}"
+
+    def run(self, requests: tuple[WorkloadRequest, ...]) -> Round:
+        from transformers import ContinuousBatchingConfig
+
+        config = ContinuousBatchingConfig(
+            page_size=PAGE_SIZE,
+            num_blocks=self._options.pool_tokens // PAGE_SIZE,
+            max_batch_tokens=self._options.max_batch_tokens,
+        )
+        finished: dict[int, Any] = {}
+        with self._model.continuous_batching_context_manager(continuous_batching_config=config) as manager:
+            self._wake(manager)
+            started = time.perf_counter()
+            # Its own add_requests takes one max_new_tokens for all; it sorts like this for prefix hits.
+            for index in sorted(range(len(requests)), key=lambda i: requests[i].prompt, reverse=True):
+                request = requests[index]
+                manager.add_request(
+                    list(request.prompt),
+                    request_id=str(index),
+                    max_new_tokens=request.max_tokens,
+                    record_timestamps=True,
+                    eos_token_id=-1,
+                )
+            while len(finished) < len(requests):
+                result = manager.get_result(timeout=1)
+                if result is None:
+                    if not manager.is_running():
+                        raise RuntimeError("its generation thread ended")
+                elif result.is_finished():
+                    finished[int(result.request_id)] = result
+            wall_s = time.perf_counter() - started
+        failed = [result.error for result in finished.values() if result.error]
+        if failed:
+            raise RuntimeError(f"{len(failed)} requests failed: {failed[0]}")
+        ordered = [finished[index] for index in range(len(requests))]
+        return Round(
+            wall_s=wall_s,
+            tokens=[list(result.generated_tokens) for result in ordered],
+            first_s=[result.timestamps[0] - started for result in ordered],
+            last_s=[result.timestamps[-1] - started for result in ordered],
+        )
+
+    @staticmethod
+    def _wake(manager: Any) -> None:
+        """One token through, so that the pool is allocated before the clock starts."""
+        manager.add_request([100, 101], request_id="warm", max_new_tokens=1, eos_token_id=-1)
+        while (result := manager.get_result(timeout=1)) is None or not result.is_finished():
+            pass
+
+
+if __name__ == "__main__":
+    serve(TransformersBatching)

