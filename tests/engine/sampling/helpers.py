@@ -1,0 +1,77 @@
+"""Sequences and planned items for a sampler without a scheduler, and a toy model to drive it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from schemas.generation import SamplingParams
+from worker.engine.plan import ScheduledSequence
+from worker.engine.sampling import Sampler
+from worker.engine.sequence import Sequence
+
+EOS = 1
+CPU = torch.device("cpu")
+Proposer = Callable[[Sequence], tuple[int, ...]]
+
+
+def make_sampler(vocab_size: int, **options: object) -> Sampler:
+    return Sampler(vocab_size, CPU, frozenset({EOS}), **options)  # type: ignore[arg-type]
+
+
+def make_sequence(
+    params: SamplingParams, prompt: tuple[int, ...] = (2, 3, 4), output: tuple[int, ...] = (), seed: int = 0
+) -> Sequence:
+    return Sequence("r", [*prompt, *output], len(prompt), params, seed=seed)
+
+
+def plan_item(sequence: Sequence, drafts: tuple[int, ...] = ()) -> ScheduledSequence:
+    """The item of a decode step (or of the last chunk of a prefill: only the end of the range matters here)."""
+    start = sequence.num_tokens + sequence.num_inflight - 1
+    return ScheduledSequence(sequence, start, 1 + len(drafts), True, drafts, sequence.epoch)
+
+
+class ToyModel:
+    """Logits that depend on the last tokens before a position: deterministic, and repetitive at low `spread`."""
+
+    def __init__(self, vocab_size: int, memory: int = 2, spread: float = 3.0) -> None:
+        self.vocab_size, self.memory, self.spread = vocab_size, memory, spread
+
+    def row(self, token_ids: list[int]) -> Tensor:
+        digest = hashlib.blake2b(repr(token_ids[-self.memory :]).encode(), digest_size=8).digest()
+        values = np.random.default_rng(int.from_bytes(digest, "little")).normal(size=self.vocab_size)
+        return torch.from_numpy((values * self.spread).astype(np.float32))
+
+    def logits(self, items: list[ScheduledSequence]) -> Tensor:
+        views = [
+            [*item.sequence.token_ids, *item.draft_ids[:count]]
+            for item in items
+            for count in range(1 + len(item.draft_ids))
+        ]
+        return torch.stack([self.row(view) for view in views])
+
+
+def generate(
+    sampler: Sampler, model: ToyModel, sequences: list[Sequence], num_tokens: int, proposer: Proposer | None = None
+) -> list[list[int]]:
+    """Run sequences together until each has `num_tokens` output tokens or has drawn EOS; returns the outputs."""
+    goal = {id(s): s.num_output_tokens + num_tokens for s in sequences}
+
+    def is_done(sequence: Sequence) -> bool:
+        ended = not sequence.params.ignore_eos and EOS in sequence.output_ids
+        return ended or sequence.num_output_tokens >= goal[id(sequence)]
+
+    while active := [s for s in sequences if not is_done(s)]:
+        items = [plan_item(s, proposer(s) if proposer else ()) for s in active]
+        sampler.prepare(items)
+        tokens, _, errors = sampler.sample(model.logits(items), items).finish()
+        assert not errors
+        for sequence, new in zip(active, tokens, strict=True):
+            for token_id in new:
+                if not is_done(sequence):
+                    sequence.token_ids.append(token_id)
+    return [s.output_ids for s in sequences]

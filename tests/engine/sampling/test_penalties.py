@@ -1,0 +1,120 @@
+"""Penalties against a loop over tokens, with tokens in flight, abandoned steps, drafts and resumption."""
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schemas.generation import SamplingParams
+from tests.engine.sampling.helpers import CPU, ToyModel, generate, make_sampler, make_sequence, plan_item
+from worker.engine.sampling.batch import to_device
+from worker.engine.sampling.penalties import Histories, Places
+from worker.engine.sequence import Sequence
+
+VOCAB = 30
+
+
+def naive(logits: list[float], prompt: list[int], output: list[int], params: SamplingParams) -> list[float]:
+    result = []
+    for token_id, value in enumerate(logits):
+        if token_id in prompt or token_id in output:
+            value = value / params.repetition_penalty if value > 0 else value * params.repetition_penalty
+        if token_id in output:
+            value -= params.presence_penalty
+        result.append(value - params.frequency_penalty * output.count(token_id))
+    return result
+
+
+def penalised(histories: Histories, logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
+    opened = [histories.open(s, s.num_output_tokens, ()) for s in sequences]
+    lengths = np.array([s.num_output_tokens for s in sequences], np.int64)
+    slots, prompts = np.array(opened, np.int64).T.copy()
+    repeats = any(s.params.repetition_penalty != 1.0 for s in sequences)
+    places = Places.build(slots, lengths, prompts, repeats, CPU)
+    numbers = [(s.params.presence_penalty, s.params.frequency_penalty, s.params.repetition_penalty) for s in sequences]
+    rows = to_device(np.arange(len(sequences)), CPU)
+    histories.apply(logits, rows, places, torch.tensor(numbers))
+    return logits
+
+
+tokens = st.lists(st.integers(0, VOCAB - 1), max_size=12)
+numbers = st.floats(-2.0, 2.0)
+params_strategy = st.builds(
+    SamplingParams,
+    presence_penalty=st.one_of(st.just(0.0), numbers),
+    frequency_penalty=st.one_of(st.just(0.0), numbers),
+    repetition_penalty=st.one_of(st.just(1.0), st.floats(0.5, 2.0)),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(params_strategy, tokens.filter(bool), tokens), min_size=1, max_size=5), st.integers(0, 99))
+def test_every_row_is_penalised_as_a_loop_would(
+    rows: list[tuple[SamplingParams, list[int], list[int]]], seed: int
+) -> None:
+    logits = torch.from_numpy(np.random.default_rng(seed).normal(size=(len(rows), VOCAB)).astype(np.float32))
+    wanted = [
+        naive(row.tolist(), prompt, output, params) for row, (params, prompt, output) in zip(logits, rows, strict=True)
+    ]
+    sequences = [make_sequence(params, tuple(prompt), tuple(output)) for params, prompt, output in rows]
+    got = penalised(Histories(CPU), logits, sequences)
+    np.testing.assert_allclose(got.numpy(), np.array(wanted), atol=1e-5)
+
+
+PENALISED = SamplingParams(
+    temperature=0.0, presence_penalty=0.7, frequency_penalty=0.4, repetition_penalty=1.2, ignore_eos=True
+)
+
+
+def by_loop(num_tokens: int) -> list[int]:
+    """Greedy generation with penalties from a loop."""
+    model, prompt, output = ToyModel(VOCAB, memory=1), [2, 3, 4], list[int]()
+    for _ in range(num_tokens):
+        scores = naive(model.row([*prompt, *output]).tolist(), prompt, output, PENALISED)
+        output.append(int(np.argmax(np.array(scores, np.float32))))
+    return output
+
+
+def test_generation_counts_its_own_tokens() -> None:
+    got = generate(make_sampler(VOCAB), ToyModel(VOCAB, memory=1), [make_sequence(PENALISED)], 40)[0]
+    assert got == by_loop(40)
+    unpenalised = SamplingParams(temperature=0.0, ignore_eos=True)
+    assert got != generate(make_sampler(VOCAB), ToyModel(VOCAB, memory=1), [make_sequence(unpenalised)], 40)[0]
+
+
+def test_tokens_in_flight_are_counted_before_the_host_knows_them() -> None:
+    """The host learns each token one step late, as with asynchronous batching."""
+    sampler, model, sequence = make_sampler(VOCAB), ToyModel(VOCAB, memory=1), make_sequence(PENALISED)
+    ahead: list[int] = []  # the model's view; the sequence lags behind
+    late = None
+    for _ in range(30):
+        item = plan_item(sequence)
+        sampled = sampler.sample(model.row([2, 3, 4, *ahead])[None], [item])
+        ahead.append(int(sampled.token_ids[0]))
+        if late is not None:
+            sequence.token_ids += late.finish()[0][0]
+            sequence.num_inflight -= 1
+        late = sampled
+        sequence.num_inflight += 1
+    assert ahead == by_loop(30)
+
+
+def test_an_abandoned_step_leaves_no_trace() -> None:
+    sampler, model, sequence = make_sampler(VOCAB), ToyModel(VOCAB, memory=1), make_sequence(PENALISED)
+    for _ in range(20):
+        item = plan_item(sequence)
+        wrong = torch.zeros(1, VOCAB)
+        wrong[0, 5] = 9.0
+        sampler.sample(wrong, [item]).finish()  # a step whose result is never committed
+        tokens, _, _ = sampler.sample(model.logits([item]), [item]).finish()
+        sequence.token_ids += tokens[0]
+    assert sequence.output_ids == by_loop(20)
+
+
+def test_released_histories_are_reused() -> None:
+    sampler, model = make_sampler(VOCAB), ToyModel(VOCAB, memory=1)
+    for _ in range(40):
+        sequence = make_sequence(PENALISED)
+        assert generate(sampler, model, [sequence], 3)[0] == by_loop(3)
+        sampler.release(sequence)
+    assert len(sampler._histories) == 0
