@@ -1,0 +1,96 @@
+"""Every attention backend against dense float64 attention, over the shapes that models and schedules make.
+
+The Triton backend runs here on CUDA, or where this process interprets Triton (test_triton starts one).
+"""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from tests.engine.attention.cases import Case, attend, dense, filled_cache, make_problem
+from worker.engine.attention.base import AttentionBackend, AttentionShape
+from worker.engine.attention.registry import backend_class, backend_names
+
+RAGGED = ((1, 70), (33, 33), (1, 1), (19, 51), (1, 300), (2, 290), (64, 200))
+SHORT = ((1, 40), (17, 17), (5, 60))
+
+CASES = [
+    Case("grouped", RAGGED, num_heads=9, num_kv_heads=3),
+    Case("multi-query", RAGGED, num_heads=8, num_kv_heads=1),
+    Case("multi-head", RAGGED, num_heads=2, num_kv_heads=2),
+    Case("many heads a group", SHORT, num_heads=28, num_kv_heads=2),
+    Case("only decodes", tuple((1, n) for n in (1, 15, 16, 17, 31, 255, 256, 257, 520))),
+    Case("one decode", ((1, 700),), num_heads=2, num_kv_heads=1),
+    Case("whole prompts", ((5, 5), (260, 260), (1, 1))),
+    Case("head 80", SHORT, head_dim=80),
+    Case("head 96", SHORT, head_dim=96),
+    Case("head 128", RAGGED, head_dim=128),
+    Case("head 256", SHORT, head_dim=256, num_heads=4, num_kv_heads=1),
+    Case("blocks of 8", RAGGED, block_size=8),
+    Case("blocks of 32", RAGGED, block_size=32),
+    Case("blocks of 64", RAGGED, block_size=64),
+    Case("head 80, blocks of 8", SHORT, head_dim=80, block_size=8),
+    Case("window", RAGGED, window=24),
+    Case("window of 1", SHORT, window=1),
+    Case("wide window, blocks of 8", RAGGED, window=129, block_size=8),
+    Case("window across tiles", ((1, 600), (40, 580)), window=300),
+    Case("softcap", RAGGED, softcap=5.0),
+    Case("sinks", RAGGED, has_sinks=True),
+    Case("sinks and window", RAGGED, has_sinks=True, window=16),
+    Case("all at once", RAGGED, window=40, softcap=20.0, has_sinks=True, head_dim=96, block_size=32),
+    Case("other scale", SHORT, scale=0.3),
+]
+HALF_CASES = [
+    Case("bf16", RAGGED, dtype=torch.bfloat16),
+    Case("fp16", RAGGED, dtype=torch.float16),
+    Case("bf16, head 128, window", RAGGED, head_dim=128, window=24, dtype=torch.bfloat16),
+]
+TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+def on_gpu(name: str) -> object:
+    return pytest.param(name, "cuda", marks=pytest.mark.gpu, id=f"{name}-cuda")
+
+
+TARGETS = [
+    *(pytest.param(name, "cpu", id=name) for name in ("reference", "cpu", "triton")),
+    *(on_gpu(name) for name in backend_names() if name != "cpu"),
+]
+
+
+def make_backend(name: str, device: str, case: Case) -> AttentionBackend:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    if name == "triton" and device == "cpu" and "triton.runtime.interpreter" not in sys.modules:
+        pytest.skip("needs a process that interprets Triton")
+    backend = backend_class(name)
+    reason = backend.why_not(torch.device(device), case.dtype, case.shape, case.block_size)
+    if reason is not None:
+        pytest.skip(reason)
+    return backend()
+
+
+@pytest.mark.parametrize(("name", "device"), TARGETS)
+@pytest.mark.parametrize("case", CASES + HALF_CASES, ids=lambda case: case.name)
+def test_attends_as_dense_attention_does(name: str, device: str, case: Case) -> None:
+    backend = make_backend(name, device, case)
+    problem = make_problem(case, device)
+    result = attend(backend, problem, filled_cache(backend, problem))
+    assert result.dtype == case.dtype
+    tolerance = TOLERANCES[case.dtype]
+    torch.testing.assert_close(result.double(), dense(problem), rtol=tolerance, atol=tolerance)
+
+
+def test_every_backend_is_tried() -> None:
+    assert set(backend_names()) == {"reference", "cpu", "triton", "flash", "torch_varlen"}
+
+
+@pytest.mark.parametrize("name", ["flash", "torch_varlen"])
+def test_a_gpu_backend_says_why_it_does_not_run_on_a_cpu(name: str) -> None:
+    shape = AttentionShape(4, 2, 64, 0.125)
+    reason = backend_class(name).why_not(torch.device("cpu"), torch.bfloat16, shape, 256)
+    assert reason is not None
+    assert "cpu" in reason.lower()

@@ -1,0 +1,100 @@
+"""Compiling and loading kernels: once, by several processes at a time, on torch's own OpenMP runtime."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from worker.engine.kernels.library import cache_folder, compile_library
+from worker.engine.kernels.toolchain import KernelUnavailableError, Toolchain, find_toolchain, loaded_openmp
+
+SOURCE = """
+#include "answer.h"
+extern "C" int answer(int threads) {
+    int total = 0;
+#pragma omp parallel for num_threads(threads) reduction(+ : total)
+    for (int i = 0; i < ANSWER; ++i) total += 1;
+    return total;
+}
+"""
+
+
+@pytest.fixture
+def toolchain() -> Toolchain:
+    try:
+        return find_toolchain()
+    except KernelUnavailableError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "answer.h").write_text("#define ANSWER 42\n")
+    path = tmp_path / "source" / "answer.cpp"
+    path.write_text(SOURCE)
+    return path
+
+
+def answer_of(path: Path) -> int:
+    return int(ctypes.CDLL(str(path)).answer(2))
+
+
+def test_compiles_once_and_again_when_anything_changes(tmp_path: Path, source: Path, toolchain: Toolchain) -> None:
+    first = compile_library("answer", [source], tmp_path, toolchain)
+    assert answer_of(first) == 42
+    stamp = first.stat().st_mtime_ns
+    assert compile_library("answer", [source], tmp_path, toolchain) == first
+    assert first.stat().st_mtime_ns == stamp
+    (source.parent / "answer.h").write_text("#define ANSWER 43\n")
+    second = compile_library("answer", [source], tmp_path, toolchain)
+    assert answer_of(second) == 43
+    other_machine = dataclasses.replace(toolchain, identity="another CPU")
+    assert compile_library("answer", [source], tmp_path, other_machine) not in (first, second)
+
+
+def test_several_builders_leave_one_good_file(tmp_path: Path, source: Path, toolchain: Toolchain) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        made = list(pool.map(lambda _: compile_library("answer", [source], tmp_path, toolchain), range(4)))
+    assert len(set(made)) == 1
+    assert answer_of(made[0]) == 42
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([made[0].name, "source"])
+
+
+def test_a_source_that_does_not_compile_is_one_error(tmp_path: Path, source: Path, toolchain: Toolchain) -> None:
+    source.write_text("this is no C++")
+    with pytest.raises(KernelUnavailableError, match="failed to compile"):
+        compile_library("answer", [source], tmp_path, toolchain)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_without_a_compiler_it_says_so() -> None:
+    with pytest.raises(KernelUnavailableError, match=r"no C\+\+ compiler found \(looked for no-such-compiler\)"):
+        find_toolchain(compilers=("no-such-compiler",))
+
+
+def test_one_openmp_runtime_in_the_process(tmp_path: Path, source: Path, toolchain: Toolchain) -> None:
+    """In a process of its own: what this one has loaded depends on the tests before."""
+    path = compile_library("answer", [source], tmp_path, toolchain)
+    script = (
+        "import torch, ctypes, sys; torch.randn(500, 500) @ torch.randn(500, 500)\n"
+        f"assert ctypes.CDLL({str(path)!r}).answer(2) == 42\n"
+        "maps = {line.split()[-1] for line in open('/proc/self/maps')}\n"
+        "print('\\n'.join(name for name in maps if 'omp' in name.rsplit('/', 1)[-1] and '.so' in name))\n"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    runtimes = [line for line in result.stdout.split() if Path(line) != path]
+    assert runtimes == [str(loaded_openmp())]
+
+
+def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(KernelUnavailableError, match="no folder"):
+        cache_folder(tmp_path / "file")
+    assert cache_folder(tmp_path) == tmp_path / "kernels"

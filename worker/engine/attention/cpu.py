@@ -1,0 +1,196 @@
+"""Paged attention on the CPU through a C++ kernel that reads blocks in place.
+
+Float32 arithmetic over float32, bfloat16 or float16 storage. A row's result does not depend on its batch,
+its chunk or the number of threads, bit for bit. The layout inside a block is the kernel's own business:
+keys in strips of `[head_dim, 16 tokens]`, values `[token, head_dim]`; only its size follows `block_shape`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from ctypes import c_float, c_int32, c_int64, c_void_p
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from worker.engine.attention.base import AttentionBackend, AttentionMetadata, AttentionShape
+from worker.engine.kernels.library import load
+from worker.engine.kernels.toolchain import KernelUnavailableError
+
+KV_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+MAX_HEAD_DIM = 512
+
+
+class AttendArguments(ctypes.Structure):
+    """As in attention.cpp."""
+
+    _fields_: ClassVar = [
+        *((name, c_void_p) for name in ("query", "out", "cache", "query_start", "seq_lens", "block_table", "sinks")),
+        ("workspace", c_void_p),
+        *((name, c_int64) for name in ("workspace_bytes", "query_stride", "block_stride", "value_offset")),
+        ("table_stride", c_int64),
+        *((name, c_int32) for name in ("num_tokens", "num_seqs", "num_heads", "num_kv_heads", "head_dim")),
+        *((name, c_int32) for name in ("block_size", "window", "kv_type", "num_threads")),
+        *((name, c_float) for name in ("scale", "softcap")),
+    ]
+
+
+class WriteArguments(ctypes.Structure):
+    """As in cache_write.cpp."""
+
+    _fields_: ClassVar = [
+        *((name, c_void_p) for name in ("query", "key", "value", "cos", "sin", "rotated", "cache", "slots")),
+        *((name, c_int64) for name in ("query_stride", "key_stride", "value_stride", "cos_stride")),
+        *((name, c_int64) for name in ("block_stride", "value_offset")),
+        *((name, c_int32) for name in ("num_tokens", "num_heads", "num_kv_heads", "head_dim", "rotary_dim")),
+        *((name, c_int32) for name in ("block_size", "kv_type", "num_threads")),
+    ]
+
+
+class CpuAttention(AttentionBackend):
+    """Holds the loaded kernels and, per thread, a workspace that grows to the largest step seen."""
+
+    name = "cpu"
+
+    def __init__(self, cache_dir: Path | None = None, march: str = "native") -> None:
+        self._attend = load("attention", cache_dir, march).tokenmill_attend
+        self._attend.restype = c_int64
+        self._write = load("cache_write", cache_dir, march).tokenmill_write
+        self._write.restype = None
+        self._local = threading.local()
+
+    @classmethod
+    def why_not(cls, device: torch.device, dtype: torch.dtype, shape: AttentionShape, block_size: int) -> str | None:
+        if device.type != "cpu":
+            return f"the cpu kernel does not run on {device.type}"
+        if dtype not in KV_TYPES:
+            return f"the cpu kernel does not store keys and values as {dtype}"
+        if shape.head_dim % 8 or not 8 <= shape.head_dim <= MAX_HEAD_DIM:
+            return f"the cpu kernel takes head sizes that are multiples of 8 up to {MAX_HEAD_DIM}, not {shape.head_dim}"
+        try:
+            load("attention")
+            load("cache_write")
+        except KernelUnavailableError as error:
+            return str(error)
+        return None
+
+    def block_shape(self, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
+        return num_kv_heads, block_size, head_dim
+
+    def write(self, key: Tensor, value: Tensor, cache: Tensor, metadata: AttentionMetadata) -> None:
+        arguments = self._write_arguments(key, value, cache, metadata)
+        self._write(ctypes.byref(arguments))
+
+    def rope_and_write(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: Tensor,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """Rotate queries and keys (half-rotation, as in Llama) and write keys and values, in one pass.
+
+        `cos` and `sin` are float32 `[num_tokens, rotary_dim]`, rotary_dim ≤ head_dim. Returns the rotated queries;
+        the rotated keys are in the cache only.
+        """
+        query, cos, sin = _rows(query), _floats(cos), _floats(sin)
+        rotated = torch.empty(query.shape, dtype=torch.float32)
+        arguments = self._write_arguments(key, value, cache, metadata)
+        arguments.query, arguments.query_stride = query.data_ptr(), query.stride(0)
+        arguments.cos, arguments.sin, arguments.cos_stride = cos.data_ptr(), sin.data_ptr(), cos.stride(0)
+        arguments.rotated = rotated.data_ptr()
+        arguments.num_heads, arguments.rotary_dim = query.shape[1], cos.shape[-1]
+        self._write(ctypes.byref(arguments))
+        return rotated
+
+    def attend(
+        self,
+        query: Tensor,
+        cache: Tensor,
+        metadata: AttentionMetadata,
+        shape: AttentionShape,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        rows = _rows(query)
+        out = torch.empty(rows.shape, dtype=torch.float32)
+        extra = None if sinks is None else _floats(sinks)
+        arguments = AttendArguments(
+            query=rows.data_ptr(),
+            out=out.data_ptr(),
+            cache=cache.data_ptr(),
+            query_start=metadata.query_start.data_ptr(),
+            seq_lens=metadata.seq_lens.data_ptr(),
+            block_table=metadata.block_table.data_ptr(),
+            sinks=None if extra is None else extra.data_ptr(),
+            query_stride=rows.stride(0),
+            block_stride=cache.stride(0),
+            value_offset=cache.stride(1),
+            table_stride=metadata.block_table.stride(0),
+            num_tokens=rows.shape[0],
+            num_seqs=metadata.num_seqs,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            block_size=metadata.block_size,
+            window=metadata.window or 0,
+            kv_type=KV_TYPES[cache.dtype],
+            num_threads=torch.get_num_threads(),
+            scale=shape.scale,
+            softcap=shape.softcap or 0.0,
+        )
+        self._use_workspace(arguments, 0)
+        missing = self._attend(ctypes.byref(arguments))
+        if missing:
+            self._use_workspace(arguments, missing)
+            self._attend(ctypes.byref(arguments))
+        return out if query.dtype == torch.float32 else out.to(query.dtype)
+
+    def _use_workspace(self, arguments: AttendArguments, num_bytes: int) -> None:
+        workspace: Tensor | None = getattr(self._local, "workspace", None)
+        if workspace is None or workspace.numel() < num_bytes:
+            workspace = torch.empty(max(num_bytes * 5 // 4, 1 << 20) + 64, dtype=torch.uint8)
+            self._local.workspace = workspace
+        start = -workspace.data_ptr() % 64
+        arguments.workspace = workspace.data_ptr() + start
+        arguments.workspace_bytes = workspace.numel() - start
+
+    def _write_arguments(
+        self, key: Tensor, value: Tensor, cache: Tensor, metadata: AttentionMetadata
+    ) -> WriteArguments:
+        key, value = _rows(key), _rows(value)
+        arguments = WriteArguments(
+            key=key.data_ptr(),
+            value=value.data_ptr(),
+            cache=cache.data_ptr(),
+            slots=metadata.slot_mapping.data_ptr(),
+            key_stride=key.stride(0),
+            value_stride=value.stride(0),
+            block_stride=cache.stride(0),
+            value_offset=cache.stride(1),
+            num_tokens=key.shape[0],
+            num_kv_heads=key.shape[1],
+            head_dim=key.shape[2],
+            block_size=metadata.block_size,
+            kv_type=KV_TYPES[cache.dtype],
+            num_threads=torch.get_num_threads(),
+        )
+        arguments.owners = (key, value)  # conversions live as long as the pointers to them
+        return arguments
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Float32 `[num_tokens, heads, head_dim]` whose rows are contiguous; any stride between rows will do."""
+    x = x.float()
+    if x.stride(2) == 1 and x.stride(1) == x.shape[2]:
+        return x
+    return x.contiguous()
+
+
+def _floats(x: Tensor) -> Tensor:
+    return x.float().contiguous()

@@ -1,0 +1,303 @@
+// Paged attention on the CPU: queries of many sequences, prefill chunks and decodes alike, over keys and values
+// that stay where they lie in their blocks.
+//
+// A unit is a few query tokens of one sequence for one key/value head; its rows are those tokens × the query heads
+// of the group, so that each key and value is read once for all of them. Keys are taken in tiles of TILE positions,
+// counted from position 0. Each tile gives a partial softmax, and the partials are folded in order. Where units are
+// fewer than threads need, a unit's tiles are computed by several threads into the workspace and folded in a second
+// pass; the arithmetic is the same, so the result does not depend on the number of threads either.
+//
+// Keys lie in strips, [head_dim][16 tokens], so that 16 logits come without a horizontal sum; values lie
+// [token][head_dim]. Block sizes that are no multiple of 16 keep all tokens of a block in one strip.
+
+#include "attention_plan.h"
+
+extern "C" int omp_get_thread_num(void);
+
+namespace {
+
+template <class T>
+struct Tile {  // where the strips of one tile lie; entries outside [first, last) are undefined
+    const T *keys[TILE_STRIPS], *values[TILE_STRIPS];
+    int first, last;  // positions within the tile that some row of the unit sees
+};
+
+template <class T>
+struct Attention {
+    const AttendArguments &a;
+    Plan &plan;
+    const int group, width;      // query heads per key/value head; head_dim rounded to whole strips
+    const bool in_place;         // strips can be used where they lie
+    const int64_t head_stride;   // between heads of a block
+
+    Attention(const AttendArguments &arguments, Plan &p)
+        : a(arguments), plan(p), group(arguments.num_heads / arguments.num_kv_heads),
+          width(rounded(arguments.head_dim, STRIP)),
+          in_place(arguments.block_size % STRIP == 0 && arguments.head_dim % STRIP == 0),
+          head_stride((int64_t)arguments.block_size * arguments.head_dim) {}
+
+    int partial_floats(const Unit &u) const { return u.num_tokens * group * (width + 2); }
+
+    int first_key(int position) const { return a.window && position >= a.window ? position - a.window + 1 : 0; }
+
+    const T *block(const Unit &u, int position) const {
+        const int64_t id = a.block_table[u.seq * a.table_stride + position / a.block_size];
+        return (const T *)a.cache + id * a.block_stride + u.head * head_stride;
+    }
+
+    void locate(const Unit &u, int t, Tile<T> &tile) const {
+        const int base = t * TILE;
+        const int end = u.position + u.num_tokens;
+        const int begin = first_key(u.position);
+        tile.first = begin > base ? begin - base : 0;
+        tile.last = end - base < TILE ? end - base : TILE;
+        if (!in_place) return;
+        for (int s = tile.first / STRIP; s * STRIP < tile.last; ++s) {
+            const int position = base + s * STRIP;
+            const T *strip = block(u, position) + (int64_t)(position % a.block_size) * a.head_dim;
+            tile.keys[s] = strip;
+            tile.values[s] = strip + a.value_offset;
+        }
+    }
+
+    // Strips widened to float32 (and gathered, where blocks are no whole strips); unseen positions become 0.
+    void pack(const Unit &u, int t, const Tile<T> &from, Tile<float> &to, float *space) const {
+        const int strip0 = from.first / STRIP, strip1 = rounded(from.last, STRIP) / STRIP;
+        to.first = from.first, to.last = from.last;
+        for (int s = strip0; s < strip1; ++s) {
+            float *keys = space + (int64_t)s * STRIP * width, *values = keys + (int64_t)TILE * width;
+            to.keys[s] = keys, to.values[s] = values;
+            if (in_place) {
+                for (int i = 0; i < STRIP * width; i += VW) {
+                    store(keys + i, load(from.keys[s] + i));
+                    store(values + i, load(from.values[s] + i));
+                }
+            } else {
+                gather(u, t * TILE, s, from, keys, values);
+            }
+        }
+    }
+
+    void gather(const Unit &u, int base, int s, const Tile<T> &from, float *keys, float *values) const {
+        const int tokens = a.block_size % STRIP == 0 ? STRIP : a.block_size;  // in one strip of the cache
+        memset(keys, 0, sizeof(float) * STRIP * width);
+        memset(values, 0, sizeof(float) * STRIP * width);
+        for (int j = 0; j < STRIP; ++j) {
+            const int index = s * STRIP + j;
+            if (index < from.first || index >= from.last) continue;
+            const int offset = (base + index) % a.block_size;
+            const T *head = block(u, base + index);
+            const T *key = head + (int64_t)(offset / tokens) * tokens * a.head_dim + offset % tokens;
+            const T *value = head + a.value_offset + (int64_t)offset * a.head_dim;
+            for (int d = 0; d < a.head_dim; ++d) {
+                keys[d * STRIP + j] = get(key + (int64_t)d * tokens);
+                values[j * width + d] = get(value + d);
+            }
+        }
+    }
+
+    // One tile for all rows of a unit: max[rows], sum[rows], values[rows][width].
+    template <class K, bool AHEAD>
+    void compute(const Unit &u, int t, const Tile<K> &tile, const K *const *ahead, const float *query, float *scores,
+                 float *max, float *sum, float *values) const {
+        const int rows = u.num_tokens * group, base = t * TILE, dim = a.head_dim;
+        for (int panel = 0; panel < TILE_STRIPS; panel += 4)
+            for (int r = 0; r < rows; r += MAX_ROWS) {
+                int begin, end;
+                visible(u, base, r, tile, &begin, &end);
+                const int s0 = begin / STRIP > panel ? begin / STRIP : panel;
+                const int s1 = rounded(end, STRIP) / STRIP < panel + 4 ? rounded(end, STRIP) / STRIP : panel + 4;
+                if (s0 >= s1) continue;
+#define CALL(R)                                                                                              \
+    score_strips<K, R, AHEAD>(query + (int64_t)r * dim, dim, tile.keys + s0, ahead + s0, s1 - s0, dim,        \
+                              scores + (int64_t)r * TILE + s0 * STRIP, TILE)
+                FOR_ROWS(rows - r, CALL)
+#undef CALL
+            }
+        for (int r = 0; r < rows; ++r) {
+            int begin, end;
+            visible(u, base, r / MAX_ROWS * MAX_ROWS, tile, &begin, &end);
+            const int position = u.position + r / group - base, first = first_key(position + base) - base;
+            softmax_row(scores + (int64_t)r * TILE, begin / STRIP * STRIP, rounded(end, STRIP), first > 0 ? first : 0,
+                        position + 1 < TILE ? position + 1 : TILE, a.softcap, max + r, sum + r);
+        }
+        memset(values, 0, sizeof(float) * rows * width);
+        for (int panel = 0; panel < TILE; panel += 4 * STRIP)
+            for (int r = 0; r < rows; r += MAX_ROWS) {
+                int begin, end;
+                visible(u, base, r, tile, &begin, &end);
+                const int k0 = begin > panel ? begin : panel, k1 = end < panel + 4 * STRIP ? end : panel + 4 * STRIP;
+                if (k0 >= k1) continue;
+#define CALL(R)                                                                                              \
+    value_columns<K, R, AHEAD>(scores + (int64_t)r * TILE, TILE, tile.values, ahead + TILE_STRIPS, k0, k1,    \
+                               width, values + (int64_t)r * width, width)
+                FOR_ROWS(rows - r, CALL)
+#undef CALL
+            }
+    }
+
+    // Positions of the tile that some row of the register tile starting at row r sees.
+    template <class K>
+    void visible(const Unit &u, int base, int r, const Tile<K> &tile, int *begin, int *end) const {
+        const int rows = u.num_tokens * group, final = r + MAX_ROWS < rows ? r + MAX_ROWS - 1 : rows - 1;
+        const int first = first_key(u.position + r / group) - base, last = u.position + final / group + 1 - base;
+        *begin = first > tile.first ? first : tile.first;
+        *end = last < tile.last ? last : tile.last;
+    }
+
+    void load_query(const Unit &u, float *query) const {
+        for (int t = 0; t < u.num_tokens; ++t) {
+            const float *from = a.query + (u.token + t) * a.query_stride + (int64_t)u.head * group * a.head_dim;
+            for (int i = 0; i < group * a.head_dim; ++i) *query++ = from[i] * a.scale;
+        }
+    }
+
+    void finish(const Unit &u, int row, float max, float sum, const float *values) const {
+        const int head = u.head * group + row % group;
+        float *out = a.out + ((int64_t)(u.token + row / group) * a.num_heads + head) * a.head_dim;
+        float scale = 1.0f;
+        if (a.sinks) {
+            const float m = fmaxf(max, a.sinks[head]);
+            const vf both = vexp(vf{max - m, a.sinks[head] - m});
+            scale = both[0];
+            sum = sum * scale + both[1];
+        }
+        scale = sum == 0.0f ? 0.0f : scale / sum;
+        for (int d = 0; d < a.head_dim; ++d) out[d] = values[d] * scale;
+    }
+
+    // What to fetch into the cache while working on strip s: the strip four further on, then the values, then `next`.
+    void look_ahead(const Tile<T> &tile, const Item *next, const T **ahead) const {
+        const int strip0 = tile.first / STRIP, strip1 = rounded(tile.last, STRIP) / STRIP;
+        const T *order[2 * TILE_STRIPS + 4];
+        int n = 0;
+        for (int s = strip0; s < strip1; ++s) order[n++] = tile.keys[s];
+        for (int s = strip0; s < strip1; ++s) order[n++] = tile.values[s];
+        Tile<T> then = tile;
+        if (next) locate(plan.units[next->unit], next->tile < 0 ? plan.units[next->unit].first_tile : next->tile, then);
+        for (int i = 0; i < 4; ++i) {
+            const int s = then.first / STRIP + i;
+            order[n++] = then.keys[s * STRIP < then.last ? s : then.first / STRIP];
+        }
+        n = 4;
+        for (int s = strip0; s < strip1; ++s) ahead[s] = order[n++];
+        for (int s = strip0; s < strip1; ++s) ahead[TILE_STRIPS + s] = order[n++];
+    }
+
+    void one_tile(const Unit &u, int t, const Item *next, const float *query, float *scratch, float *max, float *sum,
+                  float *values) const {
+        Tile<T> tile;
+        locate(u, t, tile);
+        const int rows = u.num_tokens * group;
+        float *scores = scratch;
+        if (in_place && (sizeof(T) == sizeof(float) || rows <= 2 * MAX_ROWS)) {
+            const T *ahead[2 * TILE_STRIPS];
+            if (rows <= 2 * MAX_ROWS) {
+                look_ahead(tile, next, ahead);
+                compute<T, true>(u, t, tile, ahead, query, scores, max, sum, values);
+            } else {
+                memset(ahead, 0, sizeof ahead);
+                compute<T, false>(u, t, tile, ahead, query, scores, max, sum, values);
+            }
+            return;
+        }
+        Tile<float> packed;
+        const float *ahead[2 * TILE_STRIPS] = {};
+        pack(u, t, tile, packed, scores + (int64_t)rows * TILE);
+        compute<float, false>(u, t, packed, ahead, query, scores, max, sum, values);
+    }
+
+    void whole_unit(const Unit &u, const Item *next, float *scratch) const {
+        const int rows = u.num_tokens * group;
+        float *query = scratch, *max = query + (int64_t)rows * a.head_dim, *sum = max + rows, *tile_max = sum + rows;
+        float *tile_sum = tile_max + rows, *values = tile_sum + rows, *tile_values = values + (int64_t)rows * width;
+        float *rest = tile_values + (int64_t)rows * width;
+        load_query(u, query);
+        memset(values, 0, sizeof(float) * rows * width);
+        for (int r = 0; r < rows; ++r) max[r] = -INFINITY, sum[r] = 0.0f;
+        for (int t = u.first_tile; t < u.last_tile; ++t) {
+            const Item following = {(int32_t)(&u - plan.units), t + 1};
+            one_tile(u, t, t + 1 < u.last_tile ? &following : next, query, rest, tile_max, tile_sum, tile_values);
+            for (int r = 0; r < rows; ++r)
+                fold(max + r, sum + r, values + (int64_t)r * width, tile_max[r], tile_sum[r],
+                     tile_values + (int64_t)r * width, width);
+        }
+        for (int r = 0; r < rows; ++r) finish(u, r, max[r], sum[r], values + (int64_t)r * width);
+    }
+
+    void work(const Item &item, const Item *next, float *scratch) const {
+        const Unit &u = plan.units[item.unit];
+        if (item.tile < 0) return whole_unit(u, next, scratch);
+        const int rows = u.num_tokens * group;
+        float *partial = plan.partials + u.partials + (int64_t)(item.tile - u.first_tile) * partial_floats(u);
+        load_query(u, scratch);
+        one_tile(u, item.tile, next, scratch, scratch + (int64_t)rows * a.head_dim, partial, partial + rows,
+                 partial + 2 * rows);
+    }
+
+    void fold_partials(const Unit &u, float *values) const {
+        const int rows = u.num_tokens * group;
+        for (int r = 0; r < rows; ++r) {
+            float max = -INFINITY, sum = 0.0f;
+            memset(values, 0, sizeof(float) * width);
+            for (int t = u.first_tile; t < u.last_tile; ++t) {
+                const float *partial = plan.partials + u.partials + (int64_t)(t - u.first_tile) * partial_floats(u);
+                fold(&max, &sum, values, partial[r], partial[rows + r], partial + 2 * rows + (int64_t)r * width, width);
+            }
+            finish(u, r, max, sum, values);
+        }
+    }
+
+    void run() const {
+#pragma omp parallel num_threads(a.num_threads)
+        {
+            float *scratch = plan.scratch + omp_get_thread_num() * plan.scratch_floats;
+            int i = __atomic_fetch_add(&plan.next, 1, __ATOMIC_RELAXED);
+            while (i < plan.num_items) {  // taking the next item early tells what to fetch ahead
+                const int next = __atomic_fetch_add(&plan.next, 1, __ATOMIC_RELAXED);
+                work(plan.items[i], next < plan.num_items ? &plan.items[next] : nullptr, scratch);
+                i = next;
+            }
+#pragma omp barrier
+#pragma omp for schedule(dynamic, 4)
+            for (int n = 0; n < plan.num_units; ++n)
+                if (plan.units[n].partials >= 0) fold_partials(plan.units[n], scratch);
+        }
+    }
+};
+
+template <class T>
+void attend(const AttendArguments &a, Plan &plan) {
+    Attention<T>(a, plan).run();
+}
+
+}  // namespace
+
+// 0 when done; otherwise the workspace was too small and the number of bytes that it takes is returned.
+extern "C" int64_t tokenmill_attend(const AttendArguments *arguments) {
+    const AttendArguments &a = *arguments;
+    Planner planner{a};
+    planner.all(nullptr, false);
+    const bool scarce = planner.num_items < 4 * a.num_threads;
+    if (scarce) planner.all(nullptr, true);
+    const int64_t width = rounded(a.head_dim, STRIP), rows = planner.max_rows + 1;
+    Plan plan{};
+    plan.scratch_floats = aligned((rows * (a.head_dim + 2 * width + TILE + 4) + 2 * TILE * width) * 4) / 4;
+    int64_t offset = 0, place[4];
+    const int64_t sizes[4] = {planner.num_units * (int64_t)sizeof(Unit), planner.num_items * (int64_t)sizeof(Item),
+                              planner.partials * 4, a.num_threads * plan.scratch_floats * 4};
+    for (int i = 0; i < 4; ++i) place[i] = offset, offset += aligned(sizes[i]);
+    if (offset > a.workspace_bytes) return offset;
+    plan.units = (Unit *)(a.workspace + place[0]);
+    plan.items = (Item *)(a.workspace + place[1]);
+    plan.partials = (float *)(a.workspace + place[2]);
+    plan.scratch = (float *)(a.workspace + place[3]);
+    planner.all(&plan, scarce);
+    plan.num_units = (int32_t)planner.num_units, plan.num_items = (int32_t)planner.num_items;
+    const int64_t row = (int64_t)a.num_heads * a.head_dim, used = a.num_seqs ? a.query_start[a.num_seqs] : 0;
+    if (used < a.num_tokens) memset(a.out + used * row, 0, (a.num_tokens - used) * row * sizeof(float));
+    if (a.kv_type == 0) attend<float>(a, plan);
+    if (a.kv_type == 1) attend<bf16>(a, plan);
+    if (a.kv_type == 2) attend<f16>(a, plan);
+    return 0;
+}

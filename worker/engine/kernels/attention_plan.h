@@ -1,0 +1,88 @@
+// The arguments of one call of paged attention, and how its work is cut into units and items.
+#pragma once
+
+#include "attention_tile.h"
+#include <stdlib.h>
+
+#define TILE 256
+#define TILE_STRIPS (TILE / STRIP)
+#define UNIT_ROWS 96
+
+struct AttendArguments {
+    const float *query;  // [num_tokens, num_heads, head_dim], rows query_stride apart
+    float *out;          // the same shape, contiguous
+    const void *cache;   // the layer's view: keys of block b at b · block_stride, values value_offset further
+    const int32_t *query_start, *seq_lens, *block_table;
+    const float *sinks;  // [num_heads] or null
+    char *workspace;
+    int64_t workspace_bytes, query_stride, block_stride, value_offset, table_stride;
+    int32_t num_tokens, num_seqs, num_heads, num_kv_heads, head_dim, block_size;
+    int32_t window;   // 0: none
+    int32_t kv_type;  // 0: float32, 1: bfloat16, 2: float16
+    int32_t num_threads;
+    float scale, softcap;  // softcap 0: none
+};
+
+struct Unit {
+    int32_t seq, head, token, num_tokens;  // tokens [token, token + num_tokens) of the packed queries
+    int32_t position;                      // of its first token
+    int32_t first_tile, last_tile;
+    int64_t partials;  // offset in floats into the partials; −1: one thread folds as it goes
+};
+struct Item {
+    int32_t unit, tile;  // tile −1: all of the unit's
+};
+
+struct Plan {
+    Unit *units;
+    Item *items;
+    float *partials, *scratch;
+    int64_t scratch_floats;  // of each thread
+    int32_t num_units, num_items, next;
+};
+
+INLINE int64_t aligned(int64_t bytes) { return (bytes + 63) & ~(int64_t)63; }
+INLINE int rounded(int x, int step) { return (x + step - 1) / step * step; }
+
+// Units, then items in an order that starts the long ones first. With null arrays it only counts.
+struct Planner {
+    const AttendArguments &a;
+    int64_t num_units = 0, num_items = 0, partials = 0, max_rows = 0;
+
+    void add(Plan *plan, const Unit &unit, bool split, int64_t floats) {
+        const int tiles = unit.last_tile - unit.first_tile;
+        if (plan) {
+            plan->units[num_units] = unit;
+            plan->units[num_units].partials = split ? partials : -1;
+            if (!split) plan->items[num_items] = {(int32_t)num_units, -1};
+            for (int t = 0; split && t < tiles; ++t)
+                plan->items[num_items + t] = {(int32_t)num_units, unit.first_tile + t};
+        }
+        num_units += 1;
+        num_items += split ? tiles : 1;
+        partials += split ? tiles * floats : 0;
+    }
+
+    void sequence(Plan *plan, int seq, bool scarce) {
+        const int group = a.num_heads / a.num_kv_heads, start = a.query_start[seq];
+        const int num_tokens = a.query_start[seq + 1] - start, step = group < UNIT_ROWS ? UNIT_ROWS / group : 1;
+        for (int token = num_tokens - 1; token >= 0; token -= step) {
+            const int first = token - step + 1 > 0 ? token - step + 1 : 0, count = token - first + 1;
+            const int position = a.seq_lens[seq] - num_tokens + first, end = position + count;
+            const int begin = a.window && position >= a.window ? position - a.window + 1 : 0;
+            const int first_tile = begin / TILE, last_tile = end > 0 ? (end + TILE - 1) / TILE : first_tile;
+            const int64_t rows = (int64_t)count * group, floats = rows * (rounded(a.head_dim, STRIP) + 2);
+            const bool split = last_tile - first_tile > 1 && (scarce || rows <= 2 * MAX_ROWS);
+            if (rows > max_rows) max_rows = rows;
+            for (int head = 0; head < a.num_kv_heads; ++head)
+                add(plan, {seq, head, start + first, count, position, first_tile, last_tile, 0}, split, floats);
+        }
+    }
+
+    void all(Plan *plan, bool scarce) {
+        num_units = num_items = partials = 0;
+        for (int chunks = 1; chunks >= 0; --chunks)  // prefill chunks first: their units are the longest
+            for (int seq = 0; seq < a.num_seqs; ++seq)
+                if ((a.query_start[seq + 1] - a.query_start[seq] > 1) == (bool)chunks) sequence(plan, seq, scarce);
+    }
+};

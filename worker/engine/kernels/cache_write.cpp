@@ -1,0 +1,72 @@
+// Storing a step's keys and values in their blocks, alone or together with the rotary embedding.
+//
+// The layout is the one that attention.cpp reads: keys in strips [head_dim][16 tokens], values [token][head_dim].
+
+#include "vectors.h"
+
+struct WriteArguments {
+    const float *query, *key, *value;  // rows of [heads, head_dim], each with a stride of its own; query may be null
+    const float *cos, *sin;            // [num_tokens, rotary_dim], or null: no rotation
+    float *rotated;                    // [num_tokens, num_heads, head_dim]: the rotated queries
+    void *cache;
+    const int64_t *slots;
+    int64_t query_stride, key_stride, value_stride, cos_stride, block_stride, value_offset;
+    int32_t num_tokens, num_heads, num_kv_heads, head_dim, rotary_dim, block_size;
+    int32_t kv_type;  // 0: float32, 1: bfloat16, 2: float16
+    int32_t num_threads;
+};
+
+namespace {
+
+// Half-rotation: dimension i is paired with i + rotary_dim / 2; dimensions from rotary_dim on are kept.
+INLINE void rotate(const float *from, const float *cos, const float *sin, int rotary_dim, int head_dim, float *to) {
+    const int half = rotary_dim / 2;
+    for (int i = 0; i < half; ++i) {
+        const float low = from[i], high = from[i + half];
+        to[i] = low * cos[i] - high * sin[i];
+        to[i + half] = high * cos[i + half] + low * sin[i + half];
+    }
+    for (int i = rotary_dim; i < head_dim; ++i) to[i] = from[i];
+}
+
+template <class T>
+void write_token(const WriteArguments &a, int token, float *key) {
+    const int64_t slot = a.slots[token], block = slot / a.block_size;
+    const int offset = (int)(slot % a.block_size), dim = a.head_dim;
+    const int tokens = a.block_size % STRIP == 0 ? STRIP : a.block_size;
+    T *base = (T *)a.cache + block * a.block_stride;
+    for (int head = 0; head < a.num_kv_heads; ++head) {
+        const float *from = a.key + token * a.key_stride + head * dim, *value = a.value + token * a.value_stride + head * dim;
+        T *strip = base + ((int64_t)head * a.block_size + (int64_t)(offset / tokens) * tokens) * dim + offset % tokens;
+        T *row = base + a.value_offset + ((int64_t)head * a.block_size + offset) * dim;
+        if (a.cos) {
+            rotate(from, a.cos + token * a.cos_stride, a.sin + token * a.cos_stride, a.rotary_dim, dim, key);
+            from = key;
+        }
+        for (int d = 0; d < dim; ++d) put(strip + (int64_t)d * tokens, from[d]);
+        for (int d = 0; d < dim; ++d) put(row + d, value[d]);
+    }
+}
+
+template <class T>
+void write_all(const WriteArguments &a) {
+    // Chunks of one strip, so that two threads rarely write the same cache line of a prefill.
+#pragma omp parallel for schedule(static, 16) num_threads(a.num_tokens >= 16 ? a.num_threads : 1)
+    for (int token = 0; token < a.num_tokens; ++token) {
+        float key[1024];
+        write_token<T>(a, token, key);
+        if (a.cos && a.query)
+            for (int head = 0; head < a.num_heads; ++head)
+                rotate(a.query + token * a.query_stride + head * a.head_dim, a.cos + token * a.cos_stride,
+                       a.sin + token * a.cos_stride, a.rotary_dim, a.head_dim,
+                       a.rotated + ((int64_t)token * a.num_heads + head) * a.head_dim);
+    }
+}
+
+}  // namespace
+
+extern "C" void tokenmill_write(const WriteArguments *arguments) {
+    if (arguments->kv_type == 0) write_all<float>(*arguments);
+    if (arguments->kv_type == 1) write_all<bf16>(*arguments);
+    if (arguments->kv_type == 2) write_all<f16>(*arguments);
+}

@@ -1,0 +1,80 @@
+"""Finds what compiling a kernel takes: a compiler, the machine's flags, and the OpenMP runtime that torch uses.
+
+A kernel must share torch's OpenMP runtime: two thread pools on the same cores fight each other, so the
+very file that torch has loaded is linked, not the compiler's own. Knows nothing of any kernel.
+"""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+COMPILERS = ("g++", "c++", "clang++")
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-fopenmp",
+    "-fno-exceptions",
+    "-fno-rtti",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-w",
+)
+
+
+class KernelUnavailableError(RuntimeError):
+    """One sentence on why a kernel cannot be compiled or loaded here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Toolchain:
+    """`identity` changes whenever a compiled file might not run or might come out differently."""
+
+    compiler: str
+    flags: tuple[str, ...]
+    openmp: Path
+    identity: str
+
+
+def find_toolchain(march: str = "native", compilers: tuple[str, ...] = COMPILERS) -> Toolchain:
+    if not sys.platform.startswith("linux"):
+        raise KernelUnavailableError(f"the C++ kernels are built on Linux only, not on {sys.platform}")
+    compiler = next((path for name in compilers if (path := shutil.which(name))), None)
+    if compiler is None:
+        raise KernelUnavailableError(f"no C++ compiler found (looked for {', '.join(compilers)})")
+    version = _output([compiler, "--version"])
+    openmp = loaded_openmp()
+    if "clang" in version and "gomp" in openmp.name:
+        raise KernelUnavailableError("clang cannot share torch's OpenMP runtime (libgomp); install g++")
+    option = "-mcpu" if platform.machine() in ("aarch64", "arm64") and march == "native" else "-march"
+    flags = (*FLAGS, f"{option}={march}")
+    return Toolchain(compiler, flags, openmp, "\n".join((version, *flags, str(openmp), _cpu_flags())))
+
+
+def loaded_openmp() -> Path:
+    """The OpenMP runtime that is mapped into this process; importing torch maps its own."""
+    import torch  # noqa: F401
+
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line.split(maxsplit=5)[-1]
+        if Path(path).name.startswith(("libgomp", "libiomp5", "libomp")):
+            return Path(path)
+    raise KernelUnavailableError("torch has no OpenMP runtime that a kernel could share")
+
+
+def _cpu_flags() -> str:
+    """The instruction sets of this machine: a cache folder may be shared by different ones."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+
+
+def _output(command: list[str]) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        raise KernelUnavailableError(f"{command[0]} does not run: {error}") from error

@@ -1,0 +1,191 @@
+// Float vectors of the machine's width (AVX512, AVX2, else 128 bits through the compiler's vector
+// extension), loads that widen half precision, and exp and tanh that agree on every lane.
+//
+// Code above this file thinks in strips of 16 floats; a strip is VPS vectors.
+#pragma once
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+#define VW 16
+#elif defined(__AVX2__) && defined(__FMA__)
+#define VW 8
+#else
+#define VW 4
+#endif
+#define STRIP 16
+#define VPS (STRIP / VW)
+
+// Register tiles: rows of queries × strips of columns, so that accumulators, one column vector and one
+// broadcast fit the register file (32 registers on AVX512 and NEON, 16 elsewhere).
+#if VW == 16
+#define MAX_ROWS 6
+#define MAX_STRIPS 4
+#elif VW == 8 || defined(__aarch64__)
+#define MAX_ROWS 6
+#define MAX_STRIPS 1
+#else
+#define MAX_ROWS 3
+#define MAX_STRIPS 1
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float vf __attribute__((vector_size(VW * 4)));
+typedef int32_t vi __attribute__((vector_size(VW * 4)));
+typedef uint32_t vu __attribute__((vector_size(VW * 4)));
+typedef uint16_t vh __attribute__((vector_size(VW * 2)));
+
+struct f16 {
+    uint16_t bits;
+};
+struct bf16 {
+    uint16_t bits;
+};
+
+INLINE vf splat(float x) { return vf{} + x; }
+INLINE vf fma(vf a, vf b, vf c) {
+#if VW == 16
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif VW == 8
+    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;  // contracted where the target has fused multiply-add, alike in every kernel
+#endif
+}
+INLINE vf select(vi mask, vf yes, vf no) { return (vf)(((vi)yes & mask) | ((vi)no & ~mask)); }
+INLINE vf larger(vf a, vf b) { return select(a > b, a, b); }
+INLINE vi lanes() {
+    vi v;
+    for (int i = 0; i < VW; ++i) v[i] = i;
+    return v;
+}
+
+INLINE vf load(const float *p) {
+    vf v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+INLINE void store(float *p, vf v) { memcpy(p, &v, sizeof v); }
+
+INLINE vf load(const bf16 *p) {
+    vh v;
+    memcpy(&v, p, sizeof v);
+    return (vf)(__builtin_convertvector(v, vu) << 16);
+}
+INLINE vf load(const f16 *p) {
+#if VW == 16
+    return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+#elif VW == 8 && defined(__F16C__)
+    return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+#else
+    vh v;
+    memcpy(&v, p, sizeof v);
+    vu wide = __builtin_convertvector(v, vu), magnitude = (wide & 0x7fff) << 13;
+    vf scaled = (vf)magnitude * splat(0x1p112f);  // rebias the exponent; exact for subnormals too
+    vi special = (vi)(magnitude >= (vu{} + 0x0f800000u));
+    vf value = select(special, (vf)(magnitude | 0x7f800000u), scaled);
+    return (vf)((vu)value | ((wide & 0x8000) << 16));
+#endif
+}
+
+INLINE float get(const float *p) { return *p; }
+INLINE float get(const bf16 *p) {
+    uint32_t bits = (uint32_t)p->bits << 16;
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+INLINE float get(const f16 *p) {
+    uint32_t magnitude = (p->bits & 0x7fffu) << 13, sign = (p->bits & 0x8000u) << 16, bits;
+    float x;
+    memcpy(&x, &magnitude, 4);
+    x *= 0x1p112f;
+    memcpy(&bits, &x, 4);
+    bits = (magnitude >= 0x0f800000u ? (magnitude | 0x7f800000u) : bits) | sign;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
+INLINE void put(float *p, float x) { *p = x; }
+INLINE void put(bf16 *p, float x) {  // round to nearest even; NaN stays NaN
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    p->bits = x != x ? (uint16_t)((bits >> 16) | 0x40) : (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+INLINE void put(f16 *p, float x) {
+#if defined(__F16C__)
+    p->bits = (uint16_t)_cvtss_sh(x, 0);
+#else
+    uint32_t bits, magnitude;
+    memcpy(&bits, &x, 4);
+    uint16_t sign = (uint16_t)((bits >> 16) & 0x8000);
+    magnitude = bits & 0x7fffffff;
+    if (magnitude > 0x7f800000) {
+        p->bits = sign | 0x7e00;
+    } else if (magnitude >= 0x477ff000) {  // rounds to infinity
+        p->bits = sign | 0x7c00;
+    } else if (magnitude < 0x38800000) {  // subnormal in half: let an addition do the rounding
+        float y;
+        memcpy(&y, &magnitude, 4);
+        y += 0.5f;
+        memcpy(&magnitude, &y, 4);
+        p->bits = sign | (uint16_t)(magnitude - 0x3f000000);
+    } else {
+        p->bits = sign | (uint16_t)((magnitude + 0xfff + ((magnitude >> 13) & 1) - 0x38000000) >> 13);
+    }
+#endif
+}
+
+// exp(x), relative error about 1e-7; exactly 0 below -87 (a masked logit), NaN stays NaN. x must not exceed 88.
+INLINE vf vexp(vf x) {
+    const vf magic = splat(12582912.0f);  // 1.5 · 2^23: adding it rounds to an integer in the low bits
+    vf shifted = fma(x, splat(1.44269504f), magic);
+    vf n = shifted - magic;
+    vf f = fma(n, splat(-0.693359375f), x);
+    f = fma(n, splat(2.12194440e-4f), f);
+    vf y = splat(1.9875691500e-4f);
+    y = fma(y, f, splat(1.3981999507e-3f));
+    y = fma(y, f, splat(8.3334519073e-3f));
+    y = fma(y, f, splat(4.1665795894e-2f));
+    y = fma(y, f, splat(1.6666665459e-1f));
+    y = fma(y, f, splat(5.0000001201e-1f));
+    y = fma(y, f * f, f) + splat(1.0f);
+    vf result = (vf)((vi)y + ((vi)shifted << 23));
+    result = select(x < splat(-87.0f), splat(0.0f), result);
+    return select(x == x, result, x);
+}
+
+INLINE vf vtanh(vf x) {
+    vi sign = (vi)x & (vi{} + (int32_t)0x80000000);
+    vf a = (vf)((vi)x & 0x7fffffff);
+    vf z = a * a;
+    vf y = splat(-5.70498872745e-3f);
+    y = fma(y, z, splat(2.06390887954e-2f));
+    y = fma(y, z, splat(-5.37397155531e-2f));
+    y = fma(y, z, splat(1.33314422036e-1f));
+    y = fma(y, z, splat(-3.33332819422e-1f));
+    vf small = fma(y * z, a, a);
+    vf capped = select(a > splat(9.1f), splat(9.1f), a);
+    vf large = splat(1.0f) - splat(2.0f) / (vexp(capped + capped) + splat(1.0f));
+    vf result = select(a < splat(0.625f), small, large);
+    return select(x == x, (vf)((vi)result | sign), x);
+}
+
+INLINE float sum_lanes(vf v) {
+    float total = 0;
+    for (int width = VW / 2; width > 0; width /= 2)
+        for (int i = 0; i < width; ++i) v[i] += v[i + width];
+    total = v[0];
+    return total;
+}
+INLINE float max_lanes(vf v) {
+    float best = v[0];
+    for (int i = 1; i < VW; ++i) best = v[i] > best ? v[i] : best;
+    return best;
+}
