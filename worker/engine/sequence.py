@@ -58,6 +58,11 @@ class Sequence:
     preemptions: int = 0
     finish_reason: FinishReason | None = None
     epoch: int = 0  # raised by each preemption or cancel, so that a stale step result is recognised
+    # The scheduler's own notes; nobody else writes them.
+    num_committed_tokens: int = 0  # computed by steps that have succeeded; num_computed_tokens runs ahead by those in flight
+    num_slots: int = 0  # tokens that the blocks of every group can hold now
+    last_step: int = -1  # the newest step that may write its blocks
+    host_tables: list[list[int]] = field(default_factory=list)  # while OFFLOADED: host block ids, as block_tables
 
     @property
     def num_tokens(self) -> int:

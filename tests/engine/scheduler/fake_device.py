@@ -1,0 +1,162 @@
+"""A device without a model, for tests: slots hold what they stand for, so that wrong bookkeeping is wrong content.
+
+The "KV" of a position is a digest of all tokens up to it. Before a sequence's tokens are computed, every
+slot that they would attend to is read through its block tables and compared. The next token is a function
+of the tokens alone. Steps are computed in the order of their launch, like a device's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from schemas.generation import TokenLogprob
+from worker.engine.config import CacheConfig
+from worker.engine.plan import BlockCopy, ScheduledSequence, StepOutput, StepPlan
+from worker.engine.sequence import NULL_BLOCK, Sequence
+
+VOCABULARY = 50
+EOS = 0
+
+
+class WrongContentError(Exception):
+    """A block table, a copy or a cached block gave a sequence somebody else's past. Not an AssertionError:
+    the tests' own failing steps must never hide it."""
+
+
+def chain(before: bytes, token: int) -> bytes:
+    return blake2b(before + token.to_bytes(4, "little", signed=True), digest_size=8).digest()
+
+
+def next_token(state: bytes, seed: int = 0) -> int:
+    """EOS once in 50."""
+    return int.from_bytes(blake2b(state + seed.to_bytes(8, "little"), digest_size=4).digest(), "little") % VOCABULARY
+
+
+def expected_tokens(sequence: Sequence, eos: int | None = EOS) -> list[int]:
+    """What the sequence generates when it runs alone: the truth for every schedule."""
+    state = b""
+    for token in sequence.token_ids:
+        state = chain(state, token)
+    generated: list[int] = []
+    count = sequence.num_resumed_tokens
+    while True:
+        token = next_token(state, sequence.seed)
+        generated.append(token)
+        count += 1
+        state = chain(state, token)
+        is_eos = token == eos and not sequence.params.ignore_eos and count >= sequence.params.min_tokens
+        if is_eos or token in sequence.params.stop_token_ids or count >= sequence.max_tokens:
+            return generated
+
+
+Block = list[bytes | None]
+
+
+@dataclass(slots=True)
+class FakeDevice:
+    """`fails(plan)` says whether a step breaks, before or (half of the copies done) after it moved blocks."""
+
+    cache: CacheConfig
+    fails: Callable[[StepPlan], bool] = lambda plan: False
+    computed: int = 0
+    steps: int = 0
+    _device: list[list[Block]] = field(default_factory=list)
+    _host: list[list[Block]] = field(default_factory=list)
+    _sampled: dict[tuple[Sequence, int], int] = field(default_factory=dict)  # ids that the host may not know yet
+
+    def __post_init__(self) -> None:
+        size = self.cache.block_size
+        self._device = [[[None] * size for _ in range(count)] for count in self.cache.num_blocks]
+        self._host = [[[None] * size for _ in range(count)] for count in self.cache.num_host_blocks]
+
+    def execute(self, plan: StepPlan) -> StepOutput:
+        if self.fails(plan):
+            self._break(plan)
+            raise RuntimeError("the step failed")
+        self.steps += 1
+        self._copy(plan.swap_out, self._device, self._host)
+        self._copy(plan.copies, self._device, self._device)
+        self._copy(plan.swap_in, self._host, self._device)
+        answers = [self._run(item) for item in plan.scheduled]
+        self._must_not_overlap(plan)
+        sampled = tuple(tuple(tokens) for item, tokens in zip(plan.scheduled, answers, strict=True) if item.samples)
+        logprobs = tuple(tuple(TokenLogprob(-1.0) for _ in tokens) for tokens in sampled)
+        return StepOutput(plan.step_id, sampled, logprobs, {})
+
+    def _break(self, plan: StepPlan) -> None:
+        """What a failing step was to write is garbage."""
+        for copies, pools in ((plan.swap_out, self._host), (plan.copies, self._device), (plan.swap_in, self._device)):
+            for copy in copies:
+                pools[copy.group][copy.target] = [b"garbage"] * self.cache.block_size
+        for item in plan.scheduled:
+            for group, table in enumerate(item.sequence.block_tables):
+                for position in range(item.start, item.start + item.num_tokens):
+                    self._write(group, table, position, b"garbage")
+
+    def _copy(self, copies: tuple[BlockCopy, ...], sources: list[list[Block]], targets: list[list[Block]]) -> None:
+        contents = [list(sources[copy.group][copy.source]) for copy in copies]  # gathered first, as in one launch
+        seen = {(copy.group, copy.target) for copy in copies}
+        if len(seen) < len(copies):
+            raise WrongContentError("two copies of one step have the same target")
+        for copy, content in zip(copies, contents, strict=True):
+            targets[copy.group][copy.target] = content
+
+    def _write(self, group: int, table: list[int], position: int, content: bytes) -> None:
+        size = self.cache.block_size
+        self._device[group][table[position // size]][position % size] = content
+
+    def _run(self, item: ScheduledSequence) -> list[int]:
+        sequence, end = item.sequence, item.start + item.num_tokens
+        self.computed += item.num_tokens
+        known = end - len(item.draft_ids)
+        tokens = list(sequence.token_ids[:known])
+        tokens += [self._sampled[sequence, position] for position in range(len(tokens), known)]
+        tokens += item.draft_ids
+        states, state = [], b""
+        for token in tokens:
+            state = chain(state, token)
+            states.append(state)
+        for group, table in enumerate(sequence.block_tables):
+            self._check_past(group, table, item, states)
+            for position in range(item.start, end):
+                self._write(group, table, position, states[position])
+        if not item.samples:
+            return []
+        return self._sample(item, states, known)
+
+    def _check_past(self, group: int, table: list[int], item: ScheduledSequence, states: list[bytes]) -> None:
+        window, size = self.cache.groups[group].window, self.cache.block_size
+        first = 0 if window is None else max(0, item.start - window + 1)
+        for position in range(first, item.start):
+            block = table[position // size]
+            if block == NULL_BLOCK or self._device[group][block][position % size] != states[position]:
+                name = f"{item.sequence.request_id}/{item.sequence.choice}"
+                raise WrongContentError(f"{name}: position {position} of group {group} in block {block} is not its own")
+        for position in range(item.start, item.start + item.num_tokens):
+            if table[position // size] == NULL_BLOCK:
+                raise WrongContentError(f"position {position} would be written to the null block")
+
+    def _sample(self, item: ScheduledSequence, states: list[bytes], known: int) -> list[int]:
+        """The token after each row, up to the first draft that is not what would have been sampled."""
+        tokens: list[int] = []
+        for position in range(known - 1, len(states)):
+            token = next_token(states[position], item.sequence.seed)
+            tokens.append(token)
+            self._sampled[item.sequence, position + 1] = token
+            accepted = position + 1 - known
+            if accepted >= len(item.draft_ids) or item.draft_ids[accepted] != token:
+                break
+        return tokens
+
+    def _must_not_overlap(self, plan: StepPlan) -> None:
+        """No two sequences of a step write into one block."""
+        written: dict[tuple[int, int], Sequence] = {}
+        size = self.cache.block_size
+        for item in plan.scheduled:
+            for group, table in enumerate(item.sequence.block_tables):
+                for index in range(item.start // size, (item.start + item.num_tokens - 1) // size + 1):
+                    owner = written.setdefault((group, table[index]), item.sequence)
+                    if owner is not item.sequence:
+                        raise WrongContentError(f"block {table[index]} is written by two sequences of one step")

@@ -1,0 +1,1 @@
+"""The KV cache: its bookkeeping in plain Python, and the device and host pools that hold the bytes."""

@@ -1,0 +1,399 @@
+"""Which blocks a sequence holds in every layer group: admission, growth, sharing, offload, release.
+
+Everything is taken in all groups or in none. A sequence's full blocks are registered in the prefix cache
+when they are allocated, fenced until the step that fills them has succeeded; what it generates is
+registered as it is committed. It plans copies (`moves`) and never touches a device; when to admit or
+preempt is the scheduler's decision.
+
+    a table:   NULL NULL NULL │ shared, full │ own, full (hashed) │ own, partial │ own, still empty
+               left the window   refs > 1                          0 ≤ fill < block_size
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from worker.engine.config import CacheConfig
+from worker.engine.kv.block_pool import BlockPool
+from worker.engine.kv.host_pool import HostPool
+from worker.engine.kv.moves import StepMoves
+from worker.engine.kv.prefix_cache import BlockHasher, Present, first_visible_block, longest_hit
+from worker.engine.plan import BlockCopy
+from worker.engine.sequence import NULL_BLOCK, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """Leading blocks found in the cache; `pending` is the deepest of them that a step still has to fill."""
+
+    num_blocks: int
+    pending: tuple[int, bytes] | None = None  # (group, hash)
+
+
+class KVManager:
+    """One block pool (and host pool) per layer group. `max_chunk` is the most tokens of a sequence in one step."""
+
+    def __init__(self, cache: CacheConfig, *, model_key: str, max_chunk: int, safety_margin: float) -> None:
+        self.block_size = cache.block_size
+        self.windows = [group.window for group in cache.groups]
+        self.prefix_cache = cache.prefix_cache
+        self.hosts = [HostPool(count) for count in cache.num_host_blocks]
+        self.has_host = all(count > 0 for count in cache.num_host_blocks)
+        tiers = self.prefix_cache and self.has_host
+        self.pools = [
+            BlockPool(count, self._evictor(group) if tiers else None) for group, count in enumerate(cache.num_blocks)
+        ]
+        self.hasher = BlockHasher(cache.block_size, model_key)
+        self.moves = StepMoves()
+        self.oldest_step = 0  # of those in flight or being planned: a fence's owner with older work has stalled
+        self.swapped_out = self.swapped_in = 0
+        self.margins = [int(safety_margin * pool.num_usable) for pool in self.pools]
+        self._deferred: deque[tuple[int, int, int]] = deque()  # (step, group, block): freed once the step is over
+        # A sliding group's table is filled at most this far ahead of what the next query sees.
+        self._ahead = [
+            None if window is None else min(-(-(window - 1 + max_chunk) // self.block_size) + 2, pool.num_usable)
+            for window, pool in zip(self.windows, self.pools, strict=True)
+        ]
+        self.tracks_every_token = any(window is not None for window in self.windows)
+
+    # ── what would fit ──
+
+    def max_tokens_alone(self, limit: int) -> int:
+        """The most tokens (≤ limit) that one sequence could compute if it had every pool to itself."""
+        for pool, window in zip(self.pools, self.windows, strict=True):
+            if window is None or pool.num_usable < -(-window // self.block_size) + 2:
+                limit = min(limit, pool.num_usable * self.block_size)
+        return limit
+
+    def reach(self, sequence: Sequence) -> int:
+        """The position up to which `grow` would succeed now."""
+        tables = zip(self.pools, sequence.block_tables, strict=True)
+        return min(len(table) + pool.num_free for pool, table in tables) * self.block_size
+
+    def num_private(self, sequence: Sequence) -> list[int]:
+        """Blocks, by group, that come free if this sequence goes."""
+        tables = zip(self.pools, sequence.block_tables, strict=True)
+        return [sum(1 for block in table if block and pool.refs[block] == 1) for pool, table in tables]
+
+    @property
+    def num_free(self) -> int:
+        return min(pool.num_free for pool in self.pools)
+
+    @property
+    def num_frees(self) -> int:
+        return sum(pool.frees for pool in self.pools)
+
+    @property
+    def has_deferred(self) -> bool:
+        return bool(self._deferred)
+
+    # ── the prefix cache ──
+
+    def find(self, sequence: Sequence) -> Hit:
+        """The longest cached prefix, in all groups; at least one token is left to compute."""
+        if not self.prefix_cache:
+            return Hit(0)
+        hashes = self.hasher.extend(sequence)
+        limit = min((len(sequence.token_ids) - 1) // self.block_size, len(hashes))
+        present = [self._presence(group) for group in range(len(self.pools))]
+        found = longest_hit(hashes, limit, present, self.windows, self.block_size)
+        return Hit(found, self._pending(hashes, found) if found else None)
+
+    def is_pending(self, awaited: tuple[int, bytes]) -> bool:
+        """Is a block that a hit would use still to be filled by a step that is under way?"""
+        pool = self.pools[awaited[0]]
+        block = pool.cached.get(awaited[1])
+        owner = None if block is None else pool.fenced.get(block)
+        return owner is not None and owner.last_step >= self.oldest_step
+
+    def _presence(self, group: int) -> Present:
+        pool, host, oldest = self.pools[group], self.hosts[group], self.oldest_step
+        cached, fenced = pool.cached, pool.fenced
+
+        def has(content: bytes) -> bool:
+            block = cached.get(content)
+            if block is None:
+                return content in host
+            owner = fenced.get(block)
+            return owner is None or owner.last_step >= oldest
+
+        return has
+
+    def _pending(self, hashes: list[bytes], found: int) -> tuple[int, bytes] | None:
+        for index in range(found - 1, -1, -1):
+            for group, pool in enumerate(self.pools):
+                if not pool.fenced or index < self.first_visible(group, found * self.block_size):
+                    continue
+                if pool.cached.get(hashes[index]) in pool.fenced:
+                    return group, hashes[index]
+        return None
+
+    # ── taking blocks ──
+
+    def admit(self, sequence: Sequence, num_hit_blocks: int, keep_margin: bool) -> bool:
+        """Take the cached prefix and blocks for every token known by now, in all groups or (False) in none."""
+        prefixes = []
+        for group, pool in enumerate(self.pools):
+            first, host = self.first_visible(group, num_hit_blocks * self.block_size), self.hosts[group]
+            prefix = [NULL_BLOCK] * min(first, num_hit_blocks)
+            for content in sequence.block_hashes[first:num_hit_blocks]:
+                block = pool.cached.get(content)
+                prefix.append(block if block is not None else -1 - (host.find(content) or 0))
+            prefixes.append(prefix)
+        if not self._place(sequence, num_hit_blocks * self.block_size, prefixes, keep_margin):
+            return False
+        for group, prefix in enumerate(prefixes):
+            self._pin(group, prefix)
+        self._fill(sequence, prefixes)
+        return True
+
+    def fork(self, parent: Sequence, child: Sequence, num_tokens: int, keep_margin: bool) -> bool:
+        """Share the parent's blocks of the first `num_tokens`, with a copy of the partial one; False if it cannot."""
+        full, size = num_tokens // self.block_size, self.block_size
+        partial = num_tokens % size > 0
+        prefixes = []
+        for group, table in enumerate(parent.block_tables):
+            first = min(self.first_visible(group, num_tokens), full)
+            prefix = [NULL_BLOCK] * first + table[first:full]
+            if NULL_BLOCK in prefix[first:] or (partial and table[full] == NULL_BLOCK):
+                return False  # the parent is past it: its window has moved on
+            prefixes.append(prefix)
+        if not self._place(child, num_tokens, prefixes, keep_margin):
+            return False
+        sources = [table[full] for table in parent.block_tables] if partial else []
+        self._fill(child, prefixes, sources)
+        if partial:
+            self.moves.arrived.append(child)
+        return True
+
+    def restore(self, sequence: Sequence, keep_margin: bool) -> bool:
+        """Bring an offloaded sequence back; full blocks that the device still has are shared instead of copied."""
+        size, committed = self.block_size, sequence.num_committed_tokens
+        full = committed // size
+        prefixes = []
+        for group, pool in enumerate(self.pools):
+            prefix = []
+            for index, host_block in enumerate(sequence.host_tables[group]):
+                content = sequence.block_hashes[index] if index < min(full, len(sequence.block_hashes)) else None
+                block = None if content is None else pool.cached.get(content)
+                if host_block < 0:
+                    prefix.append(NULL_BLOCK)
+                else:
+                    prefix.append(block if block is not None and block not in pool.fenced else -1 - host_block)
+            prefixes.append(prefix)
+        if not self._place(sequence, committed, prefixes, keep_margin):
+            return False
+        for group, table in enumerate(sequence.host_tables):
+            self.moves.leaving += [(group, host_block) for host_block in table if host_block >= 0]
+        sequence.host_tables = []
+        self._fill(sequence, prefixes)
+        return True
+
+    def grow(self, sequence: Sequence, end: int) -> bool:
+        """Have blocks for every position below `end`, in all groups or (False) unchanged in all."""
+        target = -(-end // self.block_size)
+        for pool, table in zip(self.pools, sequence.block_tables, strict=True):
+            if target - len(table) > pool.num_free:
+                return False
+        self._extend(sequence, [target] * len(self.pools))
+        return True
+
+    def _place(self, sequence: Sequence, start: int, prefixes: list[list[int]], keep_margin: bool) -> bool:
+        """Do the blocks suffice, those revived from the free list counted? Changes nothing."""
+        for group, (pool, prefix) in enumerate(zip(self.pools, prefixes, strict=True)):
+            held = sum(1 for entry in prefix if entry >= 0)
+            revived = sum(1 for entry in prefix if entry > 0 and not pool.refs[entry])
+            need = max(self._target(group, start, sequence.num_tokens), len(prefix)) - held + revived
+            if pool.num_free - need < (self.margins[group] if keep_margin else 0):
+                return False
+        return True
+
+    def _fill(self, sequence: Sequence, prefixes: list[list[int]], sources: list[int] | None = None) -> None:
+        """Build the tables: share the prefix, promote its host blocks, copy a partial block, allocate the rest."""
+        start = len(prefixes[0]) * self.block_size
+        for pool, prefix in zip(self.pools, prefixes, strict=True):  # before anything is evicted
+            for entry in prefix:
+                if entry > 0:
+                    pool.share(entry)
+        sequence.block_tables = []
+        for group, (pool, prefix) in enumerate(zip(self.pools, prefixes, strict=True)):
+            table = [entry if entry >= 0 else self._promote(group, pool, entry) for entry in prefix]
+            for index, entry in enumerate(prefix):
+                if entry < 0 and index < len(sequence.block_hashes):
+                    pool.fence(table[index], sequence.block_hashes[index], sequence)
+                    self.moves.lifting.append((group, table[index], sequence))
+            if any(entry < 0 for entry in prefix):
+                self.moves.arrived.append(sequence)
+            if sources:
+                table.append(pool.allocate())
+                self.moves.copies.append(BlockCopy(group, sources[group], table[-1]))
+            sequence.block_tables.append(table)
+        self._extend(sequence, [self._target(g, start, sequence.num_tokens) for g in range(len(self.pools))])
+
+    def _promote(self, group: int, pool: BlockPool, entry: int) -> int:
+        block = pool.allocate()
+        self.moves.swap_in.append(BlockCopy(group, -1 - entry, block))
+        self.swapped_in += 1
+        return block
+
+    def _pin(self, group: int, prefix: list[int]) -> None:
+        for entry in prefix:
+            if entry < 0:
+                self._pin_one(group, -1 - entry)
+
+    def _pin_one(self, group: int, host_block: int) -> None:
+        self.hosts[group].pin(host_block)
+        self.moves.pinned.append((group, host_block))
+
+    def _extend(self, sequence: Sequence, targets: list[int]) -> None:
+        hashes = sequence.block_hashes
+        for pool, table, target in zip(self.pools, sequence.block_tables, targets, strict=True):
+            for index in range(len(table), target):
+                block = pool.allocate()
+                table.append(block)
+                if index < len(hashes):
+                    pool.fence(block, hashes[index], sequence)
+        sequence.num_slots = min(map(len, sequence.block_tables)) * self.block_size
+
+    def _target(self, group: int, start: int, num_tokens: int) -> int:
+        """Table length to have `num_tokens` held; a sliding group is filled only as far as one step can reach."""
+        blocks, ahead = -(-num_tokens // self.block_size), self._ahead[group]
+        return blocks if ahead is None else min(blocks, self.first_visible(group, start) + ahead)
+
+    def first_visible(self, group: int, position: int) -> int:
+        return first_visible_block(position, self.windows[group], self.block_size)
+
+    # ── progress ──
+
+    def advance(self, sequence: Sequence, committed: int) -> None:
+        """Positions below `committed` are good: register their full blocks, free those that left a window."""
+        first, last = sequence.num_committed_tokens // self.block_size, committed // self.block_size
+        sequence.num_committed_tokens = committed
+        if self.prefix_cache and last > first:
+            hashes = sequence.block_hashes
+            if len(hashes) < last:
+                self.hasher.extend(sequence)
+            for pool, table in zip(self.pools, sequence.block_tables, strict=True):
+                for index in range(first, last):
+                    if table[index]:
+                        pool.publish(table[index], hashes[index])
+        if self.tracks_every_token:
+            self._free_invisible(sequence, committed)
+
+    def unregister(self, sequence: Sequence) -> None:
+        """Nothing is known any more of when its fenced blocks will be filled: let nobody wait for them."""
+        first = sequence.num_committed_tokens // self.block_size
+        for pool, table in zip(self.pools, sequence.block_tables, strict=True):
+            for block in table[first:]:
+                if pool.fenced.get(block) is sequence:
+                    pool.forget(block)
+
+    def _free_invisible(self, sequence: Sequence, position: int) -> None:
+        for group, (pool, table) in enumerate(zip(self.pools, sequence.block_tables, strict=True)):
+            index = min(self.first_visible(group, position), len(table)) - 1
+            while index >= 0 and table[index]:
+                pool.release(table[index])
+                table[index] = NULL_BLOCK
+                index -= 1
+
+    # ── letting go ──
+
+    def free(self, sequence: Sequence, in_flight: bool) -> None:
+        """Release every block; those that a step in flight may still write only once that step is over."""
+        unsafe = sequence.num_committed_tokens // self.block_size if in_flight else None
+        for group, (pool, table) in enumerate(zip(self.pools, sequence.block_tables, strict=True)):
+            for index in range(len(table) - 1, -1, -1):
+                block = table[index]
+                if not block:
+                    continue
+                if unsafe is None or index < unsafe:
+                    pool.release(block)
+                    continue
+                if block in pool.fenced:
+                    pool.forget(block)
+                self._deferred.append((sequence.last_step, group, block))
+        sequence.block_tables = []
+        sequence.num_slots = sequence.num_computed_tokens = sequence.num_committed_tokens = 0
+
+    def free_host(self, sequence: Sequence) -> None:
+        for host, table in zip(self.hosts, sequence.host_tables, strict=False):
+            for block in table:
+                if block >= 0:
+                    host.give_back(block)
+        sequence.host_tables = []
+
+    def offload(self, sequence: Sequence, in_flight: bool) -> bool:
+        """Plan copies of its committed KV to the host and free its blocks; False if there is no room."""
+        committed = sequence.num_committed_tokens
+        if not self.has_host or not committed:
+            return False
+        used = -(-committed // self.block_size)
+        for host, table in zip(self.hosts, sequence.block_tables, strict=True):
+            if sum(1 for block in table[:used] if block) > host.num_free:
+                return False
+        for group, (host, table) in enumerate(zip(self.hosts, sequence.block_tables, strict=True)):
+            host_table = []
+            for block in table[:used]:
+                target = host.take() if block else None
+                host_table.append(-1 if target is None else target)
+                if target is not None:
+                    self.moves.swap_out.append(BlockCopy(group, block, target))
+                    self.swapped_out += 1
+            sequence.host_tables.append(host_table)
+        self.moves.offloaded.append(sequence)
+        self.free(sequence, in_flight)
+        sequence.num_computed_tokens = sequence.num_committed_tokens = committed
+        return True
+
+    # ── steps ──
+
+    def take_moves(self) -> StepMoves:
+        """What the step just planned copies; hand it back to `settle` or `undo`."""
+        moves, self.moves = self.moves, StepMoves()
+        return moves
+
+    def settle(self, moves: StepMoves) -> None:
+        """The step has succeeded."""
+        for group, block, owner in moves.lifting:
+            if self.pools[group].fenced.get(block) is owner:
+                del self.pools[group].fenced[block]
+        self._let_go(moves)
+
+    def undo(self, moves: StepMoves) -> None:
+        """The step failed: nothing that it should have copied to the host is trusted."""
+        for group, content in moves.kept:
+            self.hosts[group].forget(content)
+        self._let_go(moves)
+
+    def _let_go(self, moves: StepMoves) -> None:
+        for group, block in moves.pinned:
+            self.hosts[group].unpin(block)
+        for group, block in moves.leaving:
+            self.hosts[group].give_back(block)
+
+    def release_deferred(self, oldest_in_flight: int | None) -> None:
+        """Free what waited for steps older than this one (None: nothing is in flight)."""
+        while self._deferred and (oldest_in_flight is None or self._deferred[0][0] < oldest_in_flight):
+            _, group, block = self._deferred.popleft()
+            self.pools[group].release(block)
+
+    def reset_prefix_cache(self) -> None:
+        """What is cached must not be found any more; sequences that run keep their blocks."""
+        self.hasher.generation += 1
+        for pool, host in zip(self.pools, self.hosts, strict=True):
+            pool.forget_all()
+            host.forget_all()
+
+    def deferred_blocks(self) -> list[tuple[int, int]]:
+        return [(group, block) for _, group, block in self._deferred]
+
+    def _evictor(self, group: int) -> Callable[[bytes, int], None]:
+        def evict(content: bytes, block: int) -> None:
+            target = self.hosts[group].keep(content)
+            if target is not None:
+                self.moves.swap_out.append(BlockCopy(group, block, target))
+                self.moves.kept.append((group, content))
+                self._pin_one(group, target)  # nobody else may have it copied there in the same step
+                self.swapped_out += 1
+
+        return evict

@@ -1,0 +1,206 @@
+"""Lets waiting sequences in: in the queue's order, with a bounded number passing a head that does not fit.
+
+A head that does not fit may be passed by `max_bypass` others; then everything waits until it fits. Who only
+waits for a block that another sequence is just computing is passed without being counted. Under the
+priority policy the urgent may take the place of bulk work. The queue's order itself is not made here.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+from worker.engine.scheduler.preemption import PREEMPTING_GAP, is_protected
+from worker.engine.scheduler.queues import Place
+from worker.engine.scheduler.state import DECODING, OFFLOADED, PREFILLING, WAITING, State
+from worker.engine.scheduler.step import Step
+from worker.engine.sequence import Sequence
+from worker.engine.types import SchedulingPolicy
+
+if TYPE_CHECKING:
+    from worker.engine.scheduler.planner import Planner
+
+
+class Verdict(Enum):
+    """ADMITTED; or why not: a block it can share is being filled, a limit on prefills, blocks, a free row."""
+
+    ADMITTED = auto()
+    AWAITS = auto()
+    LIMITED = auto()
+    NO_BLOCKS = auto()
+    NO_ROW = auto()
+
+
+class Admission:
+    """The waiting side of planning."""
+
+    def __init__(self, state: State, planner: Planner) -> None:
+        self._state = state
+        self._planner = planner
+        self._config = state.config
+        self._may_preempt = self._config.policy is SchedulingPolicy.PRIORITY
+        self._refused_at: tuple[int, ...] | None = None  # nothing has changed since the last refusal: do not retry
+
+    def admit(self, step: Step, max_rank: int | None = None) -> None:
+        """Start waiting sequences (of rank ≤ max_rank) while budgets, rows and blocks last."""
+        state = self._state
+        rows = self._config.max_num_seqs - state.num_running
+        if not len(state.queue) or step.tokens <= 0 or (step.has_preempted and step.items):
+            return
+        if (rows <= 0 and not self._may_preempt) or self._refused_at == self._situation(max_rank):
+            return
+        skipped: list[Place] = []
+        is_final = self._scan(step, max_rank, max(rows, 0) + self._config.max_bypass + 1, skipped)
+        for place in skipped:
+            state.queue.put_back(place)
+        self._refused_at = self._situation(max_rank) if skipped and is_final else None
+
+    def _scan(self, step: Step, max_rank: int | None, looks: int, skipped: list[Place]) -> bool:
+        """Try up to `looks` candidates; True if trying them again is of no use before something changes."""
+        head: Place | None = None
+        is_final = True
+        while step.tokens > 0 and looks > 0 and (place := self._state.queue.pop(max_rank)) is not None:
+            looks -= 1
+            verdict = self._try_harder(step, place)
+            if verdict is Verdict.ADMITTED:
+                if head is not None:
+                    head.bypassed += 1
+            else:
+                skipped.append(place)
+                is_final = is_final and verdict in (Verdict.NO_BLOCKS, Verdict.NO_ROW)
+                if verdict is Verdict.NO_BLOCKS and head is None:
+                    head = place
+            if verdict is Verdict.NO_ROW or (head is not None and head.bypassed >= self._config.max_bypass):
+                break
+        return is_final and step.tokens > 0
+
+    def admit_one(self, step: Step, sequence: Sequence) -> None:
+        """Start this very sequence if it fits, whoever else waits."""
+        place = self._state.places[sequence]
+        self._state.queue.discard(place)
+        place.awaited = None
+        if step.tokens <= 0 or self._try(step, place) is not Verdict.ADMITTED:
+            self._state.queue.put_back(place)
+
+    def _situation(self, max_rank: int | None) -> tuple[int, ...]:
+        state = self._state
+        return (
+            state.kv.num_frees,
+            state.next_ticket,
+            state.num_running,
+            len(state.queue),
+            -1 if max_rank is None else max_rank,
+        )
+
+    # ── one candidate ──
+
+    def _try_harder(self, step: Step, place: Place) -> Verdict:
+        verdict = self._try(step, place)
+        if verdict in (Verdict.NO_BLOCKS, Verdict.NO_ROW) and self._may_preempt:
+            for victim in self._worth_preempting(step, place, verdict):
+                self._planner.preempt(step, victim)
+                verdict = self._try(step, place)
+                if verdict is Verdict.ADMITTED or self._state.kv.has_deferred:
+                    break
+        return verdict
+
+    def _worth_preempting(self, step: Step, place: Place, verdict: Verdict) -> list[Sequence]:
+        """Bulk work whose place this urgent one may take, if that gives it enough; else nobody is disturbed."""
+        state, kv = self._state, self._state.kv
+        if step.only is not None or kv.has_deferred:
+            return []
+        victims = [
+            victim
+            for victim in self._planner.victims(step)
+            if victim.priority - place.sequence.priority >= PREEMPTING_GAP
+            and state.places[victim].rank > place.rank
+            and not is_protected(victim)
+        ]
+        if verdict is Verdict.NO_ROW:
+            return victims[:1]
+        need = -(-place.sequence.num_tokens // kv.block_size)
+        held = sum(min(kv.num_private(victim)) for victim in victims)
+        return victims if kv.num_free + held >= need else []
+
+    def _try(self, step: Step, place: Place) -> Verdict:
+        state, kv, sequence = self._state, self._state.kv, place.sequence
+        if state.num_running >= self._config.max_num_seqs:
+            return Verdict.NO_ROW
+        if place.awaited is not None and kv.is_pending(place.awaited):
+            return Verdict.AWAITS
+        place.awaited = None
+        hit = forked = 0
+        start = sequence.num_committed_tokens
+        if sequence.status is WAITING:
+            forked = self._shareable(place)
+            if forked < 0:
+                return Verdict.AWAITS
+            found = kv.find(sequence)
+            if found.pending is not None:
+                place.awaited = found.pending
+                return Verdict.AWAITS
+            hit = found.num_blocks
+            start = max(hit * kv.block_size, forked)
+        if self._is_limited(step, sequence, start):
+            return Verdict.LIMITED
+        taken = self._take(step, place, hit, forked)
+        if taken is None:
+            return Verdict.NO_BLOCKS
+        self._start(step, place, taken)
+        return Verdict.ADMITTED
+
+    def _shareable(self, place: Place) -> int:
+        """How many prompt tokens a sibling has computed; -1 while it is just computing them."""
+        leader, sequence = place.leader, place.sequence
+        if leader is None or leader.status not in (PREFILLING, DECODING):
+            return 0
+        wanted = min(sequence.num_prompt_tokens, sequence.num_tokens - 1)
+        if leader.num_committed_tokens >= wanted:
+            return wanted
+        return -1 if leader.last_step >= self._state.kv.oldest_step else 0
+
+    def _is_limited(self, step: Step, sequence: Sequence, start: int) -> bool:
+        """Limits on concurrent prefills, and the read budget."""
+        config, planner = self._config, self._planner
+        remaining = sequence.num_tokens - start
+        chunk = min(remaining, step.tokens, planner.chunk_limit(sequence, start))
+        if step.reads is not None and step.items and planner.read_cost(start + chunk) > step.reads:
+            return True
+        prefilling = self._state.prefilling
+        if chunk == remaining:
+            return False  # done within this step
+        if config.max_num_partial_prefills and len(prefilling) >= config.max_num_partial_prefills:
+            return True
+        if not (config.max_long_partial_prefills and planner.threshold) or remaining <= planner.threshold:
+            return False
+        long = sum(1 for s in prefilling if s.num_tokens - s.num_computed_tokens > planner.threshold)
+        return long >= config.max_long_partial_prefills
+
+    def _take(self, step: Step, place: Place, hit: int, forked: int) -> int | None:
+        """Take the blocks; the number of tokens that are computed already, or None if they do not fit."""
+        state, kv, sequence = self._state, self._state.kv, place.sequence
+        keep_margin = state.num_running > 0 and step.only is None
+        if sequence.status is OFFLOADED:
+            return sequence.num_committed_tokens if kv.restore(sequence, keep_margin) else None
+        leader = place.leader if forked > hit * kv.block_size else None
+        if leader is not None and kv.fork(leader, sequence, forked, keep_margin):
+            return forked
+        return hit * kv.block_size if kv.admit(sequence, hit, keep_margin) else None
+
+    def _start(self, step: Step, place: Place, num_computed: int) -> None:
+        state, sequence = self._state, place.sequence
+        counters = state.counters
+        if sequence.status is WAITING and not place.is_counted:
+            place.is_counted = True
+            sequence.num_cached_tokens = min(num_computed, sequence.num_prompt_tokens)
+            counters.prefix_queries += sequence.num_tokens
+            counters.cached_tokens += num_computed
+            state.queue.charge(sequence.tenant, sequence.num_tokens - num_computed)
+        counters.recomputed_tokens += max(0, place.num_lost_tokens - num_computed)
+        place.num_lost_tokens = place.bypassed = 0
+        place.since = state.clock()
+        sequence.num_computed_tokens = sequence.num_committed_tokens = num_computed
+        state.start(sequence)
+        step.admitted.add(sequence)
+        if not self._planner.schedule(step, sequence, may_preempt=False):
+            raise RuntimeError(f"{sequence.request_id} was admitted and cannot run")

@@ -1,0 +1,154 @@
+"""Takes in what a step did: tokens, ends, registered blocks; or takes back what a failed step should have done.
+
+A result is matched by epoch: one for a sequence that was preempted, cancelled or has ended meanwhile is
+stale and dropped. An end that is found while the next step is already in flight costs that step's one
+token and nothing else.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+from schemas.generation import FinishReason, TokenLogprob
+from worker.engine.plan import ScheduledSequence, StepOutput, StepPlan
+from worker.engine.scheduler.state import FINISHED, OFFLOADED, State
+from worker.engine.sequence import Sequence
+from worker.engine.types import TokenEvent
+
+
+class Committer:
+    """The second half of a step."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._eos = state.eos_token_ids
+
+    def commit(self, plan: StepPlan, output: StepOutput) -> list[TokenEvent]:
+        """One event per sequence that got tokens or ended. Raises ValueError if the output is another step's."""
+        state = self._state
+        if plan.step_id not in state.in_flight or output.step_id != plan.step_id:
+            raise ValueError(
+                f"output of step {output.step_id} for step {plan.step_id}, in flight: {[*state.in_flight]}"
+            )
+        moves = state.in_flight.pop(plan.step_id)
+        events: list[TokenEvent] = []
+        row = 0
+        computed = 0
+        for index, item in enumerate(plan.scheduled):
+            computed += item.num_tokens
+            tokens: tuple[int, ...] = ()
+            logprobs = None
+            if item.samples:
+                tokens, logprobs = output.token_ids[row], output.logprobs[row]
+                row += 1
+            if item.sequence.epoch != item.epoch:
+                continue
+            if output.errors and index in output.errors:
+                events.append(state.end(item.sequence, FinishReason.ERROR, output.errors[index], "engine_error"))
+            elif not item.samples:
+                state.kv.advance(item.sequence, item.start + item.num_tokens)
+            else:
+                events.append(self._take_tokens(item, tokens, logprobs))
+        state.counters.computed_tokens += computed
+        state.kv.settle(moves)
+        state.kv.release_deferred(next(iter(state.in_flight), None))
+        return events
+
+    def _take_tokens(
+        self, item: ScheduledSequence, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...] | None
+    ) -> TokenEvent:
+        """Append, register, and end the sequence if it must."""
+        state, sequence = self._state, item.sequence
+        ids = sequence.token_ids
+        is_first = len(ids) == sequence.num_prompt_tokens + sequence.num_resumed_tokens
+        sequence.num_inflight -= 1
+        reason = None
+        for count, token in enumerate(tokens, 1):
+            ids.append(token)
+            reason = self._end_of(sequence, token)
+            if reason is not None:
+                tokens = tokens[:count]
+                break
+        if item.draft_ids:
+            self._settle_drafts(item, len(tokens))
+        end = item.start + item.num_tokens - (len(item.draft_ids) + 1 - len(tokens) if item.draft_ids else 0)
+        kv = state.kv
+        if kv.tracks_every_token or item.num_tokens > 1 or not end % kv.block_size:
+            kv.advance(sequence, end)
+        else:
+            sequence.num_committed_tokens = end
+        state.counters.generated_tokens += len(tokens)
+        state.queue.charge(sequence.tenant, len(tokens))
+        if reason is not None:
+            state.finish(sequence, reason)
+        if logprobs is not None and len(logprobs) > len(tokens):
+            logprobs = logprobs[: len(tokens)]
+        return TokenEvent(
+            request_id=sequence.request_id,
+            choice=sequence.choice,
+            token_ids=tokens,
+            logprobs=logprobs,
+            finish_reason=reason,
+            num_cached_tokens=sequence.num_cached_tokens if is_first else 0,
+            preemptions=sequence.preemptions,
+        )
+
+    def _settle_drafts(self, item: ScheduledSequence, accepted: int) -> None:
+        """The counter goes back over the drafts that were not accepted; their blocks stay for the next tokens."""
+        counters = self._state.counters
+        counters.draft_tokens += len(item.draft_ids)
+        counters.accepted_tokens += accepted - 1
+        item.sequence.num_computed_tokens -= len(item.draft_ids) + 1 - accepted
+
+    def _end_of(self, sequence: Sequence, token: int) -> FinishReason | None:
+        """The last of token_ids has just come: is it the end?"""
+        params = sequence.params
+        num_output = len(sequence.token_ids) - sequence.num_prompt_tokens
+        if num_output >= params.min_tokens and (
+            (token in self._eos and not params.ignore_eos) or token in params.stop_token_ids
+        ):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if num_output >= sequence.max_tokens else None
+
+    def abandon(self, plan: StepPlan) -> None:
+        """The step failed: counters go back, and nothing that it should have filled or copied is trusted."""
+        state = self._state
+        moves = state.in_flight.pop(plan.step_id, None)
+        if moves is None:
+            return
+        arrived = set(moves.arrived)
+        for item in plan.scheduled:
+            sequence = item.sequence
+            if sequence.epoch != item.epoch:
+                continue
+            if sequence in arrived:  # its blocks came by copies of this step
+                state.places[sequence].leader = None
+                state.reset(sequence)
+            else:
+                self._roll_back(item)
+        for sequence in moves.offloaded:
+            if sequence.status is OFFLOADED:
+                state.reset(sequence)
+        state.kv.undo(moves)
+        state.kv.release_deferred(next(iter(state.in_flight), None))
+
+    def _roll_back(self, item: ScheduledSequence) -> None:
+        """A new epoch: results of steps that were planned on top of this one are stale."""
+        sequence = item.sequence
+        sequence.num_computed_tokens = sequence.num_committed_tokens
+        sequence.num_inflight = 0
+        sequence.epoch += 1
+        self._state.kv.unregister(sequence)
+
+    def expire(self) -> list[TokenEvent]:
+        """End whoever's deadline has passed, waiting or running; costs nothing while none has."""
+        state = self._state
+        deadlines = state.deadlines
+        events: list[TokenEvent] = []
+        if not deadlines or deadlines[0][0] > (now := state.clock()):
+            return events
+        while deadlines and deadlines[0][0] <= now:
+            sequence = heapq.heappop(deadlines)[2]
+            if sequence.status is not FINISHED:
+                events.append(state.end(sequence, FinishReason.EXPIRED))
+        return events

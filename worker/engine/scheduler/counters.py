@@ -1,0 +1,23 @@
+"""Running counters of the scheduler; `EngineStats` is their snapshot together with the gauges of now."""
+
+from dataclasses import asdict, dataclass
+
+
+@dataclass(slots=True)
+class Counters:
+    """Named as in EngineStats."""
+
+    prompt_tokens: int = 0
+    computed_tokens: int = 0
+    generated_tokens: int = 0
+    cached_tokens: int = 0
+    prefix_queries: int = 0
+    preemptions: int = 0
+    soft_resets: int = 0
+    recomputed_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    finished: int = 0
+
+    def as_dict(self) -> dict[str, int]:
+        return asdict(self)

@@ -1,0 +1,21 @@
+"""The order in which requests that come together should start, so that shared prefixes meet in the cache."""
+
+from worker.engine.sequence import Sequence
+
+
+def for_prefix_hits(sequences: list[Sequence], block_size: int) -> list[Sequence]:
+    """Requests that share their first block side by side, the longest of a line first; others stay where they are.
+
+    Groups follow the arrival of their first member. Within one, descending token order puts a prompt before
+    its own prefixes, so that one computation serves all of them.
+    """
+    groups: dict[tuple[str, tuple[int, ...]], list[Sequence]] = {}
+    for sequence in sequences:
+        first_block = tuple(sequence.token_ids[:block_size])
+        groups.setdefault((sequence.cache_salt, first_block), []).append(sequence)
+    ordered: list[Sequence] = []
+    for group in groups.values():
+        if len(group) > 1:
+            group.sort(key=lambda sequence: sequence.token_ids, reverse=True)  # stable: choices keep their order
+        ordered += group
+    return ordered

@@ -1,0 +1,220 @@
+"""Builds a step's plan: decodes, running prefills and admissions in the policy's order, within the budgets.
+
+One counter per sequence chases the tokens it holds, so a decode, a prefill chunk and a resumed answer are
+the same to it. Counters go ahead when a step is planned; committing or abandoning it sets them right. The
+cost of a plan grows with the batch: of the waiting only a bounded number is looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from worker.engine.plan import ScheduledSequence, StepPlan
+from worker.engine.scheduler.admission import Admission
+from worker.engine.scheduler.preemption import victims_first
+from worker.engine.scheduler.state import DECODING, PREFILLING, State
+from worker.engine.scheduler.step import Step
+from worker.engine.sequence import Sequence
+from worker.engine.types import SchedulingPolicy
+
+Proposer = Callable[[Sequence], tuple[int, ...]]
+
+
+class Planner:
+    """`proposer` gives draft tokens; it is not asked while steps run ahead of their results."""
+
+    def __init__(self, state: State, proposer: Proposer | None, ageing_s: float) -> None:
+        self._state = state
+        self._config = state.config
+        self._proposer = proposer if state.async_depth == 0 else None
+        self._ageing_s = ageing_s
+        self._admission = Admission(state, self)
+        phases = {
+            SchedulingPolicy.FIFO: self._decodes_first,
+            SchedulingPolicy.PREFILL_FIRST: self._prefills_first,
+            SchedulingPolicy.PRIORITY: self._by_class,
+        }
+        self._fill = phases[self._config.policy]
+        windows = state.kv.windows
+        self._widest = None if None in windows else max(window for window in windows if window is not None)
+        self.threshold = self._config.long_prefill_token_threshold
+        if not self.threshold and self._config.max_num_partial_prefills > 1:
+            self.threshold = max(1, int(state.max_model_len * 0.04))
+
+    def plan(self, only: Collection[Sequence] | None = None) -> StepPlan:
+        """The next step; with `only`, a step of these sequences alone, the waiting ones among them admitted."""
+        state = self._state
+        step = Step(state.next_step, self._config.max_num_batched_tokens, self._config.max_read_tokens)
+        state.kv.oldest_step = next(iter(state.in_flight), step.step_id)
+        if only is None:
+            self._fill(step)
+        else:
+            step.only = frozenset(only)
+            self._fill_only(step, only)
+        moves = state.kv.take_moves()
+        plan = StepPlan(
+            step.step_id, tuple(step.items), tuple(moves.swap_out), tuple(moves.copies), tuple(moves.swap_in)
+        )
+        if not plan.is_empty:
+            state.in_flight[step.step_id] = moves
+            state.next_step += 1
+        return plan
+
+    # ── the policies' orders ──
+
+    def _decodes_first(self, step: Step) -> None:
+        self._decodes(step, list(self._state.decoding))
+        self._prefills(step, list(self._state.prefilling))
+        self._admission.admit(step)
+
+    def _prefills_first(self, step: Step) -> None:
+        decoding = list(self._state.decoding)  # before prefills of this very step join them
+        self._prefills(step, list(self._state.prefilling))
+        self._decodes(step, decoding)
+        self._admission.admit(step)
+
+    def _by_class(self, step: Step) -> None:
+        """Decodes; then prefills by class, the waiting of a better class before the running of a worse one."""
+        state, now = self._state, self._state.clock()
+        state.queue.refresh(now)
+        self._decodes(step, list(state.decoding))
+        ranked = []
+        for sequence in state.prefilling:
+            place = state.places[sequence]
+            ranked.append((max(0, place.rank - int((now - place.since) / self._ageing_s)), sequence))
+        ranked.sort(key=lambda entry: entry[0])
+        admitted_below = 0
+        for rank, sequence in ranked:
+            if rank > admitted_below:
+                self._admission.admit(step, max_rank=rank - 1)
+                admitted_below = rank
+            self._prefills(step, [sequence])
+        self._admission.admit(step)
+
+    def _fill_only(self, step: Step, only: Collection[Sequence]) -> None:
+        waiting = [s for s in only if s in self._state.places and s.status not in (DECODING, PREFILLING)]
+        self._decodes(step, [s for s in only if s.status is DECODING])
+        self._prefills(step, [s for s in only if s.status is PREFILLING])
+        for sequence in waiting:
+            self._admission.admit_one(step, sequence)
+
+    # ── running sequences ──
+
+    def _decodes(self, step: Step, decodes: list[Sequence]) -> None:
+        """One token each (or with drafts); who is left without budget comes first in the next step."""
+        fast = self._proposer is None and step.reads is None
+        left, step_id, append = step.tokens, step.step_id, step.items.append
+        for index, sequence in enumerate(decodes):
+            if left <= 0:
+                self._rotate(sequence)
+                break
+            start = sequence.num_computed_tokens
+            known = len(sequence.token_ids) + sequence.num_inflight
+            if fast and known - start == 1 and known <= sequence.num_slots and not step.has_preempted:
+                if sequence.num_inflight and known - sequence.num_prompt_tokens >= sequence.max_tokens:
+                    continue  # its last token is on its way
+                append(ScheduledSequence(sequence, start, 1, True, (), sequence.epoch))
+                sequence.num_computed_tokens = known
+                sequence.num_inflight += 1
+                sequence.last_step = step_id
+                left -= 1
+            elif sequence.status is DECODING:
+                step.tokens = left
+                if not self.schedule(step, sequence, reserve=len(decodes) - index - 1) and step.reads is not None:
+                    self._rotate(sequence)
+                left = step.tokens
+        step.tokens = left
+
+    def _rotate(self, first: Sequence) -> None:
+        decoding = self._state.decoding
+        if first in decoding:
+            index = decoding.index(first)
+            decoding[:] = decoding[index:] + decoding[:index]
+
+    def _prefills(self, step: Step, prefills: list[Sequence]) -> None:
+        for sequence in prefills:
+            if step.tokens <= 0:
+                return
+            if sequence.status is PREFILLING:
+                self.schedule(step, sequence)
+
+    def chunk_limit(self, sequence: Sequence, start: int) -> int:
+        """How many tokens one step may prefill of it; a lone sequence is not slowed down."""
+        state = self._state
+        if self.threshold and state.num_running + len(state.queue) > 1:
+            return self.threshold
+        return sequence.num_tokens + sequence.num_inflight - start
+
+    def read_cost(self, end: int) -> int:
+        return end if self._widest is None else min(end, self._widest)
+
+    def schedule(self, step: Step, sequence: Sequence, reserve: int = 0, may_preempt: bool = True) -> bool:
+        """Run as much of a running sequence as the budgets allow; `reserve` tokens are for others, not for drafts."""
+        start = sequence.num_computed_tokens
+        known = len(sequence.token_ids) + sequence.num_inflight
+        if sequence.num_inflight and known - sequence.num_prompt_tokens >= sequence.max_tokens:
+            return False
+        end = min(known, start + step.tokens)
+        if sequence.status is PREFILLING:
+            end = min(end, start + self.chunk_limit(sequence, start))
+        if end <= start:
+            return False
+        if step.reads is not None and step.items and self.read_cost(end) > step.reads:
+            return False
+        if end > sequence.num_slots:
+            reach = self._state.kv.reach(sequence)
+            if start < reach < end:
+                end = reach
+            if not self._make_room(step, sequence, end, may_preempt):
+                return False
+        samples = end == known
+        drafts = self._drafts(step, sequence, reserve) if samples and end - start == 1 else ()
+        step.add(sequence, end, samples, drafts)
+        if step.reads is not None:
+            step.reads -= self.read_cost(end)
+        if samples and sequence.status is PREFILLING:
+            self._state.begin_decoding(sequence)
+        return True
+
+    def _drafts(self, step: Step, sequence: Sequence, reserve: int) -> tuple[int, ...]:
+        """Proposed tokens, as many as budget, answer length and free blocks take without harm to anyone."""
+        if self._proposer is None or not sequence.params.speculate or sequence.status is not DECODING:
+            return ()
+        known = sequence.num_tokens
+        room = min(step.tokens - 1 - reserve, sequence.max_tokens - sequence.num_output_tokens - 1)
+        if step.reads is not None:
+            room = min(room, step.reads - self.read_cost(known))
+        if room <= 0:
+            return ()
+        drafts = self._proposer(sequence)[:room]
+        if drafts and known + len(drafts) > sequence.num_slots:
+            self._state.kv.grow(sequence, known + len(drafts))
+            drafts = drafts[: max(0, sequence.num_slots - known)]
+        return drafts
+
+    # ── blocks ──
+
+    def _make_room(self, step: Step, sequence: Sequence, end: int, may_preempt: bool) -> bool:
+        """Blocks up to `end`, by preempting if it must be; False if the sequence cannot run in this step."""
+        kv = self._state.kv
+        while not kv.grow(sequence, end):
+            if kv.has_deferred or not may_preempt:
+                return False  # blocks come free when the step in flight is over: nobody else need go
+            victims = self.victims(step)
+            if not victims or victims == [sequence]:
+                return False
+            self.preempt(step, victims[0])
+            if victims[0] is sequence:
+                return False
+        return True
+
+    def victims(self, step: Step) -> list[Sequence]:
+        """Running sequences, the first to be preempted in front; who came in this step stays."""
+        state = self._state
+        running = [s for s in (*state.decoding, *state.prefilling) if s not in step.admitted]
+        return victims_first(running, state.places, self._config.preempt)
+
+    def preempt(self, step: Step, victim: Sequence) -> None:
+        step.remove(victim)
+        step.has_preempted = True
+        self._state.preempt(victim)

@@ -1,0 +1,56 @@
+"""Whom to preempt when blocks run out: the lowest class first, then the configured rule.
+
+`least_wasted` (the default): the sequence with the fewest computed tokens, which is the cheapest to
+recompute and the smallest to copy; ties go to the newest. `newest` is the classic last-come rule, `oldest`
+what Transformers documents. A sequence that was preempted PROTECTED_AFTER times is spared while others of
+its class are left, and among spared ones the newest goes: so the oldest of them always gets on, and every
+rule lets every sequence finish.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Literal
+
+from worker.engine.scheduler.queues import Place
+from worker.engine.sequence import Sequence
+
+PROTECTED_AFTER = 4
+PREEMPTING_GAP = 2  # classes between who may be admitted by preemption and its victims: interactive over bulk
+
+Rule = Literal["least_wasted", "newest", "oldest"]
+_Key = tuple[int, bool, int, int]
+
+
+def _newest(sequence: Sequence, ticket: int) -> tuple[int, int]:
+    return 0, ticket
+
+
+def _oldest(sequence: Sequence, ticket: int) -> tuple[int, int]:
+    return 0, -ticket
+
+
+def _least_wasted(sequence: Sequence, ticket: int) -> tuple[int, int]:
+    return -sequence.num_committed_tokens, ticket
+
+
+_RULES: dict[str, Callable[[Sequence, int], tuple[int, int]]] = {
+    "newest": _newest,
+    "oldest": _oldest,
+    "least_wasted": _least_wasted,
+}
+
+
+def is_protected(sequence: Sequence) -> bool:
+    return sequence.preemptions >= PROTECTED_AFTER
+
+
+def victims_first(candidates: Iterable[Sequence], places: dict[Sequence, Place], rule: Rule) -> list[Sequence]:
+    """The candidates, whoever is to be preempted first in front."""
+    by_rule = _RULES[rule]
+
+    def key(sequence: Sequence) -> _Key:
+        place = places[sequence]
+        protected = is_protected(sequence)
+        first, second = _newest(sequence, place.ticket) if protected else by_rule(sequence, place.ticket)
+        return place.rank, not protected, first, second
+
+    return sorted(candidates, key=key, reverse=True)

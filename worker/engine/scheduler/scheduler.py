@@ -1,0 +1,206 @@
+"""The scheduler's calls: add, cancel, plan, commit, abandon, fail, expire, and what can be asked of it.
+
+Plain Python over sequences and block ids: policy is tested in milliseconds, without a model. It knows no
+tokenizer, no device and no queue of jobs. Not thread-safe: the engine's one thread calls it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+
+from schemas.generation import FinishReason
+from worker.engine.config import CacheConfig, EngineConfig
+from worker.engine.kv.manager import KVManager
+from worker.engine.plan import StepOutput, StepPlan
+from worker.engine.scheduler.committer import Committer
+from worker.engine.scheduler.counters import Counters
+from worker.engine.scheduler.intake_order import for_prefix_hits
+from worker.engine.scheduler.integrity import check
+from worker.engine.scheduler.planner import Planner, Proposer
+from worker.engine.scheduler.queues import FifoQueue, PriorityQueue, WaitingQueue
+from worker.engine.scheduler.state import OFFLOADED, WAITING, State
+from worker.engine.sequence import Sequence
+from worker.engine.types import Capacity, EngineStats, RequestError, SchedulingPolicy, TokenEvent
+
+
+class Scheduler:
+    """Decides what each step computes; with `async_depth` 1, a step may be planned before the last is committed."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        cache: CacheConfig,
+        *,
+        max_model_len: int,
+        eos_token_ids: frozenset[int],
+        clock: Callable[[], float] = time.time,
+        proposer: Proposer | None = None,
+        async_depth: int = 0,
+        ageing_s: float = 30.0,
+    ) -> None:
+        self.config = config
+        self.kv = KVManager(
+            cache,
+            model_key=f"{config.model}/{config.dtype}",
+            max_chunk=config.max_num_batched_tokens,
+            safety_margin=config.safety_margin,
+        )
+        queue: WaitingQueue = PriorityQueue(ageing_s) if config.policy is SchedulingPolicy.PRIORITY else FifoQueue()
+        self._state = State(
+            config=config,
+            kv=self.kv,
+            queue=queue,
+            clock=clock,
+            max_model_len=max_model_len,
+            eos_token_ids=eos_token_ids,
+            async_depth=async_depth,
+            decoding=[],
+            prefilling=[],
+            places={},
+            requests={},
+            in_flight={},
+            released=[],
+            deadlines=[],
+            counters=Counters(),
+        )
+        self._planner = Planner(self._state, proposer, ageing_s)
+        self._committer = Committer(self._state)
+
+    # ── requests ──
+
+    def add(self, sequences: list[Sequence]) -> None:
+        """Take in requests, all choices of one together; all or (RequestError) none."""
+        state = self._state
+        batch: dict[str, list[Sequence]] = {}
+        for sequence in sequences:
+            self._check(sequence)
+            batch.setdefault(sequence.request_id, []).append(sequence)
+        for request_id in batch:
+            if request_id in state.requests:
+                raise RequestError(f"request id {request_id!r} is already in use")
+        if len(state.queue) + len(sequences) > self.config.max_waiting:
+            raise RequestError(f"the engine has {len(state.queue)} waiting requests already", code="engine_error")
+        now = state.clock()
+        for sequence in for_prefix_hits(sequences, self.kv.block_size):
+            first = batch[sequence.request_id][0]
+            state.enter(sequence, None if first is sequence else first, now)
+
+    def _check(self, sequence: Sequence) -> None:
+        """Refuse what can never run, and resolve how long it may become."""
+        limit = self.kv.max_tokens_alone(self._state.max_model_len)
+        if not sequence.token_ids or sequence.num_prompt_tokens < 1:
+            raise RequestError("the prompt is empty; it needs at least one token")
+        if sequence.num_tokens > limit or sequence.num_tokens >= self._state.max_model_len:
+            raise RequestError(
+                f"{sequence.num_tokens} tokens can never fit: the cache holds {limit} of one request, "
+                f"the model's length is {self._state.max_model_len}",
+                code="context_length_exceeded",
+            )
+        room = min(limit + 1, self._state.max_model_len) - sequence.num_prompt_tokens  # the last token needs no slot
+        wanted = sequence.max_tokens or sequence.params.max_tokens or room
+        if wanted > room and sequence.params.max_tokens is not None:
+            raise RequestError(
+                f"{sequence.num_prompt_tokens} prompt tokens and max_tokens={wanted} can never fit: the cache holds "
+                f"{limit} tokens of one request, the model's length is {self._state.max_model_len}",
+                code="context_length_exceeded",
+            )
+        sequence.max_tokens = min(wanted, room)
+
+    def cancel(self, request_id: str, reason: FinishReason, choice: int | None = None) -> list[TokenEvent]:
+        """End a request, or one choice of it, in whatever state; nothing if it is unknown or over."""
+        found = [s for s in self._state.requests.get(request_id, ()) if choice is None or s.choice == choice]
+        return [self._state.end(sequence, reason) for sequence in found]
+
+    def fail(self, sequence: Sequence, message: str) -> list[TokenEvent]:
+        """End one sequence with an error for its user."""
+        if sequence not in self._state.places:
+            return []
+        return [self._state.end(sequence, FinishReason.ERROR, message, "engine_error")]
+
+    def expire(self) -> list[TokenEvent]:
+        """End whoever's deadline has passed, waiting or running."""
+        return self._committer.expire()
+
+    # ── steps ──
+
+    def plan(self, only: Collection[Sequence] | None = None) -> StepPlan:
+        """The next step. May be called again before the previous plan is committed when async_depth > 0."""
+        return self._planner.plan(only)
+
+    def commit(self, plan: StepPlan, output: StepOutput) -> list[TokenEvent]:
+        """Take in a step's result: tokens, ends, deadlines."""
+        return self._committer.commit(plan, output) + self._committer.expire()
+
+    def abandon(self, plan: StepPlan) -> None:
+        """The step failed: everything is as if it had not been planned, but for whom it preempted."""
+        self._committer.abandon(plan)
+
+    # ── asking ──
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._state.requests)
+
+    @property
+    def stats(self) -> Counters:
+        return self._state.counters
+
+    def knows(self, request_id: str) -> bool:
+        return request_id in self._state.requests
+
+    def request_ids(self) -> list[str]:
+        return list(self._state.requests)
+
+    def sequences(self, request_id: str) -> list[Sequence]:
+        """The choices of a request that have not ended."""
+        return list(self._state.requests.get(request_id, ()))
+
+    def take_released(self) -> list[Sequence]:
+        """Sequences that ended or were preempted since this was last asked."""
+        released, self._state.released = self._state.released, []
+        return released
+
+    def capacity(self) -> Capacity:
+        state = self._state
+        return Capacity(
+            free_sequences=max(0, self.config.max_num_seqs - state.num_running),
+            free_blocks=self.kv.num_free,
+            waiting=len(state.queue),
+            running=state.num_running,
+            block_size=self.kv.block_size,
+            max_model_len=state.max_model_len,
+        )
+
+    def snapshot(self, *, steps: int = 0, failed_steps: int = 0, busy_s: float = 0.0) -> EngineStats:
+        """The counters and the gauges of now; the engine counts the steps."""
+        state, kv = self._state, self.kv
+        return EngineStats(
+            **state.counters.as_dict(),
+            steps=steps,
+            failed_steps=failed_steps,
+            busy_s=busy_s,
+            num_running=state.num_running,
+            num_waiting=len(state.queue),
+            num_offloaded=state.num_offloaded,
+            blocks_total=sum(pool.num_usable for pool in kv.pools),
+            blocks_free=sum(pool.num_free for pool in kv.pools),
+            blocks_cached=sum(pool.num_findable for pool in kv.pools),
+            evicted_blocks=sum(pool.evicted for pool in kv.pools),
+            blocks_swapped_out=kv.swapped_out,
+            blocks_swapped_in=kv.swapped_in,
+        )
+
+    def reset_prefix_cache(self) -> None:
+        """Nothing computed so far is found again, e.g. because the weights have changed."""
+        self.kv.reset_prefix_cache()
+        for sequence in self._state.places:
+            if sequence.status is WAITING:
+                sequence.block_hashes.clear()
+            elif sequence.status is OFFLOADED:
+                self._state.reset(sequence)
+                sequence.block_hashes.clear()
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the books contradict one another. O(everything): for tests and when idle."""
+        check(self._state)

@@ -1,0 +1,165 @@
+"""Who waits, who runs, what is in flight, and the transitions between them.
+
+    WAITING ──▶ PREFILLING ──▶ DECODING ──▶ FINISHED
+       ▲            │              │            ▲
+       ├─ soft reset ┴─────────────┤            │  from every state: finish
+       └──────── OFFLOADED ◀───────┘
+
+It decides nothing: planning and committing do, and call these transitions so that the books stay right.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from schemas.generation import FinishReason
+from worker.engine.config import EngineConfig
+from worker.engine.kv.manager import KVManager
+from worker.engine.kv.moves import StepMoves
+from worker.engine.scheduler.counters import Counters
+from worker.engine.scheduler.queues import Place, WaitingQueue
+from worker.engine.sequence import Sequence, SequenceStatus
+from worker.engine.types import TokenEvent
+
+WAITING, PREFILLING, DECODING = SequenceStatus.WAITING, SequenceStatus.PREFILLING, SequenceStatus.DECODING
+OFFLOADED, FINISHED = SequenceStatus.OFFLOADED, SequenceStatus.FINISHED
+
+
+@dataclass(slots=True)
+class State:
+    """Everything that planning and committing share. `decoding` and `prefilling` together are the running ones."""
+
+    config: EngineConfig
+    kv: KVManager
+    queue: WaitingQueue
+    clock: Callable[[], float]
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+    async_depth: int
+    decoding: list[Sequence]
+    prefilling: list[Sequence]
+    places: dict[Sequence, Place]
+    requests: dict[str, list[Sequence]]
+    in_flight: dict[int, StepMoves]  # step id → what it copies; in the order of planning
+    released: list[Sequence]
+    deadlines: list[tuple[float, int, Sequence]]
+    counters: Counters
+    next_step: int = 0
+    next_ticket: int = 0
+    num_offloaded: int = 0
+
+    @property
+    def num_running(self) -> int:
+        return len(self.decoding) + len(self.prefilling)
+
+    def enter(self, sequence: Sequence, leader: Sequence | None, now: float) -> None:
+        """A new sequence takes its place in the queue."""
+        rank = max(0, sequence.priority)
+        place = Place(sequence, self.next_ticket, now, rank, since=now, leader=leader)
+        self.next_ticket += 1
+        self.places[sequence] = place
+        self.requests.setdefault(sequence.request_id, []).append(sequence)
+        if sequence.deadline is not None:
+            heapq.heappush(self.deadlines, (sequence.deadline, place.ticket, sequence))
+        self.counters.prompt_tokens += sequence.num_prompt_tokens
+        sequence.status = WAITING
+        self.queue.push(place)
+
+    def start(self, sequence: Sequence) -> None:
+        """From WAITING or OFFLOADED; its blocks have been taken."""
+        if sequence.status is OFFLOADED:
+            self.num_offloaded -= 1
+        sequence.status = PREFILLING
+        self.prefilling.append(sequence)
+
+    def begin_decoding(self, sequence: Sequence) -> None:
+        """Everything it holds is scheduled."""
+        self.prefilling.remove(sequence)
+        sequence.status = DECODING
+        self.decoding.append(sequence)
+
+    def stop_running(self, sequence: Sequence) -> None:
+        if sequence.status is DECODING:
+            self.decoding.remove(sequence)
+        elif sequence.status is PREFILLING:
+            self.prefilling.remove(sequence)
+
+    def is_in_flight(self, sequence: Sequence) -> bool:
+        """May a step that is under way still write its blocks?"""
+        return bool(self.in_flight) and sequence.last_step >= next(iter(self.in_flight))
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Take a running sequence's blocks; it waits at its old place and resumes with the same tokens."""
+        self.stop_running(sequence)
+        sequence.preemptions += 1
+        self.counters.preemptions += 1
+        in_flight = self.is_in_flight(sequence)
+        if self.kv.offload(sequence, in_flight):
+            sequence.status = OFFLOADED
+            self.num_offloaded += 1
+            self._requeue(sequence)
+        else:
+            self._soft_reset(sequence, in_flight)
+
+    def reset(self, sequence: Sequence) -> None:
+        """Back to WAITING with nothing computed, from any state but FINISHED."""
+        if sequence.status is OFFLOADED:
+            self.num_offloaded -= 1
+            self.queue.discard(self.places[sequence])
+        self.stop_running(sequence)
+        self._soft_reset(sequence, self.is_in_flight(sequence))
+
+    def _soft_reset(self, sequence: Sequence, in_flight: bool) -> None:
+        self.places[sequence].num_lost_tokens = sequence.num_committed_tokens
+        self.counters.soft_resets += 1
+        self.kv.free_host(sequence)
+        self.kv.free(sequence, in_flight)
+        sequence.status = WAITING
+        self._requeue(sequence)
+
+    def _requeue(self, sequence: Sequence) -> None:
+        sequence.epoch += 1
+        sequence.num_inflight = 0
+        place = self.places[sequence]
+        place.since = self.clock()
+        self.released.append(sequence)
+        self.queue.push(place)
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """From every state; its blocks are free at once, but for those that a step in flight may write."""
+        status = sequence.status
+        if status is OFFLOADED:
+            self.num_offloaded -= 1
+        self.stop_running(sequence)
+        in_flight = self.is_in_flight(sequence)
+        place = self.places.pop(sequence)
+        self.queue.discard(place)
+        self.kv.free_host(sequence)
+        self.kv.free(sequence, in_flight)
+        sequence.epoch += 1
+        sequence.num_inflight = 0
+        sequence.status = FINISHED
+        sequence.finish_reason = reason
+        self.released.append(sequence)
+        self.counters.finished += 1
+        siblings = self.requests[sequence.request_id]
+        siblings.remove(sequence)
+        if not siblings:
+            del self.requests[sequence.request_id]
+
+    def end(
+        self, sequence: Sequence, reason: FinishReason, error: str | None = None, code: str | None = None
+    ) -> TokenEvent:
+        """Finish without a token, and say so."""
+        self.finish(sequence, reason)
+        return TokenEvent(
+            request_id=sequence.request_id,
+            choice=sequence.choice,
+            finish_reason=reason,
+            num_cached_tokens=sequence.num_cached_tokens,
+            preemptions=sequence.preemptions,
+            error=error,
+            error_code=code,
+        )

@@ -1,0 +1,39 @@
+"""A step under construction: what is left of its budgets, and whom it runs so far."""
+
+from dataclasses import dataclass, field
+
+from worker.engine.plan import ScheduledSequence
+from worker.engine.sequence import Sequence
+
+
+@dataclass(slots=True)
+class Step:
+    """`tokens` and `reads` are what is left of the budgets; `reads` is None where nothing is gathered."""
+
+    step_id: int
+    tokens: int
+    reads: int | None = None
+    items: list[ScheduledSequence] = field(default_factory=list)
+    admitted: set[Sequence] = field(default_factory=set)
+    has_preempted: bool = False
+    only: frozenset[Sequence] | None = None
+
+    def add(self, sequence: Sequence, end: int, samples: bool, draft_ids: tuple[int, ...] = ()) -> None:
+        """Run the sequence up to position `end`, then its drafts; its counter goes ahead at once."""
+        start = sequence.num_computed_tokens
+        num_tokens = end - start + len(draft_ids)
+        self.items.append(ScheduledSequence(sequence, start, num_tokens, samples, draft_ids, sequence.epoch))
+        sequence.num_computed_tokens = start + num_tokens
+        sequence.num_inflight += samples
+        sequence.last_step = self.step_id
+        self.tokens -= num_tokens
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take back what was planned for a sequence that is preempted after all."""
+        for index, item in enumerate(self.items):
+            if item.sequence is sequence:
+                del self.items[index]
+                sequence.num_computed_tokens = item.start
+                sequence.num_inflight -= item.samples
+                self.tokens += item.num_tokens
+                return
