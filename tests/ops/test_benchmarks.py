@@ -1,0 +1,166 @@
+"""The benchmarks' own parts: workload files, figures, the protocol with measured engines, the command line."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+from ops.benchmarks.__main__ import main
+from ops.benchmarks.figures import equal_requests, equal_tokens, of_round, percentile, summary
+from ops.benchmarks.peers.child import Child, ChildError, Kind
+from ops.benchmarks.peers.protocol import EngineOptions, Round
+from ops.benchmarks.workload_files import SHAPES, Workload, WorkloadRequest, generate, load
+
+SMALL = Workload("small", (WorkloadRequest((1, 2, 3), 4), WorkloadRequest((4,), 2)))
+
+
+class TestWorkloads:
+    @pytest.mark.parametrize(
+        ("name", "requests", "prompt", "output"),
+        [
+            ("decode", 32, (16, 16), (128, 128)),
+            ("mixed", 64, (16, 512), (8, 256)),
+            ("prefix", 64, (544, 544), (32, 32)),
+            ("prefill", 16, (1024, 1024), (1, 1)),
+            ("single", 1, (64, 64), (128, 128)),
+        ],
+    )
+    def test_shapes(self, name: str, requests: int, prompt: tuple[int, int], output: tuple[int, int]) -> None:
+        workload = generate(name)
+        assert len(workload.requests) == requests
+        lengths = [len(request.prompt) for request in workload.requests]
+        answers = [request.max_tokens for request in workload.requests]
+        assert prompt[0] <= min(lengths) <= max(lengths) <= prompt[1]
+        assert output[0] <= min(answers) <= max(answers) <= output[1]
+
+    def test_mixed_is_mixed(self) -> None:
+        lengths = {len(request.prompt) for request in generate("mixed").requests}
+        assert len(lengths) > 32
+
+    def test_prefix_is_shared_and_the_rest_is_not(self) -> None:
+        prompts = [request.prompt for request in generate("prefix").requests]
+        assert len({prompt[:512] for prompt in prompts}) == 1
+        assert len({prompt[512:] for prompt in prompts}) == 64
+
+    def test_seeded(self) -> None:
+        for name in SHAPES:
+            assert generate(name, seed=3) == generate(name, seed=3)
+            assert generate(name, seed=3) != generate(name, seed=4)
+
+    def test_files_round_trip(self, tmp_path: Path) -> None:
+        SMALL.save(tmp_path / "small.json")
+        assert load(tmp_path / "small.json") == SMALL
+
+    @pytest.mark.parametrize(
+        "text", ["", "[]", "{}", '{"requests": []}', '{"requests": [{"prompt": [], "max_tokens": 1}]}', "{'a'}"]
+    )
+    def test_what_is_no_workload_is_refused(self, tmp_path: Path, text: str) -> None:
+        path = tmp_path / "bad.json"
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"bad\.json"):
+            load(path)
+
+
+class TestFigures:
+    def test_percentile_interpolates(self) -> None:
+        assert percentile([3.0, 1.0, 2.0], 0.5) == 2.0
+        assert percentile([1.0, 2.0], 0.75) == 1.75
+        assert math.isnan(percentile([], 0.5))
+
+    def test_of_round(self) -> None:
+        measured = Round(
+            wall_s=2.0,
+            tokens=[[1, 2, 3, 4], [5, 6]],
+            first_s=[0.5, 1.5],
+            last_s=[1.1, 1.6],
+            steps=5,
+            computed_tokens=10,
+            batch_sizes=[1, 1, 2, 2],
+        )
+        figures = of_round(SMALL, measured)
+        assert figures["output_tok_s"] == 3.0
+        assert figures["prompt_tok_s"] == 2.0
+        assert figures["ttft_p50_ms"] == pytest.approx(1000.0)
+        assert figures["tpot_p50_ms"] == pytest.approx(150.0)  # of 200 and 100
+        assert figures["tokens_per_step"] == 2.0
+        assert figures["batch_mean"] == 1.5
+
+    def test_summary_gives_median_and_spread(self) -> None:
+        assert summary([{"x": 1.0}, {"x": 4.0}, {"x": 2.0}]) == {"x": {"median": 2.0, "spread": 1.5}}
+
+    def test_equality_counts_requests_and_tokens(self) -> None:
+        a = Round(1.0, [[1, 2, 3], [7]], [], [])
+        b = Round(1.0, [[1, 9, 3], [7]], [], [])
+        assert equal_requests(a, b) == (1, 2)
+        assert equal_tokens(a, b) == 0.5
+
+
+class TestChildren:
+    """A child that answers by the protocol without any engine: the benchmark's plumbing, in a real process."""
+
+    MODULE = """
+import sys
+from ops.benchmarks.peers.protocol import Round, serve
+
+class Parrot:
+    description = "says what it was told"
+    def __init__(self, options):
+        if options.model == "none":
+            raise OSError("there is no such model")
+        print("noise on standard output")
+    def run(self, requests):
+        if requests[0].max_tokens == 99:
+            raise RuntimeError("it broke")
+        return Round(1.0, [list(r.prompt) for r in requests], [0.1] * len(requests), [0.2] * len(requests))
+
+serve(Parrot)
+"""
+
+    @pytest.fixture
+    def kind(self, tmp_path: Path) -> Kind:
+        (tmp_path / "parrot.py").write_text(self.MODULE)
+        root = str(Path(__file__).parents[2])
+        return Kind("parrot", "parrot", Path(sys.executable), (("PYTHONPATH", f"{root}:{tmp_path}"),))
+
+    def test_answers_and_goes(self, kind: Kind, tmp_path: Path) -> None:
+        child = Child(kind, EngineOptions("any"), tmp_path / "log")
+        child.wait_ready(lambda _: None)
+        assert child.description == "says what it was told"
+        assert child.run(SMALL).tokens == [[1, 2, 3], [4]]
+        child.close()
+        assert "noise on standard output" in (tmp_path / "log").read_text()
+        assert child._process.returncode == 0
+
+    def test_errors_become_a_sentence(self, kind: Kind, tmp_path: Path) -> None:
+        child = Child(kind, EngineOptions("none"), tmp_path / "log")
+        with pytest.raises(ChildError, match="there is no such model"):
+            child.wait_ready(lambda _: None)
+        child.close()
+        child = Child(kind, EngineOptions("any"), tmp_path / "log")
+        child.wait_ready(lambda _: None)
+        with pytest.raises(ChildError, match="it broke"):
+            child.run(Workload("bad", (WorkloadRequest((1,), 99),)))
+        child.close()
+
+
+class TestCommandLine:
+    def test_lists_its_commands(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["--help"]) == 0
+        assert "engine" in capsys.readouterr().out
+
+    def test_unknown_command(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["nonsense"]) == 2
+        assert "no command nonsense" in capsys.readouterr().err
+
+    def test_writes_json(self, tmp_path: Path) -> None:
+        assert main(["workloads", str(tmp_path / "w"), "--share", "0.1", "--json", str(tmp_path / "out.json")]) == 0
+        record = json.loads((tmp_path / "out.json").read_text())
+        assert record["command"] == "workloads"
+        assert record["machine"]["cores"] >= 1
+        assert {Path(path).exists() for path in record["files"].values()} == {True}
+
+    def test_a_missing_workload_is_one_sentence_and_status_1(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["engine", "--workload", "/nowhere.json"]) == 1
+        assert "nowhere.json" in capsys.readouterr().out

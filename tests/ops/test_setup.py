@@ -1,0 +1,98 @@
+"""ops/setup: instant when nothing changed, clear when it cannot work. (That it builds an environment is shown by
+everything else running in one.)"""
+
+import fcntl
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ops.provision import Progress, Provisioner, SetupError
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """The files that ops/setup reads, elsewhere, with an environment that claims to be finished."""
+    (tmp_path / "ops").mkdir()
+    for name in ("ops/setup", "ops/provision.py", "ops/constraints.txt", "ops/constraints-cpu.txt", "pyproject.toml"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    (tmp_path / "ops" / "setup").chmod(0o755)
+    return tmp_path
+
+
+def run_setup(checkout: Path, *arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    command = [str(checkout / "ops" / "setup"), *arguments]
+    return subprocess.run(
+        command, env={"PATH": "/usr/bin:/bin", **environment}, capture_output=True, text=True, cwd="/", check=False
+    )
+
+
+def test_an_unknown_level_is_refused(checkout: Path) -> None:
+    done = run_setup(checkout, "everything")
+    assert done.returncode == 2
+    assert "usage: ops/setup" in done.stderr
+
+
+def test_an_old_python_is_named(checkout: Path, tmp_path: Path) -> None:
+    old = tmp_path / "bin"
+    old.mkdir()
+    for name in ("bash", "dirname", "readlink", "cat", "cksum"):
+        (old / name).symlink_to(Path("/bin" if Path("/bin", name).exists() else "/usr/bin", name))
+    (old / "python3").write_text("#!/bin/bash\nexit 1\n")
+    (old / "python3").chmod(0o755)
+    done = run_setup(checkout, PATH=str(old))
+    assert done.returncode == 1
+    assert "needs Python 3.11" in done.stderr
+
+
+def test_a_finished_environment_is_left_alone_at_once(checkout: Path) -> None:
+    # A python that records its arguments tells us what the stamp should hold.
+    recorder = checkout / "recorder"
+    recorder.write_text(f'#!/bin/sh\n[ "$1" = -c ] || printf "%s" "$4" > {checkout}/wanted\n')
+    recorder.chmod(0o755)
+    assert run_setup(checkout, "demo", PYTHON=str(recorder)).returncode == 0
+    binaries = checkout / ".venv" / "bin"
+    binaries.mkdir(parents=True)
+    (binaries / "python").symlink_to(sys.executable)
+    (checkout / ".venv" / ".tokenmill-demo").write_text((checkout / "wanted").read_text())
+    (checkout / "wanted").unlink()
+    started = time.monotonic()
+    assert run_setup(checkout, "demo", PYTHON=str(recorder)).returncode == 0
+    assert time.monotonic() - started < 0.5
+    assert not (checkout / "wanted").exists(), "it must not have been called again"
+    with (checkout / "pyproject.toml").open("a") as file:
+        file.write("# changed\n")
+    assert run_setup(checkout, "demo", PYTHON=str(recorder)).returncode == 0
+    assert (checkout / "wanted").exists(), "a change must be noticed"
+
+
+def test_pip_s_failure_is_one_sentence(checkout: Path) -> None:
+    provisioner = Provisioner(checkout, "demo", Progress())
+    provisioner.log.parent.mkdir()
+    provisioner.log.touch()
+    command = ["/bin/sh", "-c", "echo Collecting x; echo 'ERROR: No matching distribution found for x'; exit 1"]
+    with pytest.raises(SetupError, match=r"installing x failed: ERROR: No matching distribution found for x"):
+        provisioner._step("installing x", command)
+
+
+def test_the_second_of_two_setups_waits_and_does_nothing(checkout: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (checkout / ".cache").mkdir()
+    with (checkout / ".cache" / "setup.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        body = (
+            "import sys; sys.path.insert(0, 'ops')\n"
+            "from provision import Progress, Provisioner\nfrom pathlib import Path\n"
+            "Provisioner(Path('.').resolve(), 'demo', Progress()).run('the stamp')\n"
+        )
+        second = subprocess.Popen([sys.executable, "-c", body], cwd=checkout)
+        time.sleep(0.5)
+        assert second.poll() is None, "it must wait for the lock"
+        (checkout / ".venv").mkdir()
+        (checkout / ".venv" / ".tokenmill-demo").write_text("the stamp")
+    assert second.wait(10) == 0
+    assert "waiting for another setup" in capfd.readouterr().err
+    assert not (checkout / ".venv" / "bin").exists()
