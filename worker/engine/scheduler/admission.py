@@ -132,7 +132,7 @@ class Admission:
         hit = forked = 0
         start = sequence.num_committed_tokens
         if sequence.status is WAITING:
-            forked = self._shareable(place)
+            forked = self._shareable(step, place)
             if forked < 0:
                 return Verdict.AWAITS
             found = kv.find(sequence)
@@ -149,12 +149,14 @@ class Admission:
         self._start(step, place, taken)
         return Verdict.ADMITTED
 
-    def _shareable(self, place: Place) -> int:
+    def _shareable(self, step: Step, place: Place) -> int:
         """How many prompt tokens a sibling has computed; -1 while it is just computing them."""
         leader, sequence = place.leader, place.sequence
         if leader is None or leader.status not in (PREFILLING, DECODING):
             return 0
         wanted = min(sequence.num_prompt_tokens, sequence.num_tokens - 1)
+        if leader in step.admitted:
+            return -1  # what it holds may come by this very step's copies
         if leader.num_committed_tokens >= wanted:
             return wanted
         return -1 if leader.last_step >= self._state.kv.oldest_step else 0
