@@ -301,7 +301,7 @@ class KVManager:
     def free(self, sequence: Sequence, in_flight: bool) -> None:
         """Release every block; those that a step in flight may still write only once that step is over."""
         unsafe = sequence.num_committed_tokens // self.block_size if in_flight else None
-        for group, (pool, table) in enumerate(zip(self.pools, sequence.block_tables, strict=True)):
+        for group, (pool, table) in enumerate(zip(self.pools, sequence.block_tables, strict=False)):
             for index in range(len(table) - 1, -1, -1):
                 block = table[index]
                 if not block:
