@@ -7,6 +7,7 @@ own. Masks are computed in a thread, beside the forward pass. It knows no logits
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -21,13 +22,16 @@ from worker.engine.sampling.batch import to_device
 from worker.engine.sampling.compilation import GrammarCompiler, GrammarError, sentence
 from worker.engine.sequence import Sequence
 
+_CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
+
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """Bit masks of the rows that have a grammar: bit t of a row's words allows token t."""
+    """Bit masks of the rows that have a grammar: bit t of a row's words allows token t, for t below `width`."""
 
     rows: tuple[int, ...] = ()
     words: Tensor | None = None  # [len(rows), words] int32, on the host
+    width: int = 0
     errors: dict[int, str] = field(default_factory=dict)  # by item
     complete: frozenset[int] = frozenset()  # rows whose grammar allows nothing but the end
 
@@ -40,7 +44,7 @@ class Masks:
             self.words if logits.device.type == "cpu" else self.words.pin_memory().to(logits.device, non_blocking=True)
         )
         bits = torch.arange(32, dtype=torch.int32, device=logits.device)
-        allowed = ((words[:, :, None] >> bits) & 1).flatten(1)[:, : logits.shape[1]] != 0
+        allowed = ((words[:, :, None] >> bits) & 1).flatten(1)[:, : min(self.width, logits.shape[1])] != 0
         part = logits[at]
         part[:, allowed.shape[1] :] = -torch.inf  # ids beyond the tokenizer's
         part[:, : allowed.shape[1]].masked_fill_(~allowed, -torch.inf)
@@ -50,6 +54,7 @@ class Masks:
 @dataclass(slots=True)
 class _State:
     matcher: Any
+    always: Tensor | None  # [words]: what is allowed anywhere in this kind of text; None: everything
     epoch: int
     accepted: list[int]  # output tokens that the matcher has seen
 
@@ -60,6 +65,7 @@ class Grammars:
     def __init__(self, compiler: GrammarCompiler | None) -> None:
         self._compiler = compiler
         self._states: dict[Sequence, _State] = {}
+        self._json_words: Tensor | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._pending: tuple[tuple[ScheduledSequence, ...], Future[Masks]] | None = None
 
@@ -102,15 +108,16 @@ class Grammars:
         for index, item in enumerate(items):
             if item.sequence.params.response_format is not None:
                 try:
-                    words, ends = self._fill(item)
+                    mask, ends = self._fill(item)
                 except Exception as error:  # whatever a grammar does, it costs its own sequence only
                     errors[index] = f"structured output failed: {sentence(error)}"
                 else:
-                    rows.extend(range(first, first + len(words)))
-                    filled.append(words)
+                    rows.extend(range(first, first + len(mask)))
+                    filled.append(mask)
                     complete.update(first + row for row in ends)
             first += 1 + len(item.draft_ids)
-        return Masks(tuple(rows), torch.cat(filled) if filled else None, errors, frozenset(complete))
+        words = torch.cat(filled) if filled else None
+        return Masks(tuple(rows), words, self._vocab_size, errors, frozenset(complete))
 
     def _fill(self, item: ScheduledSequence) -> tuple[Tensor, list[int]]:
         """The masks of an item's rows [1 + drafts, words], and those of its rows at which only the end is allowed.
@@ -130,6 +137,8 @@ class Grammars:
                 _allow_only(words[row], stops)
             else:
                 matcher.fill_next_token_bitmask(words, row)
+                if state.always is not None:
+                    words[row] &= state.always
             if item.sequence.params.min_tokens and _only(words[row], stops):
                 ends.append(row)
             if row == len(item.draft_ids):
@@ -154,7 +163,7 @@ class Grammars:
         output = sequence.output_ids
         state = self._states.get(sequence)
         if state is None or state.epoch != sequence.epoch or output[: len(state.accepted)] != state.accepted:
-            state = self._states[sequence] = _State(self._matcher(sequence), sequence.epoch, [])
+            state = self._states[sequence] = _State(*self._start(sequence), sequence.epoch, [])
         for token_id in output[len(state.accepted) :]:
             # after its end only end tokens follow (ignore_eos), which the matcher need not see
             if not state.matcher.is_terminated() and not state.matcher.accept_token(token_id):
@@ -162,14 +171,28 @@ class Grammars:
             state.accepted.append(token_id)
         return state
 
-    def _matcher(self, sequence: Sequence) -> Any:
+    def _start(self, sequence: Sequence) -> tuple[Any, Tensor | None]:
         import xgrammar
 
-        wanted = sequence.params.response_format
-        if self._compiler is None or wanted is None:
+        compiler, wanted = self._compiler, sequence.params.response_format
+        if compiler is None or wanted is None:
             raise GrammarError("the engine has no grammar compiler for this model")
         # compiled before the sequence was scheduled; waiting is for the case that it has left the cache
-        return xgrammar.GrammarMatcher(self._compiler.compile(wanted).result(self._compiler.timeout_s + 1))
+        compiled = compiler.compile(wanted).result(compiler.timeout_s + 1)
+        if wanted.json_schema is not None and self._json_words is None:
+            self._json_words = _json_words(compiler.tokenizer_info)
+        return xgrammar.GrammarMatcher(compiled), self._json_words if wanted.json_schema is not None else None
+
+
+def _json_words(tokenizer_info: Any) -> Tensor:
+    """JSON has no control characters but white space; the grammar of a string with a length limit lets them pass.
+
+    Tabs go too: as white space they are dispensable, inside a string they are an error.
+    """
+    vocab: list[bytes] = tokenizer_info.decoded_vocab
+    allowed = np.zeros(-(-int(tokenizer_info.vocab_size) // 32) * 32, np.bool_)
+    allowed[: len(vocab)] = [_CONTROL.search(text) is None for text in vocab]
+    return torch.from_numpy(np.packbits(allowed, bitorder="little").view(np.int32))
 
 
 def _allow_only(words: Tensor, token_ids: list[int]) -> None:

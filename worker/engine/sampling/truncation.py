@@ -44,7 +44,13 @@ def draw(scaled: Tensor, limits: Limits, keys: Tensor, vocabulary: Tensor) -> Te
     """Sample one token id per row. scaled [rows, vocab]; vocabulary: arange(vocab), int32."""
     if scaled.device.type == "cpu":
         return draw_on_host(scaled, limits, keys, vocabulary)
-    step = max(1, _DEVICE_ELEMENTS // scaled.shape[1])
+    return draw_sorted_in_chunks(scaled, limits, keys, vocabulary, _DEVICE_ELEMENTS)
+
+
+def draw_sorted_in_chunks(
+    scaled: Tensor, limits: Limits, keys: Tensor, vocabulary: Tensor, max_elements: int
+) -> Tensor:
+    step = max(1, max_elements // scaled.shape[1])
     parts = [slice(first, first + step) for first in range(0, scaled.shape[0], step)]
     return torch.cat([draw_sorted(scaled[part], limits.take(part), keys[part], vocabulary) for part in parts])
 

@@ -1,0 +1,180 @@
+"""Compiling grammars: cached, off the caller's thread, limited in time, refused in one sentence."""
+
+import threading
+import time
+from concurrent.futures import wait
+
+import pytest
+
+from schemas.generation import ResponseFormat, SamplingParams
+from worker.engine.sampling import GrammarCompiler, GrammarError
+from worker.engine.sampling.compilation import MAX_SOURCE_CHARS, source_of
+from worker.engine.sampling.schema_check import MAX_DEPTH, schema_problems
+
+VOCAB = [bytes([i]) for i in range(256)] + [b""]
+
+
+class Slow:
+    """A compiler whose sources wait until they are let go; "bad" ones fail."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.gates: dict[str, threading.Event] = {}
+
+    def gate(self, source: str) -> threading.Event:
+        return self.gates.setdefault(source, threading.Event())
+
+    def __call__(self, kind: str, source: str) -> str:
+        self.calls.append(source)
+        if source.startswith("slow"):
+            self.gate(source).wait(10)
+        if source.startswith("bad"):
+            raise RuntimeError("[01:02:03] /project/cpp/x.cc:12: it is bad\nand more")
+        return f"{kind}:{source}"
+
+
+def make(slow: Slow, **options: object) -> GrammarCompiler:
+    return GrammarCompiler(None, compile_source=slow, **options)  # type: ignore[arg-type]
+
+
+def regex(source: str) -> ResponseFormat:
+    return ResponseFormat(regex=source)
+
+
+def test_equal_grammars_are_compiled_once_and_the_recent_are_kept() -> None:
+    slow = Slow()
+    compiler = make(slow, max_cached=2)
+    for source in ("a", "a", "b", "a", "c", "a", "b"):
+        assert compiler.compile(regex(source)).result(5) == f"regex:{source}"
+    assert slow.calls == ["a", "b", "c", "b"]
+
+
+def test_concurrent_requests_share_one_compilation() -> None:
+    slow = Slow()
+    compiler = make(slow)
+    futures = [compiler.compile(regex("slow")) for _ in range(5)]
+    assert not any(future.done() for future in futures)
+    slow.gate("slow").set()
+    assert {future.result(5) for future in futures} == {"regex:slow"}
+    assert slow.calls == ["slow"]
+
+
+def test_a_failure_is_one_sentence_and_is_not_cached() -> None:
+    slow = Slow()
+    compiler = make(slow)
+    for _ in range(2):
+        with pytest.raises(GrammarError, match=r"^it is bad$"):
+            compiler.compile(regex("bad")).result(5)
+    assert slow.calls == ["bad", "bad"]
+
+
+def test_one_that_takes_too_long_is_given_up_and_others_go_on() -> None:
+    slow = Slow()
+    compiler = make(slow, timeout_s=0.1, max_threads=1, max_stuck=2)
+    with pytest.raises(GrammarError, match=r"took more than 0\.1 s"):
+        compiler.compile(regex("slow 1")).result(5)
+    assert compiler.compile(regex("quick")).result(5) == "regex:quick"
+    with pytest.raises(GrammarError, match="took more than"):
+        compiler.compile(regex("slow 2")).result(5)
+    with pytest.raises(GrammarError, match="too many grammars"):
+        compiler.compile(regex("quick 2")).result(5)
+    assert compiler.compile(regex("quick")).result(5) == "regex:quick"  # what is compiled serves on
+    for gate in slow.gates.values():
+        gate.set()
+    deadline = time.monotonic() + 5
+    while compiler.compile(regex("quick 2")).exception(5) is not None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_only_so_many_run_at_once() -> None:
+    slow = Slow()
+    compiler = make(slow, max_threads=2)
+    futures = [compiler.compile(regex(f"slow {i}")) for i in range(4)]
+    time.sleep(0.05)
+    assert sorted(slow.calls) == ["slow 0", "slow 1"]
+    for i in range(4):
+        slow.gate(f"slow {i}").set()
+    assert not wait(futures, 5).not_done
+
+
+def test_parameters_without_a_format_need_no_preparation() -> None:
+    compiler = make(Slow())
+    assert compiler.prepare(SamplingParams()) is None
+    future = compiler.prepare(SamplingParams(response_format=regex("a")))
+    assert future is not None
+    assert future.result(5) == "regex:a"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "problem"),
+    [
+        (ResponseFormat(), "exactly one"),
+        (ResponseFormat(regex="a", grammar="b"), "exactly one"),
+        (ResponseFormat(regex=""), "empty"),
+        (ResponseFormat(regex="a" * (MAX_SOURCE_CHARS + 1)), "limit"),
+        (ResponseFormat(json_schema={"type": "array", "uniqueItems": True}), "uniqueItems"),
+    ],
+)
+def test_what_is_refused_before_it_is_compiled(wanted: ResponseFormat, problem: str) -> None:
+    with pytest.raises(GrammarError, match=problem):
+        make(Slow()).compile(wanted).result(5)
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        ResponseFormat(regex="[a-z"),
+        ResponseFormat(grammar='root ::= "a" | nowhere'),
+        ResponseFormat(grammar="not a grammar"),
+        ResponseFormat(json_schema={"type": "nonsense"}),
+        ResponseFormat(json_schema={"$ref": "#/definitions/nowhere"}),
+        ResponseFormat(regex="(" * 50_000 + "a" + ")" * 50_000),
+    ],
+)
+def test_what_the_library_refuses(wanted: ResponseFormat) -> None:
+    error = GrammarCompiler.from_vocab(VOCAB, [256]).compile(wanted).exception(20)
+    assert isinstance(error, GrammarError)
+    assert str(error)
+    assert "/project" not in str(error)
+    assert "\n" not in str(error)
+
+
+UNENFORCED = [
+    {"not": {}},
+    {"if": {}, "then": {}},
+    {"allOf": [{"type": "object"}, {"type": "object"}]},
+    {"$ref": "http://example.org/schema"},
+    {"pattern": "a", "maxLength": 3},
+    {"anyOf": [{"required": ["a"]}], "properties": {"a": {}}},
+    {"items": {"contains": {"type": "integer"}}},
+    {"properties": {"x": {"anyOf": [{"dependentRequired": {"a": ["b"]}}]}}},
+    {"$defs": {"d": {"prefixItems": [{"uniqueItems": True}]}}},
+]
+
+
+@pytest.mark.parametrize("schema", UNENFORCED)
+def test_keywords_that_would_not_be_enforced_are_named(schema: dict[str, object]) -> None:
+    assert len(schema_problems(schema)) == 1
+
+
+def test_names_of_properties_and_values_are_not_keywords() -> None:
+    schema: dict[str, object] = {
+        "properties": {"not": {"type": "string"}, "if": {"const": {"not": 1}}, "contains": {"enum": ["uniqueItems"]}},
+        "allOf": [{"type": "object"}],
+    }
+    del schema["allOf"]
+    assert schema_problems(schema) == []
+
+
+def test_a_bottomless_schema_is_refused() -> None:
+    schema: dict[str, object] = {"type": "integer"}
+    for _ in range(MAX_DEPTH + 1):
+        schema = {"type": "array", "items": schema}
+    assert "levels deep" in schema_problems(schema)[0]
+
+
+def test_equal_schemas_have_one_source() -> None:
+    assert source_of(ResponseFormat(json_schema={})) == source_of(
+        ResponseFormat(json_schema={"type": "object", "additionalProperties": True})
+    )
