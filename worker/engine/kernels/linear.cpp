@@ -1,0 +1,228 @@
+// Linear layers over weights packed once, with what stands next to them in a decoder fused in.
+//
+// A weight [n, k] is packed into panels of NR columns, [n / NR][k][NR], so that a product streams it
+// from memory once and in order. Each output is one chain of fused multiply-adds over k: a row's result
+// depends neither on how many rows are in the batch nor on the thread that computes it, bit for bit.
+
+#include "vectors.h"
+
+#define NR (2 * VW)
+#if VW == 16
+#define MR 12
+#elif VW == 8 || defined(__aarch64__)
+#define MR 5
+#else
+#define MR 4
+#endif
+
+enum Epilogue { PLAIN = 0, ADD = 1, SWIGLU = 2, GEGLU_TANH = 3 };
+
+struct LinearArguments {
+    const float *x, *weight, *bias;  // [m, k] rows, packed panels, [n] or null
+    const float *residual;           // [m, n] for ADD, with y's stride
+    float *y;                        // [m, n], or [m, n / 2] for the gated epilogues
+    int64_t x_stride, y_stride;
+    int64_t m, n, k;
+    int32_t epilogue, num_threads;
+};
+
+struct NormArguments {
+    const float *x, *weight, *residual;  // residual: added to the normalised row, or null
+    float *y;
+    int64_t x_stride, y_stride, residual_stride, m, k;
+    float eps, offset;  // Gemma scales by 1 + weight
+    int32_t num_threads;
+};
+
+namespace {
+
+INLINE vf sigmoid(vf x) {
+    const vf capped = larger(select(x > splat(80.0f), splat(80.0f), x), splat(-80.0f));
+    return splat(1.0f) / (splat(1.0f) + vexp(-capped));
+}
+
+INLINE vf gate(vf g, vf up, int epilogue) {
+    if (epilogue == SWIGLU) return g * sigmoid(g) * up;
+    // tanh(z) = 2·sigmoid(2z) − 1
+    const vf z = splat(0.7978845608f) * (g + splat(0.044715f) * g * g * g);
+    return splat(0.5f) * g * (splat(2.0f) * sigmoid(z + z)) * up;
+}
+
+struct Tile {
+    const float *x, *panel, *bias, *residual;
+    float *y;
+    int64_t x_stride, y_stride, k;
+    int width;  // columns of the panel that exist
+    int epilogue;
+};
+
+INLINE void finish_row(const Tile &t, vf a, vf b, int64_t row) {
+    float *y = t.y + row * t.y_stride;
+    if (t.epilogue >= SWIGLU) {
+        if (t.bias) a += load(t.bias), b += load(t.bias + VW);
+        store(y, gate(a, b, t.epilogue));
+        return;
+    }
+    if (t.width == NR) {
+        if (t.bias) a += load(t.bias), b += load(t.bias + VW);
+        if (t.epilogue == ADD) {
+            const float *residual = t.residual + row * t.y_stride;
+            a += load(residual), b += load(residual + VW);
+        }
+        store(y, a);
+        store(y + VW, b);
+        return;
+    }
+    float whole[NR];
+    store(whole, a);
+    store(whole + VW, b);
+    for (int j = 0; j < t.width; ++j) {
+        float value = whole[j] + (t.bias ? t.bias[j] : 0.0f);
+        y[j] = t.epilogue == ADD ? value + t.residual[row * t.y_stride + j] : value;
+    }
+}
+
+template <int R>
+void tile(const Tile &t) {
+    vf acc[R][2];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = vf{};
+    const float *w = t.panel;
+    for (int64_t i = 0; i < t.k; ++i, w += NR) {
+        const vf left = load(w), right = load(w + VW);
+        __builtin_prefetch(w + 24 * NR);
+        __builtin_prefetch(w + 24 * NR + 16);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r) {
+            const vf x = splat(t.x[r * t.x_stride + i]);
+            acc[r][0] = fma(x, left, acc[r][0]);
+            acc[r][1] = fma(x, right, acc[r][1]);
+        }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) finish_row(t, acc[r][0], acc[r][1], r);
+}
+
+typedef void (*TileFunction)(const Tile &);
+const TileFunction TILES[] = {nullptr, tile<1>, tile<2>, tile<3>, tile<4>,
+#if MR > 4
+                              tile<5>,
+#endif
+#if MR > 5
+                              tile<6>, tile<7>, tile<8>, tile<9>, tile<10>, tile<11>, tile<12>,
+#endif
+};
+
+// Panels of one row: four at a time, since one chain of additions per column would wait on its own latency.
+void one_row(const LinearArguments &a, Tile t, int64_t first, int64_t last, int64_t step) {
+    const int64_t panel_size = a.k * NR;
+    int64_t p = first;
+    for (; p + 4 <= last && (p + 4) * NR <= a.n; p += 4) {
+        vf acc[4][2];
+        for (int q = 0; q < 4; ++q) acc[q][0] = acc[q][1] = vf{};
+        const float *w = a.weight + p * panel_size;
+        for (int64_t i = 0; i < a.k; ++i, w += NR) {
+            const vf x = splat(a.x[i]);
+#pragma GCC unroll 4
+            for (int q = 0; q < 4; ++q) {
+                const float *column = w + q * panel_size;
+                __builtin_prefetch(column + 32 * NR);
+                __builtin_prefetch(column + 32 * NR + 16);
+                acc[q][0] = fma(x, load(column), acc[q][0]);
+                acc[q][1] = fma(x, load(column + VW), acc[q][1]);
+            }
+        }
+        for (int q = 0; q < 4; ++q) {
+            t.y = a.y + (p + q) * step;
+            t.bias = a.bias ? a.bias + (p + q) * NR : nullptr;
+            t.residual = a.residual ? a.residual + (p + q) * step : nullptr;
+            t.width = NR;
+            finish_row(t, acc[q][0], acc[q][1], 0);
+        }
+    }
+    for (; p < last; ++p) {
+        t.panel = a.weight + p * panel_size;
+        t.y = a.y + p * step;
+        t.bias = a.bias ? a.bias + p * NR : nullptr;
+        t.residual = a.residual ? a.residual + p * step : nullptr;
+        t.width = (int)(a.n - p * NR < NR ? a.n - p * NR : NR);
+        tile<1>(t);
+    }
+}
+
+void many_rows(const LinearArguments &a, Tile t, int64_t first, int64_t last, int64_t step) {
+    const int64_t tiles = (a.m + MR - 1) / MR, base = a.m / tiles, extra = a.m % tiles;
+    for (int64_t p = first; p < last; ++p) {
+        t.panel = a.weight + p * a.k * NR;
+        t.bias = a.bias ? a.bias + p * NR : nullptr;
+        t.width = (int)(a.n - p * NR < NR ? a.n - p * NR : NR);
+        int64_t row = 0;
+        for (int64_t index = 0; index < tiles; ++index) {
+            const int64_t rows = base + (index < extra);
+            t.x = a.x + row * a.x_stride;
+            t.y = a.y + row * a.y_stride + p * step;
+            t.residual = a.residual ? a.residual + row * a.y_stride + p * step : nullptr;
+            TILES[rows](t);
+            row += rows;
+        }
+    }
+}
+
+void normalise(const NormArguments &a, int64_t row) {
+    const float *x = a.x + row * a.x_stride;
+    float *y = a.y + row * a.y_stride;
+    vf sums[4] = {vf{}, vf{}, vf{}, vf{}};
+    int64_t i = 0;
+    for (; i + 4 * VW <= a.k; i += 4 * VW)
+        for (int q = 0; q < 4; ++q) {
+            const vf v = load(x + i + q * VW);
+            sums[q] = fma(v, v, sums[q]);
+        }
+    const vf all = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+    float sum = 0.0f;
+    for (int j = 0; j < VW; ++j) sum += all[j];
+    for (; i < a.k; ++i) sum += x[i] * x[i];
+    const float scale = 1.0f / sqrtf(sum / (float)a.k + a.eps);
+    const float *residual = a.residual ? a.residual + row * a.residual_stride : nullptr;
+    for (int64_t j = 0; j < a.k; ++j) {
+        const float value = x[j] * scale * (a.weight[j] + a.offset);
+        y[j] = residual ? value + residual[j] : value;
+    }
+}
+
+}  // namespace
+
+extern "C" int tokenmill_panel_width() { return NR; }
+
+// weight [n, k] with a row stride → panels; columns past n are zero
+extern "C" void tokenmill_pack(const float *weight, float *packed, int64_t n, int64_t k, int64_t stride) {
+    const int64_t panels = (n + NR - 1) / NR;
+#pragma omp parallel for schedule(static)
+    for (int64_t p = 0; p < panels; ++p)
+        for (int64_t i = 0; i < k; ++i)
+            for (int64_t j = 0; j < NR; ++j) {
+                const int64_t row = p * NR + j;
+                packed[(p * k + i) * NR + j] = row < n ? weight[row * stride + i] : 0.0f;
+            }
+}
+
+// y = epilogue(x · weightᵀ + bias). Gated epilogues want panels of VW gate columns beside VW up columns.
+extern "C" void tokenmill_linear(const LinearArguments *arguments) {
+    const LinearArguments &a = *arguments;
+    const int64_t panels = (a.n + NR - 1) / NR, step = a.epilogue >= SWIGLU ? VW : NR;
+    const int threads = a.num_threads < panels ? a.num_threads : (int)panels;
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int part = 0; part < threads; ++part) {
+        const int64_t first = panels * part / threads, last = panels * (part + 1) / threads;
+        Tile t{a.x, nullptr, nullptr, nullptr, a.y, a.x_stride, a.y_stride, a.k, NR, a.epilogue};
+        if (a.m == 1) one_row(a, t, first, last, step);
+        else many_rows(a, t, first, last, step);
+    }
+}
+
+// y = x / rms(x) · (offset + weight) (+ residual), row by row
+extern "C" void tokenmill_rms_norm(const NormArguments *arguments) {
+    const NormArguments &a = *arguments;
+#pragma omp parallel for schedule(static) num_threads(a.m * a.k >= 16384 ? a.num_threads : 1)
+    for (int64_t row = 0; row < a.m; ++row) normalise(a, row);
+}
