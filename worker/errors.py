@@ -1,0 +1,50 @@
+"""Our own errors, by who must act. Library errors are translated into these at the edge where they appear.
+
+    TokenmillError
+    ├── SettingsError       whoever set it: nothing starts until every listed problem is solved
+    ├── SchemaOutdated      the operator: `tokenmill db upgrade`; a worker refuses to start without it
+    ├── MissingPackage      whoever installed it: the message names the extra
+    └── Unavailable         nobody yet: the caller waits and tries again, for ever where a job depends on it
+        ├── RedisUnavailable
+        └── StoreUnavailable    the SQL store: down, locked, full, in failover, too slow
+
+Beside the tree, because they cross a border as values or belong to a part that knows nothing of this one:
+`schemas.JobError` (answers one job), `RequestError` (the engine refuses a request), `EngineDied` (the worker
+restarts the engine), `DecodeError` (bytes are not what they should be).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class TokenmillError(Exception):
+    """The message is one clear sentence for the person who must act."""
+
+
+class SettingsError(TokenmillError):
+    """`problems` has one line for each setting that is wrong, all of them at once."""
+
+    def __init__(self, problems: Iterable[str]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("; ".join(self.problems))
+
+
+class SchemaOutdated(TokenmillError):
+    """The database lacks tables or columns that this version writes."""
+
+
+class MissingPackage(TokenmillError):
+    """An optional package is needed and not installed."""
+
+
+class Unavailable(TokenmillError):
+    """Something outside is away for now; trying again later is the right answer."""
+
+
+class RedisUnavailable(Unavailable):
+    pass
+
+
+class StoreUnavailable(Unavailable):
+    pass

@@ -1,0 +1,256 @@
+"""Every setting of a worker: the only reader of the environment.
+
+A setting is a field below or a field of EngineConfig; each is the variable TOKENMILL_<NAME> and the flag
+--<name>. Flags win over the environment, the environment over the defaults; there is no settings file.
+`load_settings` reports every problem at once, misspelt variables included, so that a bad start is repaired
+in one go. It knows nothing of what the values do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import re
+import socket
+import typing
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field, ValidationError, create_model
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from worker.engine.config import EngineConfig, EngineConfigError
+from worker.errors import SettingsError
+
+PREFIX = "TOKENMILL_"
+DEFAULT_MODEL = "smollm2-135m-instruct"
+# Variables that ops/ scripts and the command line read, and that are no settings of a worker.
+_OTHERS_VARIABLES = frozenset({"TOKENMILL_BENCH_SETUP"})
+_ENGINE_FIELDS = tuple(field.name for field in dataclasses.fields(EngineConfig))
+_CONFIG = SettingsConfigDict(
+    env_prefix=PREFIX,
+    env_ignore_empty=True,
+    env_parse_none_str="none",
+    extra="forbid",
+    frozen=True,
+    allow_inf_nan=False,
+)
+
+if TYPE_CHECKING:
+    _EngineFields = BaseSettings
+else:  # one field for each of EngineConfig's, so that the two can never drift apart
+    _hints = typing.get_type_hints(EngineConfig)
+    _EngineFields = create_model(
+        "_EngineFields",
+        __base__=BaseSettings,
+        **{
+            field.name: (_hints[field.name], Field(DEFAULT_MODEL if field.name == "model" else field.default))
+            for field in dataclasses.fields(EngineConfig)
+        },
+    )
+
+
+class Settings(_EngineFields):
+    """Durations are seconds. A field's description is its help text on the command line."""
+
+    model_config = _CONFIG
+
+    # where
+    redis_url: str = Field("redis://localhost:6379/0", description="Redis or Valkey: redis://, rediss:// or unix://")
+    database_url: str = Field(
+        "sqlite:///tokenmill.db", description="results and usage: sqlite:///FILE or postgresql://"
+    )
+    queue: str = Field("", description="queue to serve [default: the model's name]")
+    key_prefix: str = Field("tm:", description="first part of every Redis key")
+    worker_id: str = Field("", description="name of this worker [default: host, process id]")
+    cache_dir: str | None = Field(None, description="where converted models are kept [default: ~/.cache/tokenmill]")
+    # the promise
+    lease_seconds: float = Field(10.0, ge=0.5, le=3600, description="a silent worker's jobs are free after this long")
+    heartbeat_seconds: float | None = Field(None, gt=0, description="[default: a third of the lease]")
+    drain_seconds: float = Field(30.0, ge=0, description="after SIGTERM, running jobs may finish within this time")
+    record_drain_seconds: float = Field(20.0, ge=0, description="after that, results may still be recorded this long")
+    max_deliveries: int = Field(10, ge=1, description="a job claimed more often is set aside as dead")
+    max_crashes: int = Field(3, ge=1, description="a job that was in more engine crashes is set aside as dead")
+    result_ttl_seconds: float = Field(3600, gt=0, description="Redis keeps a result this long; SQL keeps it for good")
+    log_ttl_seconds: float = Field(3600, gt=0, description="Redis keeps the tokens of an unfinished job this long")
+    idempotency_ttl_seconds: float = Field(86_400, gt=0, description="an idempotency key is remembered this long")
+    # limits
+    queue_limit: int = Field(0, ge=0, description="submit refuses above this many waiting jobs; 0: no limit")
+    max_payload_bytes: int = Field(8 * 1024 * 1024, ge=1024, description="largest job request")
+    default_max_tokens: int | None = Field(None, ge=1, description="for jobs that set none [default: model's length]")
+    tenant_max_running: int = Field(0, ge=0, description="jobs of one tenant that run at once; 0: no limit")
+    tenant_jobs_per_minute: float = Field(0.0, ge=0, description="jobs of one tenant admitted a minute; 0: no limit")
+    bulk_share: float = Field(0.1, ge=0, le=1, description="share of new places kept for bulk jobs while any wait")
+    checkpoint_tokens: int = Field(32, ge=1, description="tokens a log entry of jobs that do not stream")
+    poll_seconds: float = Field(1.0, gt=0, description="a claim is tried at least this often")
+    # recording
+    record_group: int = Field(256, ge=1, description="most finished jobs in one SQL transaction")
+    record_buffer: int = Field(1024, ge=1, description="finished jobs that may wait for SQL before intake stops")
+    record_prompts: bool = Field(False, description="keep prompts in the jobs table")
+    # watching
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="debug, info, warning, error")
+    log_format: Literal["text", "json"] = Field("text", description="text or json")
+    log_prompts: bool = Field(False, description="let prompts and answers into the log")
+    metrics_host: str = Field("127.0.0.1", description="address of /healthz and /metrics")
+    metrics_port: int | None = Field(None, ge=0, le=65535, description="their port; 0: any [default: not served]")
+    stall_seconds: float = Field(120.0, gt=0, description="/healthz fails when work waits and nothing moved this long")
+    engine_host: Literal["process", "thread"] = Field("process", description="where the engine runs")
+
+    @property
+    def queue_name(self) -> str:
+        return self.queue or queue_of(self.engine_config().model)
+
+    @property
+    def worker_name(self) -> str:
+        return self.worker_id or f"{socket.gethostname()}-{os.getpid()}"
+
+    @property
+    def heartbeat_interval(self) -> float:
+        return self.heartbeat_seconds or self.lease_seconds / 3
+
+    def engine_config(self) -> EngineConfig:
+        return EngineConfig(**{name: getattr(self, name) for name in _ENGINE_FIELDS})
+
+    def public(self) -> dict[str, object]:
+        """Every value, for people and logs, passwords masked."""
+        return {name: _masked(getattr(self, name)) for name in type(self).model_fields}
+
+    def variables(self) -> dict[str, str]:
+        """The environment under which `load_settings` gives these settings again: for child processes."""
+        changed = self.model_dump(exclude_defaults=True)
+        return {_variable(name): _text(value) for name, value in changed.items()}
+
+
+def _text(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "none" if value is None else str(value)
+
+
+def queue_of(model: str) -> str:
+    """The queue that serves a model when none is named: its last path part, in lower case, without odd characters."""
+    name = re.split(r"[/\\]", model.rstrip("/\\"))[-1].removesuffix(".gguf").lower()
+    return re.sub(r"[^a-z0-9._-]+", "-", name).strip("-") or "default"
+
+
+def load_settings(overrides: Mapping[str, object] | None = None, *, strict: bool = True) -> Settings:
+    """Flags over environment over defaults. Raises SettingsError; `strict`: unknown variables are problems too."""
+    given = {name: _flag_value(value) for name, value in (overrides or {}).items() if value is not None}
+    problems = _unknown_variables(os.environ) if strict else []
+    try:
+        settings = Settings(**given)  # type: ignore[arg-type]
+    except ValidationError as error:
+        wrong = [_Wrong(str(entry["loc"][0]), entry["msg"], entry["input"], entry["type"]) for entry in error.errors()]
+        problems += [item.sentence(given) for item in wrong]
+        fields = Settings.model_fields
+        repaired = {item.name: fields[item.name].default for item in wrong if item.name in fields}
+        known = {name: value for name, value in given.items() if name in fields}
+        settings = Settings(**{**known, **repaired})  # the rest can still be checked
+    problems += _semantic_problems(settings, given)
+    if problems:
+        raise SettingsError(problems)
+    return settings
+
+
+_PLAINER = {
+    "a valid integer": "a whole number",
+    "a valid number": "a number",
+    "a valid boolean": "true or false",
+    "greater than or equal to": "at least",
+    "less than or equal to": "at most",
+}
+
+
+def _flag_value(value: object) -> object:
+    return None if isinstance(value, str) and value.lower() == "none" else value
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Wrong:
+    name: str
+    message: str
+    value: object
+    kind: str
+
+    def sentence(self, given: Mapping[str, object]) -> str:
+        if self.kind == "extra_forbidden":
+            return f"{self.name} is not a setting{_suggestion(self.name, Settings.model_fields)}"
+        words = self.message.removeprefix("Input should be ").split(", unable")[0]
+        for theirs, ours in _PLAINER.items():
+            words = words.replace(theirs, ours)
+        return f"{_spelling(self.name, given)} must be {words}, not {_masked(self.value)!r}"
+
+
+def _spelling(name: str, given: Mapping[str, object]) -> str:
+    """As the user wrote it: a flag, or a variable."""
+    return "--" + name.replace("_", "-") if name in given else _variable(name)
+
+
+def _variable(name: str) -> str:
+    return PREFIX + name.upper()
+
+
+def _unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    known = {_variable(name): None for name in Settings.model_fields}
+    unknown = sorted(
+        name for name in environ if name.upper().startswith(PREFIX) and name.upper() not in {*known, *_OTHERS_VARIABLES}
+    )
+    return [f"{name} is not a setting{_suggestion(name.upper(), known)}" for name in unknown]
+
+
+def _suggestion(name: str, known: Mapping[str, Any]) -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _semantic_problems(settings: Settings, given: Mapping[str, object]) -> list[str]:
+    def spelt(name: str) -> str:
+        return _spelling(name, given)
+
+    found = []
+    try:
+        settings.engine_config()
+    except EngineConfigError as error:  # each sentence begins with the field's name
+        for sentence in error.problems:
+            name, _, rest = sentence.partition(" ")
+            found.append(f"{spelt(name)} {rest}")
+    for name, schemes in (("redis_url", _REDIS_SCHEMES), ("database_url", _DATABASE_SCHEMES)):
+        value = getattr(settings, name)
+        if (problem := _url_problem(value, schemes)) is not None:
+            found.append(f"{spelt(name)} {problem}, not {_masked(value)!r}")
+    if settings.heartbeat_interval > settings.lease_seconds / 2:
+        found.append(
+            f"{spelt('heartbeat_seconds')} ({settings.heartbeat_interval:g}) must be at most half of "
+            f"{spelt('lease_seconds')} ({settings.lease_seconds:g}), or one late beat loses every job"
+        )
+    if re.search(r"[{}\s]", settings.queue):
+        found.append(f"{spelt('queue')} must not contain braces or white space, not {settings.queue!r}")
+    if settings.record_group > settings.record_buffer:
+        found.append(
+            f"{spelt('record_group')} ({settings.record_group}) must not exceed "
+            f"{spelt('record_buffer')} ({settings.record_buffer})"
+        )
+    return found
+
+
+_REDIS_SCHEMES = ("redis", "rediss", "unix", "redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster")
+_DATABASE_SCHEMES = ("sqlite", "postgresql", "postgres", "postgresql+psycopg", "sqlite+pysqlite")
+
+
+def _url_problem(value: str, schemes: tuple[str, ...]) -> str | None:
+    try:
+        parts = urlsplit(value)
+        _ = parts.port
+    except ValueError as error:
+        return f"must be a URL ({error})"
+    if parts.scheme not in schemes:
+        return f"must begin with {' or '.join(scheme + '://' for scheme in schemes[:3])}"
+    if parts.scheme.startswith("sqlite") and not parts.path.strip("/"):
+        return "must name a file, as in sqlite:///tokenmill.db"
+    return None
+
+
+def _masked(value: object) -> object:
+    return re.sub(r"(://[^:/@\s]*:)[^@\s]+@", r"\1***@", value) if isinstance(value, str) else value
