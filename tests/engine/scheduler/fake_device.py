@@ -73,7 +73,7 @@ class FakeDevice:
 
     def execute(self, plan: StepPlan) -> StepOutput:
         if self.fails(plan):
-            self._break(plan)
+            self.spoil(plan)
             raise RuntimeError("the step failed")
         self.steps += 1
         self._copy(plan.swap_out, self._device, self._host)
@@ -85,7 +85,7 @@ class FakeDevice:
         logprobs = tuple(tuple(TokenLogprob(-1.0) for _ in tokens) for tokens in sampled)
         return StepOutput(plan.step_id, sampled, logprobs, {})
 
-    def _break(self, plan: StepPlan) -> None:
+    def spoil(self, plan: StepPlan) -> None:
         """What a failing step was to write is garbage."""
         for copies, pools in ((plan.swap_out, self._host), (plan.copies, self._device), (plan.swap_in, self._device)):
             for copy in copies:

@@ -130,7 +130,10 @@ class Loop:
     def _step_async(self) -> list[TokenEvent]:
         previous, plan = self._in_flight, self.plan()
         self._in_flight = None
-        if not plan.is_empty:
+        if previous is not None and previous[1] is None and not plan.is_empty:
+            self.device.spoil(plan)  # launched on top of a step that has failed, though nobody knows yet
+            self._in_flight = (plan, None)
+        elif not plan.is_empty:
             try:
                 self._in_flight = (plan, self.device.execute(plan))
             except RuntimeError:

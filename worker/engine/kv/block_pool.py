@@ -127,7 +127,6 @@ class BlockPool:
             self.forget(block)
             if free:  # to the unhashed end of the list
                 self.share(block)
-                self.num_findable += 1
                 self.release(block)
 
     def free_blocks(self) -> list[int]:

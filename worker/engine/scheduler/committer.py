@@ -11,7 +11,7 @@ import heapq
 
 from schemas.generation import FinishReason, TokenLogprob
 from worker.engine.plan import ScheduledSequence, StepOutput, StepPlan
-from worker.engine.scheduler.state import FINISHED, OFFLOADED, State
+from worker.engine.scheduler.state import DECODING, FINISHED, OFFLOADED, PREFILLING, State
 from worker.engine.sequence import Sequence
 from worker.engine.types import TokenEvent
 
@@ -116,25 +116,21 @@ class Committer:
         moves = state.in_flight.pop(plan.step_id, None)
         if moves is None:
             return
-        arrived = set(moves.arrived)
         for item in plan.scheduled:
-            sequence = item.sequence
-            if sequence.epoch != item.epoch:
-                continue
-            if sequence in arrived:  # its blocks came by copies of this step
+            if item.sequence.epoch == item.epoch:
+                self._roll_back(item.sequence)
+        for sequence in moves.arrived:  # its blocks came by copies of this step, whatever has been planned since
+            if sequence.status in (PREFILLING, DECODING):
                 state.places[sequence].leader = None
                 state.reset(sequence)
-            else:
-                self._roll_back(item)
         for sequence in moves.offloaded:
             if sequence.status is OFFLOADED:
                 state.reset(sequence)
         state.kv.undo(moves)
         state.kv.release_deferred(next(iter(state.in_flight), None))
 
-    def _roll_back(self, item: ScheduledSequence) -> None:
+    def _roll_back(self, sequence: Sequence) -> None:
         """A new epoch: results of steps that were planned on top of this one are stale."""
-        sequence = item.sequence
         sequence.num_computed_tokens = sequence.num_committed_tokens
         sequence.num_inflight = 0
         sequence.epoch += 1

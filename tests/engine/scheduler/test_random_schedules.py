@@ -1,0 +1,180 @@
+"""Random adds, cancels, deadlines, failing steps, tiny pools, offload, sliding groups, async and drafts.
+
+After every step the books agree, every slot that a sequence reads holds its own past (the fake device
+checks), and at the end everybody said what it says when it runs alone.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from schemas.generation import FinishReason, SamplingParams
+from tests.engine.scheduler.fake_device import expected_tokens
+from tests.engine.scheduler.loop import Loop, make_cache, make_sequence
+from worker.engine.plan import StepPlan
+from worker.engine.sequence import Sequence
+from worker.engine.types import RequestError
+
+SHARED = tuple(random.Random(5).randrange(1, 50) for _ in range(40))
+
+
+def oracle_proposer(sequence: Sequence) -> tuple[int, ...]:
+    """Two right drafts, then a wrong one; sometimes none."""
+    if sequence.num_tokens % 5 == 0:
+        return ()
+    copy = make_sequence("x", sequence.token_ids, 3, seed=sequence.seed, params=SamplingParams(ignore_eos=True))
+    return (*expected_tokens(copy)[:2], 0 if sequence.num_tokens % 3 else 1)
+
+
+worlds = st.fixed_dictionaries(
+    {
+        "num_blocks": st.integers(9, 40),
+        "block_size": st.sampled_from([1, 2, 4]),
+        "windows": st.sampled_from([(None,), (None,), (None, 5), (6, None, 3), (7,)]),
+        "num_host_blocks": st.sampled_from([0, 0, 3, 12]),
+        "prefix_cache": st.sampled_from([True, True, True, False]),
+        "is_async": st.booleans(),
+        "drafts": st.booleans(),
+        "policy": st.sampled_from(["fifo", "prefill_first", "priority"]),
+        "max_num_batched_tokens": st.sampled_from([1, 3, 8, 64]),
+        "max_num_seqs": st.sampled_from([1, 2, 5, 16]),
+        "max_read_tokens": st.sampled_from([None, None, 20]),
+        "preempt": st.sampled_from(["least_wasted", "newest", "oldest"]),
+        "long_prefill_token_threshold": st.sampled_from([0, 0, 3]),
+        "max_num_partial_prefills": st.sampled_from([0, 0, 1, 2]),
+        "max_long_partial_prefills": st.sampled_from([0, 0, 1]),
+        "safety_margin": st.sampled_from([0.0, 0.2]),
+        "max_bypass": st.sampled_from([0, 1, 16]),
+    }
+)
+
+
+class Schedules(RuleBasedStateMachine):
+    """One random world; the device breaks on steps that hold a marked request, and now and then for no reason."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop: Loop | None = None
+        self.count = 0
+        self.poison: set[str] = set()
+        self.random_failures = 0
+
+    @initialize(world=worlds)
+    def build(self, world: dict[str, Any]) -> None:
+        partial, long = world["max_num_partial_prefills"], world["max_long_partial_prefills"]
+        world["max_long_partial_prefills"] = min(partial, long) if partial else long
+        names = ("num_blocks", "block_size", "windows", "num_host_blocks", "prefix_cache")
+        cache = make_cache(**{name: world.pop(name) for name in names})
+        proposer = oracle_proposer if world.pop("drafts") else None
+        self.loop = Loop.build(cache, proposer=proposer, ageing_s=5.0, **world)
+        self.loop.device.fails = self.fails
+
+    def fails(self, plan: StepPlan) -> bool:
+        if self.random_failures and plan.scheduled:
+            self.random_failures -= 1
+            return len(plan.scheduled) > 1  # a lone sequence would be blamed
+        return any(item.sequence.request_id in self.poison for item in plan.scheduled)
+
+    @rule(
+        shared=st.integers(0, len(SHARED)),
+        own=st.lists(st.integers(1, 49), max_size=6),
+        max_tokens=st.integers(1, 9),
+        resumed=st.lists(st.integers(1, 49), max_size=3),
+        choices=st.sampled_from([1, 1, 1, 3]),
+        priority=st.integers(0, 2),
+        deadline=st.sampled_from([None, None, None, 4.0]),
+        is_poison=st.sampled_from([False] * 9 + [True]),
+        burst=st.sampled_from([1, 1, 3]),
+    )
+    def add(
+        self, shared: int, own: list[int], max_tokens: int, resumed: list[int], choices: int, priority: int,
+        deadline: float | None, is_poison: bool, burst: int,
+    ) -> None:  # fmt: skip
+        assert self.loop is not None
+        batch = []
+        for _ in range(burst):
+            name = f"r{self.count}"
+            self.count += 1
+            if is_poison:
+                self.poison.add(name)
+            until = None if deadline is None else self.loop.clock.now + deadline
+            batch += [
+                make_sequence(
+                    name, [*SHARED[:shared], *own] or [7], max_tokens + len(resumed), tuple(resumed), choice,
+                    seed=self.count % 2 + choice, priority=priority, deadline=until,
+                    tenant=f"t{self.count % 2}", cache_salt=f"t{self.count % 2}",
+                )
+                for choice in range(choices)
+            ]  # fmt: skip
+        try:
+            self.loop.add(*batch)
+        except RequestError:
+            assert not any(self.loop.scheduler.knows(s.request_id) for s in batch)
+
+    @rule(steps=st.integers(1, 6))
+    def step(self, steps: int) -> None:
+        assert self.loop is not None
+        for _ in range(steps):
+            self.loop.clock.now += 0.5
+            self.loop.step()
+
+    @rule(index=st.integers(0, 50), choice=st.sampled_from([None, 0, 1]))
+    def cancel(self, index: int, choice: int | None) -> None:
+        assert self.loop is not None
+        names = self.loop.scheduler.request_ids()
+        if names:
+            self.loop.cancel(names[index % len(names)], choice)
+
+    @rule()
+    def break_a_step(self) -> None:
+        self.random_failures += 1
+
+    @rule()
+    def change_weights(self) -> None:
+        assert self.loop is not None
+        self.loop.scheduler.reset_prefix_cache()
+
+    @precondition(lambda self: self.loop is not None)
+    @invariant()
+    def books_agree(self) -> None:
+        assert self.loop is not None
+        self.loop.scheduler.check_integrity()
+
+    def teardown(self) -> None:
+        if self.loop is None:
+            return
+        self.loop.run()
+        self.loop.assert_truth()
+        for name, choice in self.loop.truth:
+            reason = self.loop.ends[name, choice]
+            assert (reason is FinishReason.ERROR) <= (name in self.poison), f"{name} is blamed and innocent"
+        free = self.loop.scheduler.snapshot()
+        assert free.blocks_free == free.blocks_total
+        assert free.num_running == free.num_waiting == free.num_offloaded == 0
+        assert all(not host.held_blocks() for host in self.loop.scheduler.kv.hosts)
+
+
+Schedules.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestSchedules = Schedules.TestCase
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+def test_more_schedules() -> None:
+    """The same machine, run for longer."""
+
+    class Longer(Schedules):
+        pass
+
+    Longer.TestCase.settings = settings(
+        max_examples=1500, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+    )
+    Longer.TestCase().runTest()
