@@ -67,6 +67,10 @@ class AttentionBackend(ABC):
     def block_shape(self, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         """The layout of one layer's keys (and likewise values) in one block."""
 
+    def workspace_bytes(self, shape: AttentionShape, max_num_tokens: int, max_model_len: int, element_size: int) -> int:
+        """The most memory that one call of `attend` takes beside its output; 0 for one that reads in place."""
+        return 0
+
     @abstractmethod
     def write(self, key: Tensor, value: Tensor, cache: Tensor, metadata: AttentionMetadata) -> None:
         """Store keys and values, `[num_tokens, num_kv_heads, head_dim]`, at their slots of the layer's cache view."""

@@ -1,0 +1,62 @@
+"""What engine tests share: tiny random models on disk, and a planner that only chunks and never preempts."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from schemas.generation import SamplingParams
+from worker.engine.config import CacheConfig
+from worker.engine.plan import ScheduledSequence, StepOutput, StepPlan
+from worker.engine.sequence import Sequence
+
+
+def make_sequence(name: str, prompt: Iterable[int], max_tokens: int, **params: object) -> Sequence:
+    """Greedy, and never ended by an end-of-text token."""
+    ids = list(prompt)
+    sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **params)  # type: ignore[arg-type]
+    return Sequence(name, ids, len(ids), sampling, max_tokens=max_tokens)
+
+
+@dataclass
+class ChunkingPlanner:
+    """Everything at once, prompts in chunks; blocks are handed out in shuffled order and never come back."""
+
+    cache: CacheConfig
+    chunk: int
+    sequences: list[Sequence] = field(default_factory=list)
+    _step_ids: itertools.count[int] = field(default_factory=itertools.count)
+
+    def __post_init__(self) -> None:
+        self._free = [list(range(1, count))[::-1] for count in self.cache.num_blocks]
+        for free in self._free:
+            free[::2], free[1::2] = free[::2][::-1], free[1::2]
+
+    def add(self, sequence: Sequence) -> None:
+        sequence.block_tables = [[] for _ in self.cache.groups]
+        self.sequences.append(sequence)
+
+    def plan(self) -> StepPlan:
+        items = []
+        for sequence in self.sequences:
+            if sequence.num_output_tokens >= sequence.max_tokens:
+                continue
+            start = sequence.num_computed_tokens
+            count = min(self.chunk, sequence.num_tokens - start)
+            self._allocate(sequence, start + count)
+            items.append(ScheduledSequence(sequence, start, count, start + count == sequence.num_tokens))
+        return StepPlan(next(self._step_ids), tuple(items))
+
+    def commit(self, plan: StepPlan, output: StepOutput) -> None:
+        tokens = iter(output.token_ids)
+        for item in plan.scheduled:
+            item.sequence.num_computed_tokens += item.num_tokens
+            if item.samples:
+                item.sequence.token_ids.extend(next(tokens))
+
+    def _allocate(self, sequence: Sequence, length: int) -> None:
+        needed = -(-length // self.cache.block_size)
+        for table, free in zip(sequence.block_tables, self._free, strict=True):
+            while len(table) < needed:
+                table.append(free.pop())

@@ -1,0 +1,16 @@
+"""Paged attention: one contract (base), several backends, and the choice among them (registry)."""
+
+from worker.engine.attention.base import AttentionBackend, AttentionMetadata, AttentionShape
+from worker.engine.attention.registry import backend_class, backend_names, choose, why_not
+from worker.engine.config import AttentionName
+
+__all__ = [
+    "AttentionBackend",
+    "AttentionMetadata",
+    "AttentionName",
+    "AttentionShape",
+    "backend_class",
+    "backend_names",
+    "choose",
+    "why_not",
+]

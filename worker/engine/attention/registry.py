@@ -1,0 +1,60 @@
+"""Attention backends by name, imported when first asked for, and the choice among them.
+
+A backend that is not installed or not built is skipped by the automatic choice and named in the error of
+an explicit one.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import torch
+
+from worker.engine.attention.base import AttentionBackend, AttentionShape
+from worker.engine.config import AttentionName, EngineConfigError
+
+_MODULES: dict[str, tuple[str, str]] = {
+    "reference": ("worker.engine.attention.reference", "ReferenceAttention"),
+    "cpu": ("worker.engine.attention.cpu", "CpuAttention"),
+    "triton": ("worker.engine.attention.triton", "TritonAttention"),
+    "flash": ("worker.engine.attention.flash", "FlashAttention"),
+    "torch_varlen": ("worker.engine.attention.torch_varlen", "TorchVarlenAttention"),
+}
+_PREFERRED = {"cpu": ("cpu", "reference"), "cuda": ("flash", "triton", "torch_varlen", "reference")}
+
+
+def backend_names() -> tuple[str, ...]:
+    return tuple(_MODULES)
+
+
+def backend_class(name: str) -> type[AttentionBackend]:
+    """Raises ImportError, in one sentence, where what the backend needs is missing."""
+    module_name, class_name = _MODULES[name]
+    found: type[AttentionBackend] = getattr(import_module(module_name), class_name)
+    return found
+
+
+def why_not(
+    name: str, device: torch.device, dtype: torch.dtype, shapes: list[AttentionShape], block_size: int
+) -> str | None:
+    """One sentence on why this backend cannot serve all these layers here; None if it can."""
+    try:
+        backend = backend_class(name)
+    except ImportError as error:
+        return f"it cannot be imported ({error})"
+    reasons = (backend.why_not(device, dtype, shape, block_size) for shape in dict.fromkeys(shapes))
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def choose(
+    name: AttentionName, device: torch.device, dtype: torch.dtype, shapes: list[AttentionShape], block_size: int
+) -> AttentionBackend:
+    """The named backend, or the first that can serve every layer. Raises EngineConfigError with the reasons."""
+    candidates = _PREFERRED.get(device.type, ("reference",)) if name == "auto" else (name,)
+    refused: list[str] = []
+    for candidate in candidates:
+        reason = why_not(candidate, device, dtype, shapes, block_size)
+        if reason is None:
+            return backend_class(candidate)()
+        refused.append(f"attention backend {candidate!r} cannot be used: {reason}")
+    raise EngineConfigError(refused)

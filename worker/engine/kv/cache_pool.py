@@ -1,0 +1,48 @@
+"""The tensors of the KV cache: one pool per layer group, `[num_blocks, num_layers, 2, *block_shape]`.
+
+A block with all its layers is contiguous, so that moving a block is one copy. The pool knows neither
+which blocks are in use nor by whom: that is the bookkeeping's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from worker.engine.attention import AttentionBackend
+from worker.engine.config import LayerGroup
+
+
+@dataclass(frozen=True, slots=True)
+class KVCachePool:
+    """Device tensors, by group. On CPU untouched blocks take no memory."""
+
+    tensors: tuple[Tensor, ...]
+
+    @classmethod
+    def allocate(
+        cls,
+        groups: Seq[LayerGroup],
+        num_blocks: Seq[int],
+        block_size: int,
+        backend: AttentionBackend,
+        dtype: torch.dtype,
+        device: torch.device,
+        pinned: bool = False,
+    ) -> KVCachePool:
+        shapes = (
+            (count, len(group.layers), 2, *backend.block_shape(block_size, group.num_kv_heads, group.head_dim))
+            for group, count in zip(groups, num_blocks, strict=True)
+        )
+        return cls(tuple(torch.zeros(shape, dtype=dtype, device=device, pin_memory=pinned) for shape in shapes))
+
+    def layer(self, group: int, index: int) -> Tensor:
+        """The view of the group's index-th layer: `[num_blocks, 2, *block_shape]`."""
+        return self.tensors[group][:, index]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)

@@ -1,0 +1,99 @@
+"""Moves blocks: device to host, host to device, and device to device, in few large operations.
+
+On CUDA the host pool is pinned and the transfers run on a stream of their own: leaving blocks are first
+gathered on the compute stream (so that the step may overwrite them at once), arriving ones are waited for
+by the compute stream. All transfers share the one stream, hence a host block that is read, then reused,
+is safe without further fences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+
+import torch
+from torch import Tensor
+
+from worker.engine.kv.cache_pool import KVCachePool
+from worker.engine.plan import BlockCopy, StepPlan
+
+MAX_STAGING_BYTES = 256 << 20  # blocks move in parts of at most this size, which bounds the staging memory
+
+
+class Offloader:
+    """`host` is None without offload; then plans must hold no swaps."""
+
+    def __init__(self, device_pool: KVCachePool, host_pool: KVCachePool | None) -> None:
+        self._device_pool = device_pool
+        self._host_pool = host_pool
+        device = device_pool.tensors[0].device
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def run(self, plan: StepPlan) -> None:
+        """Do a plan's moves in its order: out, copies, in. Call it before the step's forward pass."""
+        for group, sources, targets in self._parts(plan.swap_out):
+            self._move_out(self._device_pool.tensors[group], self._host(group), sources, targets)
+        for group, sources, targets in self._parts(plan.copies):
+            pool = self._device_pool.tensors[group]
+            pool.index_copy_(0, _ids(targets, pool), pool.index_select(0, _ids(sources, pool)))
+        for group, sources, targets in self._parts(plan.swap_in):
+            self._move_in(self._device_pool.tensors[group], self._host(group), sources, targets)
+
+    def _parts(self, copies: Seq[BlockCopy]) -> Iterator[tuple[int, list[int], list[int]]]:
+        """Per group, in parts that fit the staging memory, sorted by host block to find runs."""
+        for group in sorted({copy.group for copy in copies}):
+            pairs = [(copy.source, copy.target) for copy in copies if copy.group == group]
+            tensor = self._device_pool.tensors[group]
+            per_part = max(1, MAX_STAGING_BYTES // (tensor[0].numel() * tensor.element_size()))
+            for start in range(0, len(pairs), per_part):
+                part = pairs[start : start + per_part]
+                yield group, [source for source, _ in part], [target for _, target in part]
+
+    def _host(self, group: int) -> Tensor:
+        if self._host_pool is None:
+            raise RuntimeError("the plan moves blocks to or from the host, but there is no host pool")
+        return self._host_pool.tensors[group]
+
+    def _move_out(self, pool: Tensor, host: Tensor, sources: list[int], targets: list[int]) -> None:
+        leaving = pool.index_select(0, _ids(sources, pool))
+        if self._stream is None:
+            host.index_copy_(0, _ids(targets, host), leaving)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(pool.device))
+        with torch.cuda.stream(self._stream):
+            for start, stop in runs(targets):
+                host[targets[start] : targets[start] + stop - start].copy_(leaving[start:stop], non_blocking=True)
+            leaving.record_stream(self._stream)
+
+    def _move_in(self, pool: Tensor, host: Tensor, sources: list[int], targets: list[int]) -> None:
+        if self._stream is None:
+            pool.index_copy_(0, _ids(targets, pool), host.index_select(0, _ids(sources, host)))
+            return
+        compute = torch.cuda.current_stream(pool.device)
+        with torch.cuda.stream(self._stream):
+            arriving = torch.empty((len(sources), *pool.shape[1:]), dtype=pool.dtype, device=pool.device)
+            for start, stop in runs(sources):
+                arriving[start:stop].copy_(host[sources[start] : sources[start] + stop - start], non_blocking=True)
+        compute.wait_stream(self._stream)
+        pool.index_copy_(0, _ids(targets, pool), arriving)
+        arriving.record_stream(compute)
+
+    def synchronize(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+def runs(block_ids: list[int]) -> Iterator[tuple[int, int]]:
+    """Index ranges [start, stop) over which the block ids count up by one: each is one copy."""
+    start = 0
+    for index in range(1, len(block_ids) + 1):
+        if index == len(block_ids) or block_ids[index] != block_ids[index - 1] + 1:
+            if index > start:
+                yield start, index
+            start = index
+
+
+def _ids(block_ids: list[int], pool: Tensor) -> Tensor:
+    return torch.tensor(block_ids, dtype=torch.int64, device=pool.device)

@@ -1,0 +1,171 @@
+"""Load a causal language model of Transformers and learn what the engine has to know about it.
+
+Instead of interpreting the configuration of every family, one probing pass records how each layer calls
+the attention function. A model that cannot be served (its attention does not go through
+AttentionInterface, or needs what the cache does not keep) is refused with one sentence.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from worker.engine.attention import AttentionShape
+from worker.engine.config import EngineConfig, EngineConfigError, LayerGroup
+from worker.engine.model.layers import describe_layers, group_layers
+from worker.engine.model.paged import IMPLEMENTATION, AttentionStep, Probe, register
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """The model, ready for inference, with its layers' attention shapes and their groups."""
+
+    model: nn.Module
+    config: Any  # the text part of the Transformers configuration
+    path: Path
+    device: torch.device
+    dtype: torch.dtype
+    shapes: tuple[AttentionShape, ...]  # by layer index
+    groups: tuple[LayerGroup, ...]
+    eos_token_ids: frozenset[int]
+    max_model_len: int
+    keeps_rows: bool  # does the model's forward take logits_to_keep?
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.config.vocab_size)
+
+    def logits(self, input_ids: Tensor, positions: Tensor, rows: Tensor, step: AttentionStep) -> Tensor:
+        """Logits `[num_rows, vocab]` of the packed tokens (`[num_tokens]`) at `rows`; only these reach the head."""
+        return _logits(self.model, self.keeps_rows, input_ids, positions, rows, step)
+
+
+def load_model(path: Path, config: EngineConfig) -> LoadedModel:
+    """Raises EngineConfigError where the model cannot be served, OSError where there is none."""
+    register()
+    device = pick_device(config.device)
+    remote = config.trust_remote_code
+    full_config = AutoConfig.from_pretrained(path, trust_remote_code=remote)
+    text_config = full_config.get_text_config()
+    dtype = pick_dtype(config.dtype, device, getattr(full_config, "dtype", None))
+    max_model_len = resolve_length(text_config, config.max_model_len)
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation=IMPLEMENTATION, trust_remote_code=remote
+        )
+    except ValueError as error:
+        raise EngineConfigError([f"{config.model} cannot be loaded as a causal language model: {error}"]) from error
+    model = optimise(model.to(device).eval().requires_grad_(False), config)
+    keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+    probe = _probe(model, keeps_rows, device, config.model)
+    traits = describe_layers(probe, text_config, config.model)
+    return LoadedModel(
+        model=model,
+        config=text_config,
+        path=path,
+        device=device,
+        dtype=dtype,
+        shapes=tuple(trait.shape for trait in traits),
+        groups=group_layers(traits),
+        eos_token_ids=eos_token_ids(path, text_config),
+        max_model_len=max_model_len,
+        keeps_rows=keeps_rows,
+    )
+
+
+def optimise(model: nn.Module, config: EngineConfig) -> nn.Module:
+    """The place where leaf modules are swapped for faster or quantised ones, before the first pass."""
+    if config.quantization is not None:
+        raise EngineConfigError([f"quantization {config.quantization!r} is not available"])
+    return model
+
+
+# ── what "auto" means ──
+
+
+def pick_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise EngineConfigError([f"device {name!r} is not a device that torch knows"]) from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise EngineConfigError([f"device {name!r} was asked for, but torch sees no CUDA device"])
+    return device
+
+
+def pick_dtype(name: str, device: torch.device, stored: torch.dtype | None) -> torch.dtype:
+    """On CPU float32; on accelerators what the checkpoint holds, but never float32 unasked."""
+    if name != "auto":
+        return _DTYPES[name]
+    if device.type == "cpu":
+        return torch.float32
+    return stored if stored in (torch.float16, torch.bfloat16) else torch.bfloat16
+
+
+def resolve_length(config: Any, wanted: int | None) -> int:
+    """The model's own context length, or less if asked for."""
+    length = getattr(config, "max_position_embeddings", None)
+    scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if isinstance(scaling, dict) and scaling.get("rope_type") in ("dynamic", "longrope"):
+        # These frequencies change with the longest sequence of the batch: past the original length, a result
+        # would depend on its batch mates.
+        original = scaling.get("original_max_position_embeddings") or getattr(
+            config, "original_max_position_embeddings", None
+        )
+        length = original or length
+    if length is None:
+        if wanted is None:
+            raise EngineConfigError(["the model does not say its context length: set max_model_len"])
+        return wanted
+    if wanted is not None and wanted > length:
+        raise EngineConfigError([f"max_model_len {wanted} is beyond the model's {length}"])
+    return int(wanted or length)
+
+
+def eos_token_ids(path: Path, config: Any) -> frozenset[int]:
+    """Of generation_config.json, which lists the chat model's turn ends too; else of the configuration."""
+    try:
+        found = GenerationConfig.from_pretrained(path).eos_token_id
+    except OSError:
+        found = None
+    if found is None:
+        found = getattr(config, "eos_token_id", None)
+    if found is None:
+        return frozenset()
+    return frozenset([found] if isinstance(found, int) else found)
+
+
+# ── running it ──
+
+
+def _logits(
+    model: nn.Module, keeps_rows: bool, input_ids: Tensor, positions: Tensor, rows: Tensor, step: AttentionStep
+) -> Tensor:
+    inputs = {"input_ids": input_ids[None], "position_ids": positions[None], "use_cache": False, "paged": step}
+    if keeps_rows:
+        logits: Tensor = model(**inputs, logits_to_keep=rows).logits
+        return logits[0]
+    logits = model(**inputs).logits
+    return logits[0, rows]
+
+
+def _probe(model: nn.Module, keeps_rows: bool, device: torch.device, name: str) -> Probe:
+    probe = Probe()
+    tokens = torch.zeros(2, dtype=torch.int64, device=device)
+    rows = torch.tensor([1], device=device)
+    try:
+        with torch.inference_mode():
+            _logits(model, keeps_rows, tokens, torch.arange(2, device=device), rows, probe)
+    except Exception as error:
+        raise EngineConfigError([f"{name} cannot be served: {type(error).__name__}: {error}"]) from error
+    return probe

@@ -1,0 +1,120 @@
+"""Our attention function in Transformers' AttentionInterface, and what it finds its step by.
+
+The model's own code calls it in every layer with packed queries, keys and values; the step travels to it
+as the keyword argument `paged`. It writes the keys and values to the layer group's pool and attends
+through the backend. It is not registered as a mask function on purpose: Transformers then builds no mask.
+It knows no requests and no scheduling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from worker.engine.attention import AttentionBackend, AttentionMetadata, AttentionShape
+
+IMPLEMENTATION = "tokenmill"
+
+
+class AttentionStep(Protocol):
+    """What the keyword argument `paged` holds during a forward pass."""
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float, extras: dict[str, Any]
+    ) -> Tensor:
+        """Queries, keys and values `[num_tokens, heads, head_dim]`; the attended queries back."""
+        ...
+
+
+def paged_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """query `[1, num_heads, num_tokens, head_dim]`, as Transformers calls it; heads and tokens swapped back."""
+    step: AttentionStep | None = kwargs.pop("paged", None)
+    if step is None:
+        raise RuntimeError(f"{type(module).__name__} does not pass keyword arguments on to its attention")
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    query, key, value = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
+    return step.attend(module, query, key, value, scale, kwargs).unsqueeze(0), None
+
+
+def register() -> None:
+    """Make `attn_implementation="tokenmill"` known to Transformers; calling it again changes nothing."""
+    AttentionInterface.register(IMPLEMENTATION, paged_attention)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerBinding:
+    """Where one layer's keys and values live."""
+
+    group: int
+    cache: Tensor  # [num_blocks, 2, *block_shape]
+    shape: AttentionShape
+
+
+@dataclass(frozen=True, slots=True)
+class PagedStep:
+    """One step: the layers' bindings (the same for every step) and the metadata of each layer group."""
+
+    backend: AttentionBackend
+    layers: Seq[LayerBinding]
+    metadata: Seq[AttentionMetadata]
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float, extras: dict[str, Any]
+    ) -> Tensor:
+        index: Any = module.layer_idx
+        binding = self.layers[index]
+        metadata = self.metadata[binding.group]
+        self.backend.write(key, value, binding.cache, metadata)
+        return self.backend.attend(query, binding.cache, metadata, binding.shape, extras.get("s_aux"))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTrait:
+    """What a probing pass saw of one layer's attention."""
+
+    shape: AttentionShape
+    value_dim: int
+    window: int | None
+    extras: frozenset[str]  # names of further keyword arguments that were not None
+
+
+@dataclass(slots=True)
+class Probe:
+    """Records how each layer calls the attention function, so that no family's config has to be interpreted."""
+
+    layers: dict[int, LayerTrait] = field(default_factory=dict)
+    repeated: set[int] = field(default_factory=set)  # layers whose attention ran more than once
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float, extras: dict[str, Any]
+    ) -> Tensor:
+        index = getattr(module, "layer_idx", None)
+        if not isinstance(index, int):
+            raise RuntimeError(f"{type(module).__name__} has no layer_idx")
+        if index in self.layers:
+            self.repeated.add(index)
+        softcap = extras.get("softcap")
+        shape = AttentionShape(
+            num_heads=query.shape[1],
+            num_kv_heads=key.shape[1],
+            head_dim=query.shape[2],
+            scale=scale,
+            softcap=None if softcap is None else float(softcap),
+        )
+        given = frozenset(name for name, extra in extras.items() if extra is not None)
+        self.layers[index] = LayerTrait(shape, value.shape[2], extras.get("sliding_window"), given)
+        return torch.zeros(*query.shape[:2], value.shape[2], dtype=query.dtype, device=query.device)

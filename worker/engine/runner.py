@@ -1,0 +1,191 @@
+"""Executes plans: moves blocks, runs the model on packed tokens, samples.
+
+A step is launched, then finished; in between its tokens are on the device only, and the next step may
+already be launched on top of them. What to compute was decided by the plan: the runner knows no policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from schemas.generation import SamplingParams
+from worker.engine.attention import AttentionBackend, choose
+from worker.engine.config import CacheConfig, EngineConfig
+from worker.engine.kv.cache_pool import KVCachePool
+from worker.engine.kv.offloader import Offloader
+from worker.engine.model import store
+from worker.engine.model.loader import LoadedModel, load_model
+from worker.engine.model.paged import LayerBinding, PagedStep
+from worker.engine.plan import ScheduledSequence, StepOutput, StepPlan
+from worker.engine.runner_inputs import InputBuilder, PreviousTokens, StepInputs
+from worker.engine.runner_memory import size_cache
+from worker.engine.sampling import Sampled, Sampler
+from worker.engine.sequence import Sequence
+
+_KV_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class InFlightStep:
+    """A launched step. `indices[i]` is the place in `plan.scheduled` of the i-th sequence that samples."""
+
+    plan: StepPlan
+    indices: tuple[int, ...]
+    sampled: Sampled | None  # None: no sequence samples in this step
+
+
+class ModelRunner:
+    """Owns the model, the KV tensors and the per-sequence rows. One thread uses it."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        config: EngineConfig,
+        cache_config: CacheConfig,
+        backend: AttentionBackend,
+        pool: KVCachePool,
+        host_pool: KVCachePool | None = None,
+    ) -> None:
+        self.config = config
+        self.cache_config = cache_config
+        self.max_model_len = loaded.max_model_len
+        self.vocab_size = loaded.vocab_size
+        self.eos_token_ids = loaded.eos_token_ids
+        self.model_path: Path = loaded.path
+        self.can_structure = False
+        self.is_asynchronous = bool(config.async_batching)
+        self.proposer: Callable[[Sequence], tuple[int, ...]] | None = None
+        self._loaded = loaded
+        self._backend = backend
+        self._pool = pool
+        self._layers = _bind(loaded, pool)
+        self._offloader = Offloader(pool, host_pool)
+        self._inputs = InputBuilder(cache_config, loaded.max_model_len, loaded.device, config.max_num_seqs)
+        self._sampler = Sampler(loaded.vocab_size, loaded.device, loaded.eos_token_ids)
+        self._previous: PreviousTokens | None = None
+
+    @classmethod
+    def load(
+        cls, config: EngineConfig, cache_dir: str | None = None, on_progress: Callable[[str, float], None] | None = None
+    ) -> ModelRunner:
+        """Find (and convert) the model, load it, choose the attention backend, size and allocate the cache.
+
+        Raises EngineConfigError for what cannot work here, OSError where the model is not found.
+        """
+        report = on_progress or (lambda _what, _fraction: None)
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        path = store.resolve(config.model, cache_dir, report)
+        report(f"loading {config.model}", 0.0)
+        loaded = load_model(path, config)
+        config = _resolved(config, loaded)
+        kv_dtype = _KV_DTYPES[config.kv_dtype]
+        backend = choose(config.attention, loaded.device, kv_dtype, list(loaded.shapes), config.block_size)
+        cache_config, _ = size_cache(loaded, config, backend, kv_dtype)
+        pool = KVCachePool.allocate(
+            loaded.groups, cache_config.num_blocks, config.block_size, backend, kv_dtype, loaded.device
+        )
+        host_pool = None
+        if any(cache_config.num_host_blocks):
+            host_pool = KVCachePool.allocate(
+                loaded.groups, cache_config.num_host_blocks, config.block_size, backend, kv_dtype,
+                torch.device("cpu"), pinned=loaded.device.type == "cuda",
+            )  # fmt: skip
+        report(f"loading {config.model}", 1.0)
+        return cls(loaded, config.replace(attention=backend.name), cache_config, backend, pool, host_pool)
+
+    @property
+    def description(self) -> str:
+        blocks = " + ".join(str(count) for count in self.cache_config.num_blocks)
+        dtype = str(self._loaded.dtype).removeprefix("torch.")
+        return (
+            f"{self.config.model} on {self._loaded.device}, {dtype}, attention {self._backend.name}, "
+            f"{blocks} blocks of {self.config.block_size} tokens ({self._pool.num_bytes / 2**30:.2f} GiB)"
+        )
+
+    # ── a step ──
+
+    def execute(self, plan: StepPlan) -> StepOutput:
+        return self.finish(self.launch(plan))
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> InFlightStep:
+        """Queue a step on the device; its tokens may feed the next one before `finish`."""
+        self._offloader.run(plan)
+        previous, self._previous = self._previous, None
+        if not plan.scheduled:
+            return InFlightStep(plan, (), None)
+        inputs = self._inputs.build(plan, previous)
+        logits = self._forward(inputs)
+        indices = tuple(index for index, item in enumerate(plan.scheduled) if item.samples)
+        items = [plan.scheduled[index] for index in indices]
+        if not items:
+            return InFlightStep(plan, (), None)
+        self._sampler.prepare(items)
+        sampled = self._sampler.sample(logits, items)
+        self._previous = PreviousTokens(sampled.token_ids, _last_rows(items))
+        return InFlightStep(plan, indices, sampled)
+
+    def finish(self, step: InFlightStep) -> StepOutput:
+        """Wait for the step's tokens."""
+        if step.sampled is None:
+            return StepOutput(step.plan.step_id, (), (), {})
+        tokens, logprobs, errors = step.sampled.finish()
+        return StepOutput(step.plan.step_id, tokens, logprobs, {step.indices[i]: error for i, error in errors.items()})
+
+    def _forward(self, inputs: StepInputs) -> torch.Tensor:
+        step = PagedStep(self._backend, self._layers, inputs.metadata)
+        return self._loaded.logits(inputs.input_ids, inputs.positions, inputs.rows, step)
+
+    # ── the rest of what the engine asks ──
+
+    def prepare(self, params: SamplingParams) -> Future[Any] | None:
+        return None
+
+    def release(self, sequences: Iterable[Sequence]) -> None:
+        for sequence in sequences:
+            self._inputs.release(sequence)
+            self._sampler.release(sequence)
+
+    def close(self) -> None:
+        self._offloader.synchronize()
+
+
+def _bind(loaded: LoadedModel, pool: KVCachePool) -> tuple[LayerBinding, ...]:
+    bindings = {
+        layer: LayerBinding(group, pool.layer(group, index), loaded.shapes[layer])
+        for group, members in enumerate(loaded.groups)
+        for index, layer in enumerate(members.layers)
+    }
+    return tuple(bindings[layer] for layer in range(len(bindings)))
+
+
+def _resolved(config: EngineConfig, loaded: LoadedModel) -> EngineConfig:
+    """The same with every "auto" decided."""
+    dtype = str(loaded.dtype).removeprefix("torch.")
+    is_cuda = loaded.device.type == "cuda"
+    return config.replace(
+        dtype=dtype,
+        kv_dtype=dtype if config.kv_dtype == "auto" else config.kv_dtype,
+        device=str(loaded.device),
+        max_model_len=loaded.max_model_len,
+        cuda_graphs=is_cuda if config.cuda_graphs is None else config.cuda_graphs,
+        async_batching=is_cuda if config.async_batching is None else config.async_batching,
+    )
+
+
+def _last_rows(items: list[ScheduledSequence]) -> dict[Sequence, int]:
+    """Where each sequence's sampled token stands; one with drafts is left out: which row counts is not known yet."""
+    rows: dict[Sequence, int] = {}
+    row = 0
+    for item in items:
+        if not item.draft_ids:
+            rows[item.sequence] = row
+        row += 1 + len(item.draft_ids)
+    return rows

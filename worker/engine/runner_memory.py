@@ -1,0 +1,132 @@
+"""Free memory in, cache sizes out: gathers what `kv.sizing` computes with, for the machine at hand.
+
+On CUDA the activations are measured by one pass at the largest step; on CPU they are estimated, and the
+pool stays modest unless `max_memory_gib` says otherwise, since other programs live there too.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from worker.engine.attention import AttentionBackend
+from worker.engine.config import CacheConfig, EngineConfig, EngineConfigError
+from worker.engine.kv.sizing import DoesNotFitError, MemoryShape, host_blocks, solve
+from worker.engine.model.loader import LoadedModel
+from worker.engine.model.paged import Probe
+
+GIB = 1 << 30
+CPU_POOL_BYTES = 4 * GIB
+_UNKNOWN_MEMORY = 4 * GIB
+_MEASURED_MARGIN = 1.1
+
+
+def size_cache(
+    loaded: LoadedModel, config: EngineConfig, backend: AttentionBackend, kv_dtype: torch.dtype
+) -> tuple[CacheConfig, int]:
+    """The cache's shape and the length of sequences it can hold. Raises EngineConfigError if that is too little."""
+    length = config.max_model_len or loaded.max_model_len
+    shape = memory_shape(loaded, config, backend, kv_dtype, length)
+    if config.num_blocks is not None:
+        num_blocks: tuple[int, ...] = (config.num_blocks,) * len(loaded.groups)
+    else:
+        budget = int(config.max_memory_percent * free_memory(loaded.device))
+        extra = _measured_surplus(loaded, shape) if loaded.device.type == "cuda" else 0
+        cap = _pool_cap(config, loaded.device, shape)
+        try:
+            num_blocks = solve(shape, budget - extra, cap)
+        except DoesNotFitError as error:
+            raise EngineConfigError([_too_small(error.longest, length, budget)]) from error
+    num_host = (0,) * len(num_blocks)
+    if config.cpu_offload_gib:
+        num_host = host_blocks(shape, num_blocks, int(config.cpu_offload_gib * GIB))
+    return CacheConfig(config.block_size, loaded.groups, num_blocks, num_host, config.prefix_cache), length
+
+
+def memory_shape(
+    loaded: LoadedModel, config: EngineConfig, backend: AttentionBackend, kv_dtype: torch.dtype, length: int
+) -> MemoryShape:
+    text = loaded.config
+    experts = getattr(text, "num_experts_per_tok", None) or 1
+    expert_size = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", None)
+    inner = experts * (expert_size or getattr(text, "n_inner", None) or 4 * text.hidden_size)
+    rows = min(config.max_num_batched_tokens, config.max_num_seqs * (1 + config.speculative_tokens))
+    return MemoryShape(
+        groups=loaded.groups,
+        block_size=config.block_size,
+        kv_bytes=kv_dtype.itemsize,
+        activation_bytes=loaded.dtype.itemsize,
+        hidden_size=text.hidden_size,
+        intermediate_size=max(inner, getattr(text, "intermediate_size", None) or 0),
+        query_size=max(shape.num_heads * shape.head_dim for shape in loaded.shapes),
+        vocab_size=loaded.vocab_size,
+        max_num_tokens=config.max_num_batched_tokens,
+        max_num_rows=rows,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=length,
+        workspace_bytes=max(
+            backend.workspace_bytes(shape, config.max_num_batched_tokens, length, loaded.dtype.itemsize)
+            for shape in set(loaded.shapes)
+        ),
+        num_buffer_sets=2 if config.async_batching else 1,
+    )
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that could be allocated now."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        free, _total = torch.cuda.mem_get_info(device)
+        return int(free)
+    return min([_meminfo(Path("/proc/meminfo")) or _UNKNOWN_MEMORY, *_cgroup_rooms(Path("/sys/fs/cgroup"))])
+
+
+def _meminfo(path: Path) -> int | None:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def _cgroup_rooms(root: Path) -> list[int]:
+    """What the container's memory limit leaves, for both versions of control groups."""
+    found = []
+    for limit, usage in (
+        (root / "memory.max", root / "memory.current"),
+        (root / "memory/memory.limit_in_bytes", root / "memory/memory.usage_in_bytes"),
+    ):
+        try:
+            found.append(max(0, int(limit.read_text()) - int(usage.read_text())))
+        except (OSError, ValueError):  # not there, or "max"
+            continue
+    return found
+
+
+def _pool_cap(config: EngineConfig, device: torch.device, shape: MemoryShape) -> int | None:
+    if config.max_memory_gib is not None:
+        return int(config.max_memory_gib * GIB)
+    if device.type == "cpu":
+        reserved = sum(shape.block_bytes(group) for group in shape.groups)
+        return max(CPU_POOL_BYTES, shape.sequence_bytes(shape.max_model_len) + reserved)
+    return None
+
+
+@torch.inference_mode()
+def _measured_surplus(loaded: LoadedModel, shape: MemoryShape) -> int:
+    """By how much the largest step really takes more than the arithmetic says (experts, odd families); at least 0."""
+    tokens = torch.zeros(shape.max_num_tokens, dtype=torch.int64, device=loaded.device)
+    positions = torch.arange(shape.max_num_tokens, device=loaded.device) % shape.max_model_len
+    torch.cuda.reset_peak_memory_stats(loaded.device)
+    before = torch.cuda.memory_allocated(loaded.device)
+    loaded.logits(tokens, positions, positions[: shape.max_num_rows], Probe())
+    peak = torch.cuda.max_memory_allocated(loaded.device) - before
+    return max(0, int(peak * _MEASURED_MARGIN) - shape.activations - shape.logits)
+
+
+def _too_small(longest: int, length: int, budget: int) -> str:
+    room = f"the KV cache's share of {budget / GIB:.2f} GiB"
+    if longest:
+        return f"{room} holds sequences of {longest} tokens, not {length}: lower max_model_len"
+    return f"{room} holds no KV cache beside the activations: lower max_num_batched_tokens or max_num_seqs"
