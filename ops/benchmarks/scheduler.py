@@ -1,0 +1,117 @@
+"""What planning and committing one step costs in plain Python, by running and by waiting sequences.
+
+No model: the step's result is made up. The cost must grow with the batch and not with the backlog.
+
+    python -m ops.benchmarks.scheduler [--json] [--policy fifo] [--steps 200]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from collections.abc import Sequence as Seq
+
+from rich.console import Console
+from rich.table import Table
+
+from schemas.generation import SamplingParams
+from worker.engine.config import CacheConfig, EngineConfig, LayerGroup
+from worker.engine.plan import StepOutput
+from worker.engine.scheduler import Scheduler
+from worker.engine.sequence import Sequence
+
+RUNNING = (8, 64, 256, 1024)
+WAITING = (0, 1_000, 100_000)
+PROMPT = 64
+BLOCK = 16
+
+
+def measure(running: int, waiting: int, policy: str, steps: int) -> dict[str, float]:
+    """Microseconds of plan + commit, the median and the 99th percentile, all `running` decoding."""
+    blocks_each = (PROMPT + steps + 64) // BLOCK + 2
+    num_blocks = 1 + running * blocks_each
+    config = EngineConfig(
+        model="none",
+        block_size=BLOCK,
+        num_blocks=num_blocks,
+        max_num_batched_tokens=max(4096, 2 * running),
+        max_num_seqs=running,
+        policy=policy,  # type: ignore[arg-type]
+        safety_margin=0.0,
+        max_waiting=1_000_000,
+    )
+    cache = CacheConfig(BLOCK, (LayerGroup((0,), 1, 64),), (num_blocks,), (0,))
+    scheduler = Scheduler(config, cache, max_model_len=100_000, eos_token_ids=frozenset({1}))
+    scheduler.add([_sequence(index, steps + 64) for index in range(running)])
+    while scheduler.snapshot().generated_tokens < running:
+        _step(scheduler)
+    scheduler.add([_sequence(running + index, 100) for index in range(waiting)])
+    times = []
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(steps):
+            times.append(_step(scheduler))
+    finally:
+        gc.enable()
+    times.sort()
+    return {
+        "running": running,
+        "waiting": waiting,
+        "median_us": statistics.median(times) * 1e6,
+        "p99_us": times[int(len(times) * 0.99)] * 1e6,
+        "us_per_sequence": statistics.median(times) * 1e6 / running,
+    }
+
+
+def _sequence(index: int, max_tokens: int) -> Sequence:
+    prompt = [(index * 31 + position * 7) % 1000 + 2 for position in range(PROMPT)]
+    return Sequence(
+        request_id=f"r{index}",
+        token_ids=prompt,
+        num_prompt_tokens=PROMPT,
+        params=SamplingParams(max_tokens=max_tokens),
+        max_tokens=max_tokens,
+        priority=1,
+        tenant=f"t{index % 7}",
+    )
+
+
+def _step(scheduler: Scheduler) -> float:
+    started = time.perf_counter()
+    plan = scheduler.plan()
+    planned = time.perf_counter()
+    tokens = tuple((5,) for item in plan.scheduled if item.samples)
+    output = StepOutput(plan.step_id, tokens, (None,) * len(tokens), {})
+    executed = time.perf_counter()
+    scheduler.commit(plan, output)
+    return time.perf_counter() - executed + planned - started
+
+
+def main(argv: Seq[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="ops/bench scheduler", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--policy", default="fifo", choices=["fifo", "prefill_first", "priority"])
+    parser.add_argument("--steps", type=int, default=200)
+    options = parser.parse_args(argv)
+    rows = [measure(running, waiting, options.policy, options.steps) for waiting in WAITING for running in RUNNING]
+    console = Console()
+    if options.json:
+        console.print_json(json.dumps({"policy": options.policy, "steps": options.steps, "rows": rows}))
+        return 0
+    table = Table(title=f"plan + commit of one step, {options.policy}, microseconds: median (99th percentile)")
+    table.add_column("waiting", justify="right")
+    for running in RUNNING:
+        table.add_column(f"{running:,} running", justify="right")
+    for waiting in WAITING:
+        cells = [f"{row['median_us']:,.0f} ({row['p99_us']:,.0f})" for row in rows if row["waiting"] == waiting]
+        table.add_row(f"{waiting:,}", *cells)
+    console.print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
