@@ -3,22 +3,25 @@ so that each script touches one slot of a cluster.
 
 | key | type | written by | lives |
 |---|---|---|---|
-| `tm:{q}:jobs:<class>` | stream, group `workers` | submit, release, redrive, sweep | one entry per job until finish |
+| `tm:{q}:jobs:<class>` | stream, group `workers` | submit, redrive, sweep | one entry per job until finish or release |
 | `tm:{q}:jobs:<class>:<tenant>` | stream, group `workers` | the same | the same: a named tenant's own lane |
 | `tm:{q}:lanes:<class>` | sorted set tenant → served cost | submit, claim | while a lane has undelivered entries |
 | `tm:{q}:job:<id>` | hash | scripts only | alive: until finish; then result TTL |
 | `tm:{q}:log:<id>` | stream, entry id `<end>-0` | append | deleted by finish; TTL meanwhile |
 | `tm:{q}:chunks:<id>` | pub/sub channel | append, finish, cancel | – |
-| `tm:{q}:idem:<tenant>:<key>` | string → job id | submit | idempotency TTL |
+| `tm:{q}:idem:<tenant>:<key>` | string: fingerprint, space, job id | submit | idempotency TTL |
 | `tm:{q}:worker:<id>` | string | heartbeat | TTL = lease |
 | `tm:{q}:workers` | set of worker ids ever seen alive | heartbeat, claim | until the worker is reaped |
 | `tm:{q}:held:<worker>` | set of job ids | claim, finish, release | until empty |
 | `tm:{q}:control:<worker>` | pub/sub channel | cancel, operators | – |
 | `tm:{q}:bell` | pub/sub channel | submit, release | – |
 | `tm:{q}:delayed` | sorted set job id → due ms | submit, retry | until due |
+| `tm:{q}:deadlines` | sorted set job id → deadline ms | submit | until due or finished |
+| `tm:{q}:returned` | sorted set job id → class, age | release, sweep | until claimed: ahead of every lane |
+| `tm:{q}:ended` | sorted set job id → ended ms | cancel, sweep | until claimed, only to be recorded |
 | `tm:{q}:dead` | stream | dead-letter | until redriven or trimmed |
-| `tm:{q}:tenant:<tenant>` | hash: running, limits, rate bucket | scripts | TTL, renewed while in use |
-| `tm:{q}:meta` | hash: counters, settings of the queue | scripts | for ever |
+| `tm:{q}:tenant:<tenant>` | hash: running, rate bucket, virtual times | scripts | TTL, renewed while in use |
+| `tm:{q}:meta` | hash: counters, limits and settings of the queue and its tenants | scripts, operators | for ever |
 """
 
 from dataclasses import dataclass
@@ -81,6 +84,18 @@ class Keys:
     @property
     def delayed(self) -> str:
         return f"{self.base}delayed"
+
+    @property
+    def deadlines(self) -> str:
+        return f"{self.base}deadlines"
+
+    @property
+    def returned(self) -> str:
+        return f"{self.base}returned"
+
+    @property
+    def ended(self) -> str:
+        return f"{self.base}ended"
 
     @property
     def dead(self) -> str:

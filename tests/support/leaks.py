@@ -18,7 +18,7 @@ _LASTING = (
     re.compile(r"lanes:(interactive|standard|bulk)"),
     re.compile(r"workers"),
     re.compile(r"held:.+"),
-    re.compile(r"delayed"),
+    re.compile(r"delayed|deadlines|returned|ended"),
     re.compile(r"dead"),
     re.compile(r"meta"),
 )
@@ -45,8 +45,9 @@ def _why_leaked(client: "redis.Redis", raw: bytes, name: str) -> str | None:
         return "has no time to live and belongs to no queue"
     rest = match["rest"]
     if rest.startswith("job:"):
-        state = cast("bytes | None", client.hget(raw, "state"))
-        return None if state in _LIVE_STATES else f"is a job in state {state!r} without a time to live"
+        state, settled = cast("list[bytes | None]", client.hmget(raw, ["state", "settled"]))
+        waits_for_record = state in (b"cancelled", b"expired") and settled is None  # over, and not yet in SQL
+        return None if state in _LIVE_STATES or waits_for_record else f"is a job in state {state!r} without a time to live"
     if any(pattern.fullmatch(rest) for pattern in _LASTING):
         return None
     return "has no time to live and is not on the list of lasting keys"

@@ -1,0 +1,160 @@
+"""The one place that turns a URL into a Redis client, for producers and workers, standalone, Sentinel or Cluster.
+
+`redis://`, `rediss://`, `unix://` as redis-py reads them; `redis+sentinel://host:26379,host:26379/<service>/<db>`
+and `redis+cluster://host:6379,host:6379` (with `rediss+…` for TLS) besides. Timeouts are always set, and nothing
+is retried behind the caller's back unless it says so: whoever sends a write knows whether it may be repeated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, cast
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit, urlunsplit
+
+import redis
+import redis.asyncio
+import redis.asyncio.cluster
+import redis.asyncio.retry
+import redis.asyncio.sentinel
+import redis.cluster
+import redis.retry
+import redis.sentinel
+from redis.backoff import ExponentialWithJitterBackoff
+
+from api_client.errors import ConfigurationError
+
+_DEFAULT_PORTS = {"sentinel": 26379, "cluster": 6379}
+
+# Constructors that the library has not annotated.
+_sync_sentinel: Any = redis.sentinel.Sentinel
+_async_sentinel: Any = redis.asyncio.sentinel.Sentinel
+_sync_node: Any = redis.cluster.ClusterNode
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """How connections behave. `timeout_s` bounds each reply; `retries` is for callers whose calls may be repeated."""
+
+    timeout_s: float = 5.0
+    connect_timeout_s: float = 5.0
+    retries: int = 0
+    client_name: str | None = None
+    max_connections: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A parsed URL. `kind`: "single", "sentinel" or "cluster"."""
+
+    kind: str
+    url: str  # what redis-py reads, for "single"
+    hosts: tuple[tuple[str, int], ...] = ()
+    service: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_cluster(self) -> bool:
+        return self.kind == "cluster"
+
+
+def parse_url(url: str) -> Endpoint:
+    """Raises ConfigurationError with one sentence."""
+    parts = urlsplit(url)
+    scheme, _, kind = parts.scheme.partition("+")
+    if scheme not in ("redis", "rediss", "unix") or (kind and kind not in _DEFAULT_PORTS):
+        raise ConfigurationError(
+            "a Redis URL starts with redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://, "
+            f"not {parts.scheme!r}"
+        )
+    if not kind:
+        return Endpoint("single", urlunsplit(parts))
+    options: dict[str, Any] = dict(parse_qsl(parts.query))
+    if scheme == "rediss":
+        options["ssl"] = True
+    credentials, _, addresses = parts.netloc.rpartition("@")
+    username, _, password = credentials.partition(":")
+    if username:
+        options["username"] = unquote(username)
+    if password:
+        options["password"] = unquote(password)
+    hosts = tuple(_address(text, _DEFAULT_PORTS[kind]) for text in addresses.split(",") if text)
+    if not hosts:
+        raise ConfigurationError("the Redis URL names no host")
+    service, database = _path(parts, kind)
+    if database:
+        options["db"] = database
+    return Endpoint(kind, "", hosts, service, options)
+
+
+def _address(text: str, default_port: int) -> tuple[str, int]:
+    host, colon, port = text.rpartition(":")
+    if not colon or "]" in port:  # an IPv6 address without a port
+        return text.strip("[]"), default_port
+    if not port.isdigit():
+        raise ConfigurationError(f"{text!r} in the Redis URL is not host:port")
+    return host.strip("[]"), int(port)
+
+
+def _path(parts: SplitResult, kind: str) -> tuple[str, int]:
+    names = [name for name in parts.path.split("/") if name]
+    if kind == "cluster":
+        if names and names != ["0"]:
+            raise ConfigurationError("a Redis Cluster has only database 0")
+        return "", 0
+    if not names:
+        raise ConfigurationError("a Sentinel URL names its service: redis+sentinel://host:26379/<service>/<db>")
+    if len(names) > 1 and not names[1].isdigit():
+        raise ConfigurationError(f"{names[1]!r} in the Sentinel URL is not a database number")
+    return names[0], int(names[1]) if len(names) > 1 else 0
+
+
+def _options(link: Link) -> dict[str, Any]:
+    # RESP2: the replies are the same on every server from 6.2 on.
+    options: dict[str, Any] = {
+        "protocol": 2,
+        "socket_timeout": link.timeout_s,
+        "socket_connect_timeout": link.connect_timeout_s,
+        "health_check_interval": 0,
+    }
+    if link.client_name:
+        options["client_name"] = link.client_name
+    if link.max_connections:
+        options["max_connections"] = link.max_connections
+    return options
+
+
+def _backoff() -> ExponentialWithJitterBackoff:
+    return ExponentialWithJitterBackoff(cap=1.0, base=0.02)
+
+
+def connect(url: str, link: Link | None = None) -> redis.Redis:
+    """A client for threads. Nothing is sent before the first command."""
+    link, endpoint = link or Link(), parse_url(url)
+    options = _options(link) | {"retry": redis.retry.Retry(_backoff(), link.retries)}
+    if endpoint.kind == "single":
+        return redis.Redis.from_url(endpoint.url, **options)
+    options |= endpoint.options
+    if endpoint.kind == "sentinel":
+        sentinel = _sync_sentinel(list(endpoint.hosts), sentinel_kwargs=_sentinel_options(options), **options)
+        return cast("redis.Redis", sentinel.master_for(endpoint.service))
+    nodes = [_sync_node(host, port) for host, port in endpoint.hosts]
+    return cast("redis.Redis", redis.cluster.RedisCluster(startup_nodes=nodes, **options))
+
+
+def connect_async(url: str, link: Link | None = None) -> redis.asyncio.Redis:
+    """A client for one event loop. Nothing is sent before the first command."""
+    link, endpoint = link or Link(), parse_url(url)
+    options = _options(link) | {"retry": redis.asyncio.retry.Retry(_backoff(), link.retries)}
+    if endpoint.kind == "single":
+        return redis.asyncio.Redis.from_url(endpoint.url, **options)
+    options |= endpoint.options
+    if endpoint.kind == "sentinel":
+        sentinel = _async_sentinel(list(endpoint.hosts), sentinel_kwargs=_sentinel_options(options), **options)
+        return cast("redis.asyncio.Redis", sentinel.master_for(endpoint.service))
+    nodes = [redis.asyncio.cluster.ClusterNode(host, port) for host, port in endpoint.hosts]
+    return cast("redis.asyncio.Redis", redis.asyncio.cluster.RedisCluster(startup_nodes=nodes, **options))
+
+
+def _sentinel_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Sentinels have their own users; timeouts and TLS are shared."""
+    return {key: value for key, value in options.items() if key.startswith(("socket_", "ssl")) or key == "protocol"}

@@ -1,0 +1,87 @@
+"""What can go wrong for a producer, and whose move it is.
+
+TokenmillError
+├── ConfigurationError        a URL or an option is wrong: fix it
+├── InvalidRequest            the job can never run: fix it          (.problems)
+├── QueueRefusal              nothing was stored: try later           (.accepted of earlier batches)
+│   ├── QueueFull             (.depth .limit)
+│   └── RateLimited           (.tenant .retry_after)
+├── IdempotencyConflict       this key or id stands for another job  (.job_id)
+├── JobNotFound               neither queue nor database knows it
+├── ResultTimeout             not ended yet; also a TimeoutError
+├── JobFailed                 it ended without an answer              (.result)
+└── QueueUnavailable          the server cannot be reached, or refuses to write
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from schemas.result import JobResult
+
+
+class TokenmillError(Exception):
+    """The root; each message is one sentence for people."""
+
+
+class ConfigurationError(TokenmillError, ValueError):
+    pass
+
+
+class InvalidRequest(TokenmillError, ValueError):
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__("; ".join(problems))
+        self.problems = tuple(problems)
+
+
+class QueueRefusal(TokenmillError):
+    """`accepted`: job ids that earlier batches of the same submit_many had stored before this one was refused."""
+
+    accepted: tuple[str, ...] = ()
+
+
+class QueueFull(QueueRefusal):
+    def __init__(self, queue: str, depth: int, limit: int) -> None:
+        super().__init__(f"queue {queue} holds {depth} waiting jobs and its limit is {limit}")
+        self.depth = depth
+        self.limit = limit
+
+
+class RateLimited(QueueRefusal):
+    def __init__(self, tenant: str, retry_after: float) -> None:
+        super().__init__(f"tenant {tenant!r} submits faster than it may: retry after {retry_after:.2f} s")
+        self.tenant = tenant
+        self.retry_after = retry_after
+
+
+class IdempotencyConflict(TokenmillError):
+    def __init__(self, job_id: str) -> None:
+        super().__init__(f"the idempotency key or job id stands for job {job_id}, whose content is different")
+        self.job_id = job_id
+
+
+class JobNotFound(TokenmillError, LookupError):
+    def __init__(self, job_id: str) -> None:
+        super().__init__(f"no job {job_id}: it was never submitted here, or its record has expired")
+        self.job_id = job_id
+
+
+class ResultTimeout(TokenmillError, TimeoutError):
+    def __init__(self, job_id: str, timeout: float) -> None:
+        super().__init__(f"job {job_id} has not ended within {timeout:g} s")
+        self.job_id = job_id
+
+
+class JobFailed(TokenmillError):
+    """Raised where an answer is wanted and nothing else: `result(..., check=True)`."""
+
+    def __init__(self, result: JobResult) -> None:
+        reason = result.error.message if result.error else f"its state is {result.status.value}"
+        super().__init__(f"job {result.job_id} has no answer: {reason}")
+        self.result = result
+
+
+class QueueUnavailable(TokenmillError, ConnectionError):
+    pass

@@ -1,0 +1,105 @@
+-- Shared by every script: names of keys, the server's clock, and the moves that producers and workers both make.
+-- KEYS[1] is the queue's meta hash (it routes the call in a cluster); ARGV[1] the key base; ARGV[2] PUBLISH or SPUBLISH.
+local meta, base, announce = KEYS[1], ARGV[1], ARGV[2]
+local GROUP, READER = 'workers', 'all'
+local RANK = {interactive = 0, standard = 1, bulk = 2}
+local CLASSES = {'interactive', 'standard', 'bulk'}
+local TENANT_TTL_S = 2592000
+
+local function clock_ms()
+  local time = redis.call('TIME')
+  return tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+end
+
+local function whole(number) return string.format('%.0f', number) end
+local function exact(number) return string.format('%.17g', number) end
+local function job_key(id) return base .. 'job:' .. id end
+local function log_key(id) return base .. 'log:' .. id end
+local function tenant_key(tenant) return base .. 'tenant:' .. tenant end
+local function lanes_key(class) return base .. 'lanes:' .. class end
+
+local function lane_key(class, tenant)
+  if tenant == '' then return base .. 'jobs:' .. class end
+  return base .. 'jobs:' .. class .. ':' .. tenant
+end
+
+-- MessagePack by hand, enough for a final chunk: maps of short keys to strings and whole numbers.
+local function pack_text(text)
+  local size = #text
+  if size < 32 then return string.char(0xa0 + size) .. text end
+  if size < 256 then return string.char(0xd9, size) .. text end
+  return string.char(0xda, math.floor(size / 256) % 256, size % 256) .. text
+end
+
+local function pack_whole(number)
+  if number < 128 then return string.char(number) end
+  local bytes = ''
+  for _ = 1, 8 do
+    bytes = string.char(number % 256) .. bytes
+    number = math.floor(number / 256)
+  end
+  return string.char(0xcf) .. bytes
+end
+
+local function pack_end(id, index, state, code, message)
+  local packed = string.char(code and 0x84 or 0x83) .. pack_text('job_id') .. pack_text(id)
+    .. pack_text('index') .. pack_whole(index) .. pack_text('status') .. pack_text(state)
+  if not code then return packed end
+  return packed .. pack_text('error') .. string.char(0x82)
+    .. pack_text('code') .. pack_text(code) .. pack_text('message') .. pack_text(message)
+end
+
+local function publish_chunk(id, bytes) redis.call(announce, base .. 'chunks:' .. id, bytes) end
+
+-- The backlog's counters: jobs and estimated tokens, per class.
+local function count_queued(class, jobs, cost)
+  redis.call('HINCRBY', meta, 'queued:' .. class, jobs)
+  redis.call('HINCRBYFLOAT', meta, 'queued_tokens:' .. class, exact(jobs * cost))
+end
+
+-- A lane joins the sharing at the present virtual time, or where it left it if that is later:
+-- being idle earns nothing, and leaving for a moment costs nothing.
+local function activate(class, tenant)
+  local lanes = lanes_key(class)
+  if redis.call('ZSCORE', lanes, tenant) then return end
+  local present = tonumber(redis.call('HGET', meta, 'served:' .. class) or 0)
+  local own = tonumber(redis.call('HGET', tenant_key(tenant), 'served:' .. class) or 0)
+  redis.call('ZADD', lanes, exact(math.max(present, own)), tenant)
+end
+
+local function enter_lane(id, class, tenant)
+  local lane = lane_key(class, tenant)
+  if redis.call('EXISTS', lane) == 0 then redis.call('XGROUP', 'CREATE', lane, GROUP, '0', 'MKSTREAM') end
+  local entry = redis.call('XADD', lane, '*', 'job', id)
+  redis.call('HSET', job_key(id), 'entry', entry)
+  activate(class, tenant)
+end
+
+-- The entry goes, delivered or not; a named lane that is empty goes with it.
+local function leave_lane(id, class, tenant, entry)
+  if not entry or entry == '' then return end
+  local lane = lane_key(class, tenant)
+  redis.pcall('XACK', lane, GROUP, entry)
+  redis.call('XDEL', lane, entry)
+  redis.call('HDEL', job_key(id), 'entry')
+  if tenant ~= '' and redis.call('XLEN', lane) == 0 then redis.call('DEL', lane) end
+end
+
+-- Ahead of every lane: urgent classes first, then the oldest.
+local function to_front(id, class, created)
+  redis.call('ZADD', base .. 'returned', exact((RANK[class] or 1) * 1e13 + created), id)
+end
+
+-- A job that waits is over: everybody sees it now; a worker will be handed it only to write it down.
+local function end_waiting(id, state, code, message, now)
+  local key = job_key(id)
+  local job = redis.call('HMGET', key, 'class', 'tenant', 'entry', 'end', 'cost')
+  leave_lane(id, job[1], job[2], job[3])
+  redis.call('ZREM', base .. 'returned', id)
+  redis.call('ZREM', base .. 'delayed', id)
+  redis.call('ZREM', base .. 'deadlines', id)
+  redis.call('HSET', key, 'state', state, 'finished_ms', whole(now), 'error_code', code or '', 'error', message or '')
+  redis.call('ZADD', base .. 'ended', whole(now), id)
+  count_queued(job[1], -1, tonumber(job[5] or 0))
+  publish_chunk(id, pack_end(id, tonumber(job[4] or 0), state, code, message))
+end

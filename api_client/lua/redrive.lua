@@ -1,0 +1,29 @@
+-- redrive: return dead jobs to their lanes as if they were new. ARGV[3] how many at most; ARGV[4..] job ids (none: the
+-- oldest). Reply: the ids that went back. What they generated is in their result only, so they start again.
+local limit, wanted, any = tonumber(ARGV[3]), {}, #ARGV < 4
+for place = 4, #ARGV do wanted[ARGV[place]] = true end
+local revived = {}
+for _, entry in ipairs(redis.call('XRANGE', base .. 'dead', '-', '+')) do
+  if #revived >= limit then break end
+  local id
+  for place = 1, #entry[2], 2 do
+    if entry[2][place] == 'job' then id = entry[2][place + 1] end
+  end
+  if id and (any or wanted[id]) then
+    local key = job_key(id)
+    local job = redis.call('HMGET', key, 'state', 'settled', 'class', 'tenant', 'cost', 'request')
+    if job[1] == 'dead' and job[2] and job[6] then
+      redis.call('HDEL', key, 'settled', 'result', 'doomed', 'crashes', 'solo_crashes', 'cancel', 'finished_ms', 'worker',
+        'end', 'mark', 'deadline_ms', 'error', 'error_code')
+      redis.call('HSET', key, 'state', 'queued', 'attempt', '1')
+      redis.call('PERSIST', key)
+      redis.call('DEL', log_key(id))
+      count_queued(job[3], 1, tonumber(job[5] or 0))
+      enter_lane(id, job[3], job[4])
+      revived[#revived + 1] = id
+    end
+    redis.call('XDEL', base .. 'dead', entry[1])
+  end
+end
+if #revived > 0 then redis.call(announce, base .. 'bell', 'redrive') end
+return revived

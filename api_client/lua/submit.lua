@@ -1,0 +1,96 @@
+-- submit: store many jobs, or none of them.
+-- ARGV[3] largest backlog the caller accepts (0: the queue's own setting)  [4] idempotency TTL ms
+-- then per job: id, class, tenant, fingerprint, idempotency key, request, created ms, deadline ms, due ms, cost
+-- reply: {'ok', id, 'new'|'known', ...} or {'conflict', id, place} or {'full', depth, limit}
+--        or {'rate', tenant, wait ms}
+-- A repeated call finds its own ids and answers the same.
+local FIELDS, FIRST = 10, 5
+local limit, idempotency_ttl = tonumber(ARGV[3]), ARGV[4]
+local now = clock_ms()
+local jobs, arriving, num_new, seen = {}, {}, 0, {}
+
+local function known_as(job)
+  if job.idem ~= '' then
+    local value = seen[job.idem] or redis.call('GET', job.idem)
+    if value then
+      local space = string.find(value, ' ', 1, true)
+      return string.sub(value, space + 1), string.sub(value, 1, space - 1)
+    end
+  end
+  local print = seen[job.id] or redis.call('HGET', job_key(job.id), 'fingerprint')
+  if print then return job.id, print end
+end
+
+for first = FIRST, #ARGV, FIELDS do
+  local job = {
+    id = ARGV[first], class = ARGV[first + 1], tenant = ARGV[first + 2], fingerprint = ARGV[first + 3], idem = '',
+    request = ARGV[first + 5], created = ARGV[first + 6], deadline = ARGV[first + 7], due = ARGV[first + 8],
+    cost = ARGV[first + 9],
+  }
+  if ARGV[first + 4] ~= '' then job.idem = base .. 'idem:' .. job.tenant .. ':' .. ARGV[first + 4] end
+  local id, print = known_as(job)
+  if id then
+    if print ~= job.fingerprint then return {'conflict', id, whole((first - FIRST) / FIELDS)} end
+    job.known = id
+  else
+    num_new = num_new + 1
+    arriving[job.tenant] = (arriving[job.tenant] or 0) + 1
+    seen[job.id] = job.fingerprint
+    if job.idem ~= '' then seen[job.idem] = job.fingerprint .. ' ' .. job.id end
+  end
+  jobs[#jobs + 1] = job
+end
+
+local own_limit = tonumber(redis.call('HGET', meta, 'max_queued') or 0)
+if own_limit > 0 and (limit == 0 or own_limit < limit) then limit = own_limit end
+if limit > 0 and num_new > 0 then
+  local depth = 0
+  for _, class in ipairs(CLASSES) do depth = depth + tonumber(redis.call('HGET', meta, 'queued:' .. class) or 0) end
+  if depth + num_new > limit then return {'full', whole(depth), whole(limit)} end
+end
+
+-- One bucket per tenant, filled at `rate` a second up to `burst`; `*` sets what tenants without a setting of their own get.
+local function setting(name, tenant)
+  local values = redis.call('HMGET', meta, name .. ':' .. tenant, name .. ':*')
+  return tonumber(values[1] or values[2] or 0)
+end
+
+local buckets = {}
+for tenant, count in pairs(arriving) do
+  local rate = setting('rate', tenant)
+  if rate > 0 then
+    local burst = math.max(setting('burst', tenant), 1)
+    local bucket = redis.call('HMGET', tenant_key(tenant), 'bucket', 'bucket_ms')
+    local filled = math.min(burst, tonumber(bucket[1] or burst) + math.max(0, now - tonumber(bucket[2] or now)) * rate / 1000)
+    if filled < count then return {'rate', tenant, whole(math.ceil((count - filled) * 1000 / rate))} end
+    buckets[tenant] = filled - count
+  end
+end
+for tenant, filled in pairs(buckets) do
+  redis.call('HSET', tenant_key(tenant), 'bucket', exact(filled), 'bucket_ms', whole(now))
+  redis.call('EXPIRE', tenant_key(tenant), TENANT_TTL_S)
+end
+
+local reply, rings = {'ok'}, false
+for _, job in ipairs(jobs) do
+  if not job.known then
+    local waits = tonumber(job.due) > now
+    redis.call('HSET', job_key(job.id), 'request', job.request, 'state', waits and 'scheduled' or 'queued',
+      'class', job.class, 'tenant', job.tenant, 'fingerprint', job.fingerprint, 'created_ms', job.created,
+      'deadline_ms', job.deadline, 'cost', job.cost, 'due_ms', job.due)
+    if job.idem ~= '' then redis.call('SET', job.idem, job.fingerprint .. ' ' .. job.id, 'PX', idempotency_ttl) end
+    if tonumber(job.deadline) > 0 then redis.call('ZADD', base .. 'deadlines', job.deadline, job.id) end
+    count_queued(job.class, 1, tonumber(job.cost))
+    if waits then
+      redis.call('ZADD', base .. 'delayed', job.due, job.id)
+    else
+      enter_lane(job.id, job.class, job.tenant)
+    end
+    rings = true
+  end
+  reply[#reply + 1] = job.known or job.id
+  reply[#reply + 1] = job.known and 'known' or 'new'
+end
+if num_new > 0 then redis.call('HINCRBY', meta, 'submitted', num_new) end
+if rings then redis.call(announce, base .. 'bell', 'submit') end
+return reply

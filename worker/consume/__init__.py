@@ -1,0 +1,1 @@
+"""From the queue into the worker: claiming, leases, control, and the writes that a lease allows."""

@@ -1,0 +1,303 @@
+"""A worker's side of the queue: claim, append, finish, give back, heartbeat; each is one script call.
+
+Every call may be repeated after a lost reply. Server and network trouble is raised as RedisUnavailable; what to
+do about it is the caller's business. It remembers which jobs this worker holds, with their fencing tokens, and
+nothing of what is in them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import redis.asyncio
+from redis.exceptions import NoPermissionError, RedisError, ResponseError
+
+from api_client.scripts import Argument, Script, call_async
+from schemas.codec import encode
+from schemas.control import WorkerStatus
+from schemas.keys import Keys
+from worker.consume import replies, scripts
+from worker.consume.replies import HeartbeatReply
+from worker.errors import RedisUnavailable, SettingsError
+from worker.jobs import Append, AppendReply, Delivery, Finished
+
+log = logging.getLogger(__name__)
+
+MIN_VERSION = (6, 2)
+MAX_FINISH_BYTES = 4 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOptions:
+    """Times in seconds. A limit of 0 leaves what the queue has; others become the queue's at open()."""
+
+    lease_s: float = 10.0
+    sweep_s: float = 1.0
+    result_ttl_s: int = 3_600
+    dead_ttl_s: int = 30 * 86_400
+    log_ttl_s: int = 86_400
+    max_solo_crashes: int = 3  # crashes with nothing else in the engine: the job's own doing
+    max_crashes: int = 50  # in any company
+    max_claim_bytes: int = 16 * 1024 * 1024
+    bulk_every: int = 8  # one claim of so many is bulk's, while bulk waits
+    queue_limit: int = 0
+    tenant_concurrency: int = 0
+    tenant_rate: float = 0.0  # jobs a second
+    tenant_burst: int = 0
+
+
+class JobStream:
+    """`worker_id` names one process; two that live at once must not share it."""
+
+    def __init__(
+        self,
+        client: redis.asyncio.Redis,
+        keys: Keys,
+        worker_id: str,
+        options: StreamOptions | None = None,
+        *,
+        sharded: bool = False,
+    ) -> None:
+        self.keys = keys
+        self.worker_id = worker_id
+        self.options = options or StreamOptions()
+        self.bell = asyncio.Event()
+        self._client = client
+        self._head: tuple[Argument, ...] = (keys.base, "SPUBLISH" if sharded else "PUBLISH")
+        self._held: dict[str, int] = {}  # job id → fencing token
+        self._claiming = asyncio.Lock()
+        self._claims = 0  # raised before and after each claim
+        self._must_audit = False
+
+    @property
+    def held(self) -> dict[str, int]:
+        return dict(self._held)
+
+    async def open(self) -> None:
+        """Check the server, load the scripts, set the queue's limits, and give back what a namesake left behind."""
+        async with _translated():
+            await check_server(self._client)
+        await self._call(scripts.RESIGN, self.worker_id, "orphan")
+        options = self.options
+        limits: dict[str, float] = {
+            "max_queued": options.queue_limit,
+            "concurrency:*": options.tenant_concurrency,
+            "rate:*": options.tenant_rate,
+            "burst:*": options.tenant_burst,
+        }
+        given = {name: value for name, value in limits.items() if value}
+        if given:
+            async with _translated():
+                await self._client.hset(self.keys.meta, mapping=cast("Mapping[Any, Any]", given))
+
+    # ── taking ──
+
+    async def claim(self, credits: int) -> list[Delivery]:
+        """Up to `credits` jobs to run, and any number that only has to be recorded. Waits for nothing."""
+        options = self.options
+        async with self._claiming:
+            known = list(self._held) if self._must_audit else []
+            audit, self._must_audit = self._must_audit, True  # if the reply is lost, the next claim looks for it
+            self._claims += 1
+            reply = await self._call(
+                scripts.CLAIM,
+                self.worker_id,
+                round(options.lease_s * 1000),
+                round(options.sweep_s * 1000),
+                credits,
+                options.max_claim_bytes,
+                options.max_solo_crashes,
+                options.max_crashes,
+                round(options.log_ttl_s),
+                options.bulk_every,
+                int(audit),
+                *known,
+                attempts=1,
+            )
+            self._must_audit = False
+            self._claims += 1
+            deliveries = [replies.read_delivery(item) for item in reply]
+            self._held.update((delivery.job_id, delivery.token) for delivery in deliveries)
+            return deliveries
+
+    async def wait_for_bell(self, timeout: float) -> bool:
+        """True when something may be waiting; rings that came since the last call count."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.bell.wait(), timeout)
+        rang = self.bell.is_set()
+        self.bell.clear()
+        return rang
+
+    # ── writing, under a fencing token ──
+
+    async def append(self, items: list[Append]) -> list[tuple[AppendReply, int]]:
+        """One round trip for all. Replies in order, each with the log's end index after the call."""
+        if not items:
+            return []
+        arguments: list[Argument] = [round(self.options.log_ttl_s)]
+        for item in items:
+            chunk = item.chunk
+            if not chunk.token_ids and chunk.finish_reason is None:
+                raise ValueError(
+                    f"a chunk of job {chunk.job_id} has neither a token nor an end: it could not be told twice"
+                )
+            arguments += (
+                chunk.job_id,
+                item.token,
+                chunk.index,
+                len(chunk.token_ids),
+                int(not item.checkpoint),
+                chunk.choice,
+                encode(chunk),
+            )
+        reply = await self._call(scripts.APPEND, *arguments)
+        outcome = [(AppendReply(word.decode()), int(end)) for word, end in zip(reply[::2], reply[1::2], strict=True)]
+        for item, (word, _) in zip(items, outcome, strict=True):
+            if word is AppendReply.LOST:
+                self._forget(item.chunk.job_id, item.token)
+        return outcome
+
+    async def finish(self, jobs: list[Finished]) -> list[bool]:
+        """After SQL has committed. False where the fencing token was outdated (the job is another's now)."""
+        done: list[bool] = []
+        for batch in _batches([_finish_arguments(job) for job in jobs]):
+            arguments = [value for item in batch for value in item]
+            ttls = (round(self.options.result_ttl_s), round(self.options.dead_ttl_s))
+            done += [bool(flag) for flag in await self._call(scripts.FINISH, *ttls, *arguments)]
+        for job in jobs:
+            self._forget(job.result.job_id, job.token)
+        return done
+
+    async def release(self, jobs: Iterable[tuple[str, int, bool]]) -> list[bool]:
+        """Give back (job id, token, crashed?): claimable at once, ahead of every lane, with its log."""
+        return await self._give_back(
+            [(job_id, token, "crash" if crash else "hand", 0, "") for job_id, token, crash in jobs]
+        )
+
+    async def retry(self, job_id: str, token: int, delay_ms: int, note: str = "") -> bool:
+        """Run it again after a delay, from where its log ends; the next attempt has a higher number."""
+        return (await self._give_back([(job_id, token, "retry", delay_ms, note)]))[0]
+
+    async def dead_letter(self, job_id: str, token: int, note: str) -> bool:
+        """The next claim of it has the verdict "dead": it is recorded, then set aside with its history."""
+        return (await self._give_back([(job_id, token, "dead", 0, note)]))[0]
+
+    async def _give_back(self, jobs: Sequence[tuple[str, int, str, int, str]]) -> list[bool]:
+        if not jobs:
+            return []
+        reply = await self._call(scripts.RELEASE, *(value for job in jobs for value in job))
+        for job_id, token, *_ in jobs:
+            self._forget(job_id, token)
+        return [bool(flag) for flag in reply]
+
+    # ── staying alive ──
+
+    async def heartbeat(self, status: WorkerStatus) -> HeartbeatReply:
+        """Renew the lease; learn which of this worker's jobs are cancelled, and which are another's by now."""
+        held, claims, idle = dict(self._held), self._claims, not self._claiming.locked()
+        reply = await self._call(
+            scripts.HEARTBEAT,
+            self.worker_id,
+            round(self.options.lease_s * 1000),
+            round(self.options.sweep_s * 1000),
+            encode(status),
+            *(value for job in held.items() for value in job),
+        )
+        cancelled, lost, strays, _ = reply
+        # A stray is in this worker's hands by a claim whose reply never came; one that is on its way does not count.
+        if strays and idle and claims == self._claims:
+            self._must_audit = True
+            self.bell.set()
+        gone = [job_id for job_id in replies.texts(lost) if self._held.get(job_id) == held[job_id]]
+        for job_id in gone:
+            self._held.pop(job_id)
+        return HeartbeatReply(tuple(replies.texts(cancelled)), tuple(gone))
+
+    async def resign(self) -> int:
+        """Give up everything, unsuspected: the end of a drain, or of a freeze that outlasted the lease."""
+        self._held.clear()
+        return int(await self._call(scripts.RESIGN, self.worker_id, "hand"))
+
+    async def depth(self) -> replies.QueueDepth:
+        """The backlog, for metrics and autoscaling: one command."""
+        async with _translated():
+            raw = cast("dict[bytes, bytes]", await self._client.hgetall(self.keys.meta))
+        return replies.read_depth(raw)
+
+    def forget_all(self) -> None:
+        """The lease ran out: nothing is held, whatever the server still believes."""
+        self._held.clear()
+
+    def _forget(self, job_id: str, token: int) -> None:
+        if self._held.get(job_id) == token:
+            del self._held[job_id]
+
+    async def _call(self, script: Script, *arguments: Argument, attempts: int = 2) -> Any:
+        """A connection that broke while it was idle costs one more attempt, not an error."""
+        for attempt in range(attempts):
+            try:
+                async with _translated():
+                    return await call_async(self._client, script, self.keys.meta, *self._head, *arguments)
+            except RedisUnavailable:
+                if attempt + 1 == attempts:
+                    raise
+        raise AssertionError("unreachable")
+
+
+def _finish_arguments(job: Finished) -> tuple[Argument, ...]:
+    usage = job.result.usage
+    return (
+        job.result.job_id,
+        job.token,
+        job.result.status.value,
+        encode(job.result),
+        encode(job.final_chunk),
+        usage.prompt_tokens + usage.completion_tokens,
+    )
+
+
+def _batches(items: list[tuple[Argument, ...]]) -> Iterable[list[tuple[Argument, ...]]]:
+    batch: list[tuple[Argument, ...]] = []
+    size = 0
+    for item in items:
+        bytes_ = sum(len(value) for value in item if isinstance(value, bytes))
+        if batch and size + bytes_ > MAX_FINISH_BYTES:
+            yield batch
+            batch, size = [], 0
+        batch.append(item)
+        size += bytes_
+    if batch:
+        yield batch
+
+
+class _translated:
+    """Trouble with the server, in our own tree."""
+
+    async def __aenter__(self) -> None:
+        return None
+
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, (RedisError, OSError, TimeoutError)) and not isinstance(error, RedisUnavailable):
+            raise RedisUnavailable(f"Redis: {type(error).__name__}: {error}") from error
+
+
+async def check_server(client: redis.asyncio.Redis) -> None:
+    """Refuse a server that is too old, or that would throw jobs away when memory is short."""
+    try:
+        info: dict[str, Any] = await client.info("everything")
+    except (NoPermissionError, ResponseError):
+        log.warning("this user may not read the server's INFO: its version and eviction policy are not checked")
+        return
+    version = str(info.get("redis_version", "0"))
+    if tuple(int(part) for part in version.split(".")[:2]) < MIN_VERSION:
+        raise SettingsError([f"the server is Redis {version}; 6.2 is the oldest that works"])
+    policy = info.get("maxmemory_policy", "noeviction")
+    if info.get("maxmemory", 0) and policy != "noeviction":
+        raise SettingsError(
+            [f"the server's maxmemory-policy is {policy}: it would silently drop accepted jobs; set it to noeviction"]
+        )

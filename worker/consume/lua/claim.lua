@@ -1,0 +1,36 @@
+-- claim: jobs for one worker, up to its credits; what only has to be written down (it ended while it waited) costs none.
+-- First what went astray on the way to this worker, then what dead or draining workers left, then the lanes.
+-- Arguments: see take.lua. Reply: a list of
+-- {id, token, request, deliveries, crashes, verdict, created ms, started ms, attempt, alone, log}
+redis.call('SET', base .. 'worker:' .. worker, '', 'NX', 'PX', lease_ms)
+redis.call('SADD', base .. 'workers', worker)
+
+-- In this worker's hands by a claim whose reply was lost.
+local function take_strays()
+  local known = {}
+  for place = 13, #ARGV do known[ARGV[place]] = true end
+  for _, id in ipairs(redis.call('SMEMBERS', held)) do
+    local job = not known[id] and read_job(id)
+    if job then
+      if not take(id, job, true) then return end
+    elseif not known[id] then
+      redis.call('SREM', held, id)
+    end
+  end
+end
+
+local function take_from(name, costs, limit)
+  for _, id in ipairs(redis.call('ZRANGE', base .. name, 0, limit)) do
+    if costs and credits <= 0 then return end
+    local job = read_job(id)
+    if job and not take(id, job) then return end
+    redis.call('ZREM', base .. name, id)
+  end
+end
+
+sweep(now, sweep_ms)
+if ARGV[12] == '1' then take_strays() end
+take_from('ended', false, 63)
+take_from('returned', true, 63 + math.max(credits, 0))
+if credits > 0 then take_lanes() end
+return deliveries

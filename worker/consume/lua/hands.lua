@@ -1,0 +1,103 @@
+-- Shared by the worker's scripts, after common.lua: how a running job leaves a worker's hands, and the sweep
+-- that takes jobs out of dead hands. A worker lives while its lease key `worker:<id>` does.
+local HISTORY_LINES = 20
+
+local function tenant_running(tenant, change)
+  local key = tenant_key(tenant)
+  if redis.call('HINCRBY', key, 'running', change) < 0 then redis.call('HSET', key, 'running', '0') end
+  redis.call('EXPIRE', key, TENANT_TTL_S)
+end
+
+local function let_go(id, worker, tenant)
+  if redis.call('SREM', base .. 'held:' .. worker, id) == 0 then return end
+  tenant_running(tenant, -1)
+  redis.call('HINCRBY', meta, 'running', -1)
+end
+
+local function remember(key, line)
+  local history = (redis.call('HGET', key, 'history') or '') .. line .. '\n'
+  local _, lines = string.gsub(history, '\n', '\n')
+  if lines > HISTORY_LINES then history = string.gsub(history, '^[^\n]*\n', '', lines - HISTORY_LINES) end
+  redis.call('HSET', key, 'history', history)
+end
+
+-- how: 'hand' (drain, never a crash), 'crash' (its engine died under it), 'orphan' (its worker vanished),
+-- 'retry' (runs again after a delay), 'dead' (to be set aside). The log stays, the token stays with the last holder
+-- and is worth nothing until the next claim raises it. An orphan that had made progress is not suspected.
+local function give_back(id, now, how, alone, delay_ms, note)
+  local key = job_key(id)
+  local job = redis.call('HMGET', key, 'state', 'worker', 'class', 'tenant', 'entry', 'created_ms', 'end', 'mark', 'cost')
+  local state, worker, class, tenant = job[1], job[2] or '', job[3], job[4]
+  if not state then return end
+  let_go(id, worker, tenant)
+  if state ~= 'running' then  -- it ended while it waited, and was only to be written down
+    redis.call('ZADD', base .. 'ended', whole(now), id)
+    return
+  end
+  leave_lane(id, class, tenant, job[5])
+  count_queued(class, 1, tonumber(job[9] or 0))
+  if how == 'crash' or (how == 'orphan' and tonumber(job[7] or 0) <= tonumber(job[8] or 0)) then
+    redis.call('HINCRBY', key, 'crashes', 1)
+    if alone then redis.call('HINCRBY', key, 'solo_crashes', 1) end
+  end
+  if how ~= 'hand' then
+    remember(key, whole(now) .. ' ' .. how .. (alone and ' alone' or '') .. ' on ' .. worker .. (note ~= '' and ': ' .. note or ''))
+  end
+  if how == 'dead' then redis.call('HSET', key, 'doomed', note) end
+  if how == 'retry' then
+    redis.call('HINCRBY', key, 'attempt', 1)
+    redis.call('HSET', key, 'state', 'scheduled', 'worker', '')
+    redis.call('ZADD', base .. 'delayed', whole(now + delay_ms), id)
+  else
+    redis.call('HSET', key, 'state', 'queued', 'worker', '')
+    to_front(id, class, tonumber(job[6] or now))
+  end
+end
+
+local function bury(worker, now)
+  local ids = redis.call('SMEMBERS', base .. 'held:' .. worker)
+  for _, id in ipairs(ids) do give_back(id, now, 'orphan', #ids == 1, 0, '') end
+  redis.call('DEL', base .. 'held:' .. worker)
+  redis.call('SREM', base .. 'workers', worker)
+  return #ids
+end
+
+local function promote(now)
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', base .. 'delayed', '-inf', whole(now), 'LIMIT', 0, 200)) do
+    redis.call('ZREM', base .. 'delayed', id)
+    local job = redis.call('HMGET', job_key(id), 'state', 'class', 'tenant', 'attempt', 'created_ms')
+    if job[1] == 'scheduled' then
+      redis.call('HSET', job_key(id), 'state', 'queued')
+      if tonumber(job[4] or 1) > 1 then  -- a retry has queued once already
+        to_front(id, job[2], tonumber(job[5] or now))
+      else
+        enter_lane(id, job[2], job[3])
+      end
+    end
+  end
+end
+
+local function expire_waiting(now)
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', base .. 'deadlines', '-inf', whole(now), 'LIMIT', 0, 200)) do
+    redis.call('ZREM', base .. 'deadlines', id)  -- of a running job the engine takes care
+    local state = redis.call('HGET', job_key(id), 'state')
+    if state == 'queued' or state == 'scheduled' then
+      end_waiting(id, 'expired', 'deadline', 'the deadline passed before the job could be completed', now)
+    end
+  end
+end
+
+-- At most once per interval for the whole queue, by whoever comes first. Returns how many orphans it freed.
+local function sweep(now, interval_ms)
+  promote(now)
+  expire_waiting(now)
+  local last = tonumber(redis.call('HGET', meta, 'swept_ms') or 0)
+  if now >= last and now - last < interval_ms then return 0 end
+  redis.call('HSET', meta, 'swept_ms', whole(now))
+  local freed = 0
+  for _, worker in ipairs(redis.call('SMEMBERS', base .. 'workers')) do
+    if redis.call('EXISTS', base .. 'worker:' .. worker) == 0 then freed = freed + bury(worker, now) end
+  end
+  if freed > 0 then redis.call(announce, base .. 'bell', 'orphans') end
+  return freed
+end

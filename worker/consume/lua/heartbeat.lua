@@ -1,0 +1,21 @@
+-- heartbeat: renew this worker's one lease, sweep for the whole queue, and say what became of its jobs.
+-- ARGV[3] worker [4] lease ms [5] sweep interval ms [6] status, then per job it believes to hold: id, token
+-- reply: {cancelled ids, lost ids, ids it holds without knowing, number of orphans freed}
+local worker = ARGV[3]
+redis.call('SET', base .. 'worker:' .. worker, ARGV[6], 'PX', ARGV[4])
+redis.call('SADD', base .. 'workers', worker)
+local cancelled, lost, strays, known = {}, {}, {}, {}
+for first = 7, #ARGV, 2 do
+  local id = ARGV[first]
+  known[id] = true
+  local job = redis.call('HMGET', job_key(id), 'token', 'worker', 'cancel', 'settled')
+  if job[1] ~= ARGV[first + 1] or job[2] ~= worker or job[4] then
+    lost[#lost + 1] = id
+  elseif job[3] then
+    cancelled[#cancelled + 1] = id
+  end
+end
+for _, id in ipairs(redis.call('SMEMBERS', base .. 'held:' .. worker)) do
+  if not known[id] then strays[#strays + 1] = id end
+end
+return {cancelled, lost, strays, sweep(clock_ms(), tonumber(ARGV[5]))}

@@ -1,0 +1,20 @@
+-- release: a worker gives jobs back. Per job, from ARGV[3]: id, token, how, delay ms, note (see give_back in hands.lua).
+-- reply per job: 1 given back (or already), 0 refused. One crashed job in a call was alone in its engine.
+local FIELDS, now, reply, num_crashed = 5, clock_ms(), {}, 0
+for first = 3, #ARGV, FIELDS do
+  if ARGV[first + 2] == 'crash' then num_crashed = num_crashed + 1 end
+end
+for first = 3, #ARGV, FIELDS do
+  local id, how = ARGV[first], ARGV[first + 2]
+  local job = redis.call('HMGET', job_key(id), 'token', 'worker', 'settled')
+  if job[1] ~= ARGV[first + 1] or job[3] then
+    reply[#reply + 1] = 0
+  else
+    if job[2] and job[2] ~= '' then
+      give_back(id, now, how, how == 'crash' and num_crashed == 1, tonumber(ARGV[first + 3]), ARGV[first + 4])
+    end
+    reply[#reply + 1] = 1
+  end
+end
+redis.call(announce, base .. 'bell', 'release')
+return reply

@@ -1,0 +1,73 @@
+-- Part of claim: one job goes into a worker's hands.
+-- ARGV[3] worker [4] lease ms [5] sweep interval ms [6] credits [7] largest reply in bytes [8] solo crashes allowed
+-- [9] crashes allowed [10] log TTL s [11] one claim of so many is bulk's, while bulk waits
+-- [12] '1': the ids that follow are all that this worker knows it holds
+local worker, lease_ms, sweep_ms, credits = ARGV[3], ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6])
+local max_bytes, max_solo, max_crashes, log_ttl = tonumber(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[9]), ARGV[10]
+local held = base .. 'held:' .. worker
+local now, deliveries, bytes = clock_ms(), {}, 0
+
+local function verdict_of(job)
+  if job.state ~= 'running' and job.state ~= 'queued' then return job.state end
+  if job.cancel then return 'cancelled' end
+  if job.doomed or job.solo >= max_solo or job.crashes >= max_crashes then return 'dead' end
+  if job.deadline > 0 and job.deadline <= now then return 'expired' end
+  return 'run'
+end
+
+local function read_job(id)
+  local raw = redis.call('HMGET', job_key(id), 'state', 'settled', 'request', 'token', 'deliveries', 'crashes',
+    'solo_crashes', 'attempt', 'created_ms', 'started_ms', 'deadline_ms', 'cancel', 'doomed', 'class', 'tenant', 'end', 'cost')
+  if not raw[1] or raw[2] or not raw[3] then return nil end
+  return {
+    state = raw[1], request = raw[3], token = tonumber(raw[4] or 0), deliveries = tonumber(raw[5] or 0),
+    crashes = tonumber(raw[6] or 0), solo = tonumber(raw[7] or 0), attempt = tonumber(raw[8] or 1),
+    created = tonumber(raw[9] or 0), started = tonumber(raw[10] or 0), deadline = tonumber(raw[11] or 0),
+    cancel = raw[12], doomed = raw[13], class = raw[14], tenant = raw[15], index = tonumber(raw[16] or 0),
+    cost = tonumber(raw[17] or 0),
+  }
+end
+
+-- The log as it is decides where the job goes on, not what the hash remembers of it.
+local function read_log(id, job)
+  if job.index == 0 then return {}, 0, 0 end
+  local chunks, size, index = {}, 0, 0
+  for _, entry in ipairs(redis.call('XRANGE', log_key(id), '-', '+')) do
+    chunks[#chunks + 1] = entry[2][2]
+    size = size + #entry[2][2]
+    index = tonumber(string.match(entry[1], '^(%d+)-'))
+  end
+  if #chunks > 0 then redis.call('EXPIRE', log_key(id), log_ttl) end
+  return chunks, size, index
+end
+
+-- Returns false when the reply is full: the job stays where it is. `again`: this worker holds it already, and
+-- never heard of it.
+local function take(id, job, again)
+  local chunks, size, index = read_log(id, job)
+  size = size + #job.request
+  if #deliveries > 0 and bytes + size > max_bytes then return false end
+  bytes = bytes + size
+  local verdict = verdict_of(job)
+  -- Tokens only grow, also when the server comes back without its last second: the clock went on.
+  local token = math.max(job.token + 1, now)
+  local started = job.started > 0 and job.started or now
+  redis.call('HSET', job_key(id), 'token', whole(token), 'worker', worker, 'started_ms', whole(started),
+    'end', whole(index), 'mark', whole(index))
+  if not again then
+    job.deliveries = redis.call('HINCRBY', job_key(id), 'deliveries', 1)
+    redis.call('SADD', held, id)
+    tenant_running(job.tenant, 1)
+    redis.call('HINCRBY', meta, 'running', 1)
+    if job.state == 'queued' then
+      redis.call('HSET', job_key(id), 'state', 'running')
+      count_queued(job.class, -1, job.cost)
+    end
+  end
+  deliveries[#deliveries + 1] = {
+    id, whole(token), job.request, job.deliveries, job.crashes, verdict, whole(job.created), whole(started),
+    job.attempt, (job.solo > 0) and 1 or 0, chunks,
+  }
+  if verdict == 'run' then credits = credits - 1 end
+  return true
+end

@@ -1,0 +1,59 @@
+"""What the scripts answer, as values. Pure functions over bytes; it knows no connection."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from worker.jobs import Delivery
+
+
+@dataclass(frozen=True, slots=True)
+class HeartbeatReply:
+    """`cancelled`: a user wants them stopped. `lost`: drop them, another worker has them or will."""
+
+    cancelled: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class QueueDepth:
+    """Jobs that wait, per class and in estimated tokens, and those in hands."""
+
+    queued: dict[str, int] = field(default_factory=dict)
+    queued_tokens: float = 0.0
+    running: int = 0
+
+    @property
+    def num_queued(self) -> int:
+        return sum(self.queued.values())
+
+
+def texts(values: Iterable[bytes]) -> list[str]:
+    return [value.decode("utf-8", "surrogateescape") for value in values]
+
+
+def read_delivery(item: list[Any]) -> Delivery:
+    job_id, token, payload, deliveries, crashes, verdict, created, started, attempt, alone, log = item
+    return Delivery(
+        job_id=job_id.decode("utf-8", "surrogateescape"),
+        token=int(token),
+        payload=payload,
+        deliveries=int(deliveries),
+        crashes=int(crashes),
+        verdict=verdict.decode(),
+        log=tuple(log),
+        created_ms=int(created),
+        started_ms=int(started),
+        attempt=int(attempt),
+        alone=bool(alone),
+    )
+
+
+def read_depth(meta: Mapping[bytes, bytes]) -> QueueDepth:
+    queued = {
+        name.decode().removeprefix("queued:"): int(value) for name, value in meta.items() if name.startswith(b"queued:")
+    }
+    tokens = sum(float(value) for name, value in meta.items() if name.startswith(b"queued_tokens:"))
+    return QueueDepth(queued, max(0.0, tokens), int(meta.get(b"running", 0)))
