@@ -1,0 +1,31 @@
+"""Alembic's entry: runs the revisions on the connection that it is handed.
+
+`python -m alembic -c migrations/alembic.ini revision --autogenerate -m "…"` (from the checkout) writes a
+new revision against the database that `-x url=…` names.
+"""
+
+from alembic import context
+
+from worker.record.connection import open_engine
+from worker.record.tables import metadata
+
+
+def _run(connection: object) -> None:
+    context.configure(
+        connection=connection,  # type: ignore[arg-type]
+        target_metadata=metadata,
+        render_as_batch=True,  # SQLite changes a table by copying it
+        compare_type=True,
+    )
+    with context.begin_transaction():
+        context.run_migrations()
+
+
+if context.is_offline_mode():
+    raise SystemExit("offline mode is not supported: the revisions look at the database they change")
+_connection = context.config.attributes.get("connection")
+if _connection is not None:
+    _run(_connection)
+else:
+    with open_engine(context.get_x_argument(as_dictionary=True)["url"]).begin() as _opened:
+        _run(_opened)

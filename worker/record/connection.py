@@ -1,0 +1,101 @@
+"""Opens the SQL store: URL forms, SQLite's write-ahead log, PostgreSQL's timeouts; and threads with an end.
+
+Drivers block, so each call runs in a thread of its own that is abandoned when it takes too long: a frozen
+server then costs a thread, not the worker. A late commit of an abandoned call is harmless, since inserts
+ignore what is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from sqlalchemy import Engine, create_engine, event, make_url
+from sqlalchemy.engine import URL
+
+from worker.errors import StoreUnavailable
+
+T = TypeVar("T")
+
+LOCK_TIMEOUT_S: Final = 10
+STATEMENT_TIMEOUT_S: Final = 30
+
+
+def normalised(url: str) -> URL:
+    """`postgres://` and `postgresql://` mean psycopg 3."""
+    parsed = make_url(url)
+    if parsed.drivername in ("postgres", "postgresql"):
+        return parsed.set(drivername="postgresql+psycopg")
+    return parsed
+
+
+def open_engine(url: str) -> Engine:
+    """Connects lazily; raises only for a URL that makes no sense."""
+    parsed = normalised(url)
+    if parsed.get_backend_name() == "sqlite":
+        return _open_sqlite(parsed)
+    if parsed.get_backend_name() != "postgresql":
+        raise ValueError(f"the SQL store must be SQLite or PostgreSQL, not {parsed.get_backend_name()}")
+    arguments: dict[str, Any] = {
+        "connect_timeout": 5,
+        "keepalives_idle": 10,
+        "keepalives_interval": 5,
+        "keepalives_count": 3,
+        "application_name": "tokenmill",
+        "prepare_threshold": None,  # poolers in transaction mode lose prepared statements
+    }
+    arguments = {name: value for name, value in arguments.items() if name not in parsed.query}
+    return create_engine(parsed, connect_args=arguments, pool_size=2, max_overflow=4, pool_pre_ping=True)
+
+
+def _open_sqlite(url: URL) -> Engine:
+    if url.database and url.database != ":memory:" and not url.database.startswith("file:"):
+        Path(url.database).expanduser().parent.mkdir(parents=True, exist_ok=True)
+        url = url.set(database=str(Path(url.database).expanduser()))
+    engine = create_engine(url, connect_args={"timeout": LOCK_TIMEOUT_S})
+
+    @event.listens_for(engine, "connect")
+    def _configure(connection: Any, _record: object) -> None:
+        cursor = connection.cursor()
+        cursor.execute(f"PRAGMA busy_timeout = {LOCK_TIMEOUT_S * 1000}")  # first: the next one may meet a lock
+        cursor.execute("PRAGMA journal_mode = WAL")
+        cursor.execute("PRAGMA synchronous = FULL")  # a job is acknowledged after its commit: that must be on disk
+        cursor.execute("PRAGMA foreign_keys = ON")
+        cursor.close()
+
+    return engine
+
+
+async def in_thread(call: Callable[[], T], timeout_s: float) -> T:
+    """Raises StoreUnavailable when the call takes longer; then its thread is left to itself."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]
+
+    def run() -> None:
+        result: T | None = None
+        error: BaseException | None = None
+        try:
+            result = call()
+        except BaseException as caught:  # travels to the awaiting task
+            error = caught
+        try:
+            loop.call_soon_threadsafe(settle, result, error)
+        except RuntimeError:  # the loop has ended while we were away
+            return
+
+    threading.Thread(target=run, name="sql", daemon=True).start()
+    try:
+        return await asyncio.wait_for(future, timeout_s)
+    except TimeoutError as error:
+        raise StoreUnavailable(f"the SQL store did not answer within {timeout_s:g} s") from error

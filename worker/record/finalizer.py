@@ -1,0 +1,206 @@
+"""Finished jobs on their last way: SQL first, then the acknowledgement. Nothing leaves but through both.
+
+    submit ──▶ to_record ──[ResultStore.record]──▶ to_acknowledge ──[Acknowledger.finish]──▶ done
+               retried while SQL is down            retried while Redis is down
+
+Both stages take whatever waits, as one group, so that load makes groups larger and not the way longer; and
+each goes on while the other is stuck. It never gives a job up: what it still holds when the process ends is
+unacknowledged, and the next worker that claims it repeats the rest, which changes nothing. Memory is
+bounded by the caller, who stops claiming while `is_full`. It knows neither SQL nor Redis.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from schemas.result import JobResult
+from worker.jobs import Acknowledger, Finished
+from worker.record.stage import Backoff, Stage
+from worker.record.store import RecordReport
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Recorder(Protocol):
+    """What the finalizer needs of a store; ResultStore is one."""
+
+    async def record(self, finished: Sequence[Finished]) -> RecordReport: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinalizerLimits:
+    max_buffered: int = 1024  # jobs in both stages from which on `is_full`
+    max_group: int = 256
+    record_backoff: Backoff = field(default_factory=Backoff)
+    acknowledge_backoff: Backoff = field(default_factory=lambda: Backoff(longest_s=2.0))
+
+
+@dataclass(slots=True)
+class FinalizerStats:
+    """Counters since the start; `record_down_since` and `acknowledge_down_since` are monotonic seconds."""
+
+    submitted: int = 0
+    recorded: int = 0
+    recorded_before: int = 0  # the row was there: a redelivered job
+    cleaned: int = 0  # stored after removing what the database cannot hold
+    refused: int = 0  # tries that ended with the database refusing a job by itself
+    acknowledged: int = 0
+    lost: int = 0  # recorded, but the job was another worker's by then
+    groups: int = 0
+    record_failures: int = 0
+    acknowledge_failures: int = 0
+    record_down_since: float | None = None
+    acknowledge_down_since: float | None = None
+    last_error: str = ""
+    commit_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=1000))  # since last taken
+
+    def take_commit_seconds(self) -> list[float]:
+        taken = list(self.commit_seconds)
+        self.commit_seconds.clear()
+        return taken
+
+
+class Finalizer:
+    """`run()` must be running for anything to move; several jobs may be submitted from one loop."""
+
+    def __init__(
+        self,
+        store: Recorder,
+        acknowledger: Acknowledger,
+        limits: FinalizerLimits = FinalizerLimits(),
+        *,
+        on_lost: Callable[[list[str]], None] | None = None,
+        on_recorded: Callable[[list[Finished]], None] | None = None,
+    ) -> None:
+        self.stats = FinalizerStats()
+        self._store = store
+        self._acknowledger = acknowledger
+        self._limits = limits
+        self._on_lost = on_lost
+        self._on_recorded = on_recorded
+        self._changed = asyncio.Event()
+        self._to_record = Stage[Finished](
+            self._record, limits.max_group, limits.record_backoff, on_failure=self._record_failed
+        )
+        self._to_acknowledge = Stage[Finished](
+            self._acknowledge, limits.max_group, limits.acknowledge_backoff, on_failure=self._acknowledge_failed
+        )
+
+    def __len__(self) -> int:
+        """Jobs that are not done, those being written right now included."""
+        return len(self._to_record) + len(self._to_acknowledge)
+
+    @property
+    def is_full(self) -> bool:
+        """Claim nothing more. Jobs that are running may still be submitted: they cannot wait elsewhere."""
+        return len(self) >= self._limits.max_buffered
+
+    @property
+    def held_ids(self) -> list[str]:
+        return [item.result.job_id for item in (*self._to_record.items, *self._to_acknowledge.items)]
+
+    async def submit(self, finished: Finished) -> None:
+        """Never waits: a stream of tokens must not stand still because SQL does."""
+        self.stats.submitted += 1
+        self._to_record.put([finished])
+
+    async def wait_for_room(self) -> None:
+        while self.is_full:
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._to_record.run(), name="record")
+            group.create_task(self._to_acknowledge.run(), name="acknowledge")
+
+    async def drain(self, timeout_s: float) -> list[str]:
+        """Wait until everything is done, or the time is up; returns the ids of jobs still in hand (to be released)."""
+        deadline = time.monotonic() + timeout_s
+        while len(self) and (left := deadline - time.monotonic()) > 0:
+            self._changed.clear()
+            try:
+                await asyncio.wait_for(self._changed.wait(), left)
+            except TimeoutError:
+                break
+        if held := self.held_ids:
+            log.warning("%d finished jobs could not be recorded and acknowledged in time; others will do it", len(held))
+        return held
+
+    async def _record(self, group: list[Finished]) -> list[Finished]:
+        """Returns those to try again."""
+        started = time.monotonic()
+        report = await self._store.record(group)
+        stats = self.stats
+        stats.commit_seconds.append(time.monotonic() - started)
+        stats.record_down_since = None
+        stats.groups += 1
+        stats.recorded += len(report.written)
+        stats.recorded_before += len(report.existing)
+        stats.cleaned += len(report.cleaned)
+        stats.refused += len(report.refused)
+        for job_id, reason in report.refused.items():
+            stats.last_error = reason
+            log.error("job %s cannot be recorded, it will be tried again: %s", job_id, reason)
+        done = [item for item in group if item.result.job_id not in report.refused]
+        self._to_acknowledge.put([as_recorded(item, report.existing) for item in done])
+        _notify(self._on_recorded, [item for item in done if item.result.job_id in report.written])
+        return [item for item in group if item.result.job_id in report.refused]
+
+    async def _acknowledge(self, group: list[Finished]) -> list[Finished]:
+        answers = await self._acknowledger.finish(group)
+        self.stats.acknowledge_down_since = None
+        lost = [item.result.job_id for item, ours in zip(group, answers, strict=True) if not ours]
+        self.stats.acknowledged += len(group) - len(lost)
+        self.stats.lost += len(lost)
+        if lost:
+            log.warning("%d recorded jobs are held by other workers now, who will acknowledge them", len(lost))
+            _notify(self._on_lost, lost)
+        self._changed.set()
+        return []
+
+    def _record_failed(self, error: Exception) -> None:
+        stats = self.stats
+        stats.record_failures += 1
+        stats.last_error = str(error)
+        if stats.record_down_since is None:
+            stats.record_down_since = time.monotonic()
+            log.error("results cannot be recorded, %d wait: %s", len(self._to_record), error)
+
+    def _acknowledge_failed(self, error: Exception) -> None:
+        stats = self.stats
+        stats.acknowledge_failures += 1
+        stats.last_error = str(error)
+        if stats.acknowledge_down_since is None:
+            stats.acknowledge_down_since = time.monotonic()
+            log.error("recorded jobs cannot be acknowledged, %d wait: %s", len(self._to_acknowledge), error)
+
+
+def _notify(hook: Callable[[list[T]], None] | None, items: list[T]) -> None:
+    """A hook that fails must not send its group round again."""
+    if hook is None or not items:
+        return
+    try:
+        hook(items)
+    except Exception:
+        log.exception("a hook of the finalizer failed")
+
+
+def as_recorded(finished: Finished, existing: dict[str, JobResult]) -> Finished:
+    """A job that SQL has already ends in Redis as it stands in SQL, so that both give one answer for ever."""
+    result = existing.get(finished.result.job_id)
+    if result is None or result == finished.result:
+        return finished
+    final = msgspec.structs.replace(finished.final_chunk, status=result.status, usage=result.usage, error=result.error)
+    return replace(finished, result=result, final_chunk=final)

@@ -1,0 +1,133 @@
+"""A finished job as the rows of `jobs` and `usage`, and the milder forms of a row that the database refused.
+
+It knows the tables' columns and no connection. The prompt stays out unless asked for: results are read by
+more people than prompts are meant for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Final
+
+import msgspec
+
+from schemas.codec import encode
+from schemas.job import JobRequest, Priority
+from schemas.result import JobResult, Usage
+from worker.jobs import Finished
+
+_MAX_NAME: Final = 255  # of the tables' name columns
+_MAX_INTEGER: Final = 2**63 - 1
+
+Values = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class JobRow:
+    """Both rows of one job. `token` is the fencing token under which the job was finished."""
+
+    job: Values
+    usage: Values
+    token: int = 0
+
+    @property
+    def job_id(self) -> str:
+        return str(self.job["id"])
+
+    @classmethod
+    def of(cls, finished: Finished, *, queue: str, with_prompt: bool = False) -> JobRow:
+        result, request = finished.result, finished.request
+        choice = result.choices[0] if result.choices else None
+        job: Values = {
+            **_identity(result, queue),
+            "id": result.job_id,
+            "priority": (request.priority if request else Priority.STANDARD).value,
+            "finish_reason": result.finish_reason.value if result.finish_reason else None,
+            "text": choice.text if choice else None,
+            "token_ids": list(choice.token_ids) if choice else None,
+            "logprobs": msgspec.to_builtins(choice.logprobs) if choice and choice.logprobs is not None else None,
+            "error_code": result.error.code[:64] if result.error else None,
+            "error_message": result.error.message if result.error else None,
+            "attempts": result.attempt,
+            "worker_id": result.worker_id[:_MAX_NAME],
+            "created_ms": result.created_ms,
+            "started_ms": result.started_ms,
+            "prompt_kind": prompt_kind(request) if request else None,
+            "prompt": _prompt(request) if request and with_prompt else None,
+            "params": msgspec.to_builtins(request.params, str_keys=True) if request else None,
+            "metadata": dict(result.metadata) or None,
+            "batch_id": request.batch_id if request else None,
+            "result": encode(result),
+        }
+        numbers = {name: getattr(result.usage, name) for name in Usage.__struct_fields__}
+        usage: Values = {
+            "job_id": result.job_id,
+            **_identity(result, queue),
+            "day": _day(result.finished_ms),
+            **numbers,
+        }
+        return cls(job, usage, finished.token)
+
+    def cleaned(self) -> JobRow:
+        """Without what some databases cannot store: NUL characters, lone surrogates, numbers beyond 64 bits."""
+        job = {name: value if name == "result" else _clean(value) for name, value in self.job.items()}
+        return dataclasses.replace(self, job=_fitted(job), usage=_fitted(_clean(self.usage)))
+
+    def bare(self) -> JobRow:
+        """Identity, state and the encoded result; nothing that a database could take offence at."""
+        emptied = dict.fromkeys(("text", "token_ids", "logprobs", "prompt", "params", "metadata", "error_message"))
+        row = self.cleaned()
+        return dataclasses.replace(row, job={**row.job, **emptied})
+
+
+def prompt_kind(request: JobRequest) -> str:
+    if request.messages is not None:
+        return "messages"
+    return "ids" if request.prompt_ids is not None else "text"
+
+
+def _identity(result: JobResult, queue: str) -> Values:
+    return {
+        "queue": queue[:_MAX_NAME],
+        "model": result.model[:_MAX_NAME],
+        "tenant": result.tenant[:_MAX_NAME],
+        "state": result.status.value,
+        "finished_ms": result.finished_ms,
+    }
+
+
+def _prompt(request: JobRequest) -> object:
+    if request.messages is not None:
+        return msgspec.to_builtins(request.messages)
+    return list(request.prompt_ids) if request.prompt_ids is not None else request.prompt
+
+
+def _day(finished_ms: int) -> str:
+    try:
+        return datetime.fromtimestamp(finished_ms / 1000, UTC).date().isoformat()
+    except (ValueError, OverflowError, OSError):
+        return "0000-00-00"  # a broken clock must not keep a result from being recorded
+
+
+def _clean(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.replace("\x00", "\ufffd").encode("utf-8", "replace").decode("utf-8")
+    if isinstance(value, dict):
+        return {_clean(key): _clean(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_clean(item) for item in value]
+    if isinstance(value, int) and abs(value) > _MAX_INTEGER:
+        return _MAX_INTEGER if value > 0 else -_MAX_INTEGER
+    if isinstance(value, float) and value - value != 0:  # NaN and infinities: JSON has none
+        return None
+    return value
+
+
+_INT32 = frozenset({"attempts", "preemptions"})
+
+
+def _fitted(row: Values) -> Values:
+    """32-bit columns hold at most 2^31 - 1."""
+    return {name: min(value, 2**31 - 1) if name in _INT32 else value for name, value in row.items()}

@@ -1,0 +1,103 @@
+"""One stage of the finalizer: a queue whose head is worked off in groups, retried for ever, in order where it can be.
+
+After a failure the groups shrink by half down to one, and a single item that fails goes to the back; after
+a success they grow again. So an item that breaks every group it is in costs tries, never the others' way,
+and a dependency that is away is probed with one item at growing intervals. It knows nothing of jobs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backoff:
+    """first × 2^n, at most longest, each multiplied by a random number from [0.5, 1)."""
+
+    first_s: float = 0.1
+    longest_s: float = 15.0
+
+    def delay_s(self, failures: int, rng: random.Random) -> float:
+        return float(min(self.longest_s, self.first_s * 2.0 ** min(failures - 1, 30)) * (0.5 + rng.random() / 2))
+
+
+class Stage(Generic[T]):
+    """`work(group)` returns the items to try again by themselves, or raises: then the whole group is tried again."""
+
+    def __init__(
+        self,
+        work: Callable[[list[T]], Awaitable[list[T]]],
+        max_group: int,
+        backoff: Backoff,
+        *,
+        on_failure: Callable[[Exception], None],
+        rng: random.Random | None = None,
+    ) -> None:
+        self._work = work
+        self._max_group = max_group
+        self._backoff = backoff
+        self._on_failure = on_failure
+        self._rng = rng or random.Random()
+        self._waiting: deque[T] = deque()
+        self._later: list[T] = []  # came back by themselves; they return when the others have moved, or after a pause
+        self._current: list[T] = []
+        self._arrived = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self._current) + len(self._later)
+
+    @property
+    def items(self) -> list[T]:
+        return [*self._current, *self._waiting, *self._later]
+
+    def put(self, items: Iterable[T]) -> None:
+        self._waiting.extend(items)
+        self._arrived.set()
+
+    async def run(self) -> None:
+        """Until cancelled; what was in hand then is still counted."""
+        failures = 0
+        size = self._max_group
+        while True:
+            await self._wait_for_items()
+            self._current = [self._waiting.popleft() for _ in range(min(size, len(self._waiting)))]
+            try:
+                again = await self._work(self._current)
+            except Exception as error:
+                failures += 1
+                self._on_failure(error)
+                size = self._put_back(size)
+                await asyncio.sleep(self._backoff.delay_s(failures, self._rng))
+                continue
+            failures = 0
+            size = min(self._max_group, 2 * size)
+            self._current = []
+            self._later.extend(again)
+
+    def _put_back(self, size: int) -> int:
+        """The group returns to where it was; one that fails alone goes last. Returns the next group's size."""
+        group, self._current = self._current, []
+        if len(group) == 1:
+            self._waiting.extend(group)
+        else:
+            self._waiting.extendleft(reversed(group))
+        return max(1, min(size, len(group)) // 2)
+
+    async def _wait_for_items(self) -> None:
+        while not self._waiting:
+            self._arrived.clear()
+            try:
+                await asyncio.wait_for(self._arrived.wait(), self._backoff.longest_s if self._later else None)
+            except TimeoutError:
+                pass
+            else:
+                continue
+            self._waiting.extend(self._later)
+            self._later.clear()

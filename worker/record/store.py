@@ -1,0 +1,191 @@
+"""Writes finished jobs: many per transaction, each at most once, result and usage together.
+
+The primary key decides: a job whose row exists is left alone and the existing result handed back, so that
+Redis can be told the same. One exception: a row in state "dead" gives way to what a redrive brought.
+A row that the database cannot hold is searched by halving, cleaned, and never keeps the others waiting.
+It knows nothing of Redis, leases or retries.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from sqlalchemy import Engine, Table, and_, or_, select, text
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.engine import Connection
+
+from schemas.codec import DecodeError, decode_result
+from schemas.result import JobResult, JobStatus
+from worker.errors import SchemaOutdated, StoreUnavailable
+from worker.jobs import Finished
+from worker.record.connection import LOCK_TIMEOUT_S, STATEMENT_TIMEOUT_S, in_thread, open_engine
+from worker.record.faults import Verdict, sentence_of, verdict_of
+from worker.record.migrate import Standing, standing
+from worker.record.rows import JobRow
+from worker.record.tables import jobs, usage
+
+log = logging.getLogger(__name__)
+
+_ANSWER_TIMEOUT_S: Final = STATEMENT_TIMEOUT_S + 30
+
+
+@dataclass(slots=True)
+class RecordReport:
+    """What became of each job of one call, by job id."""
+
+    written: set[str] = field(default_factory=set)
+    existing: dict[str, JobResult] = field(default_factory=dict)  # recorded before, with what was recorded then
+    foreign: set[str] = field(default_factory=set)  # the id belongs to a job of another tenant or queue
+    cleaned: dict[str, str] = field(default_factory=dict)  # stored after a change, with the reason
+    refused: dict[str, str] = field(default_factory=dict)  # not stored, with the reason: try again later
+
+    def merge(self, other: RecordReport) -> None:
+        self.written |= other.written
+        self.existing |= other.existing
+        self.foreign |= other.foreign
+        self.cleaned |= other.cleaned
+        self.refused |= other.refused
+
+
+class ResultStore:
+    """One database. `engine` may be handed in instead of opened from the URL (tests inject faults with it)."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        queue: str = "",
+        with_prompts: bool = False,
+        engine: Engine | None = None,
+        answer_timeout_s: float = _ANSWER_TIMEOUT_S,
+    ) -> None:
+        self._engine = engine or open_engine(url)
+        self._queue = queue
+        self._with_prompts = with_prompts
+        self._answer_timeout_s = answer_timeout_s
+
+    async def record(self, finished: Sequence[Finished]) -> RecordReport:
+        """Raises StoreUnavailable when nothing, or not everything, could be decided: then call again."""
+        latest = {item.result.job_id: item for item in sorted(finished, key=lambda item: item.token)}
+        rows = [JobRow.of(item, queue=self._queue, with_prompt=self._with_prompts) for item in latest.values()]
+        rows.sort(key=lambda row: row.job_id)  # two writers that lock in one order cannot deadlock
+        return await in_thread(lambda: self._record(rows), self._answer_timeout_s)
+
+    async def check(self) -> None:
+        """Raises StoreUnavailable, or SchemaOutdated when `tokenmill db upgrade` has to run first."""
+        try:
+            state = await in_thread(self._standing, self._answer_timeout_s)
+        except StoreUnavailable:
+            raise
+        except Exception as error:
+            raise StoreUnavailable(f"the SQL store cannot be reached: {sentence_of(error)}") from error
+        if state.is_behind:
+            raise SchemaOutdated(
+                f"the database is at revision {state.current or 'none'}, this version needs {state.head}: "
+                "run `tokenmill db upgrade`"
+            )
+
+    async def close(self) -> None:
+        await in_thread(self._engine.dispose, self._answer_timeout_s)
+
+    def _standing(self) -> Standing:
+        with self._engine.connect() as connection:
+            return standing(connection)
+
+    def _record(self, rows: list[JobRow]) -> RecordReport:
+        if not rows:
+            return RecordReport()
+        try:
+            return self._commit(rows)
+        except Exception as error:
+            verdict = verdict_of(error)
+            if verdict is Verdict.SCHEMA:
+                words = (
+                    f"the database lacks what this version writes ({sentence_of(error)}): run `tokenmill db upgrade`"
+                )
+                raise StoreUnavailable(words) from error
+            if verdict is Verdict.LATER:
+                raise StoreUnavailable(f"the SQL store failed: {sentence_of(error)}") from error
+            if len(rows) == 1:
+                return self._record_milder(rows[0], sentence_of(error))
+        middle = len(rows) // 2
+        report = self._record(rows[:middle])
+        report.merge(self._record(rows[middle:]))
+        return report
+
+    def _record_milder(self, row: JobRow, reason: str) -> RecordReport:
+        for milder in (row.cleaned(), row.bare()):
+            try:
+                report = self._commit([milder])
+            except Exception as error:
+                if verdict_of(error) is not Verdict.ROW:
+                    raise StoreUnavailable(f"the SQL store failed: {sentence_of(error)}") from error
+                reason = sentence_of(error)
+            else:
+                report.cleaned[row.job_id] = reason
+                log.warning("job %s was recorded in a cleaned form: %s", row.job_id, reason)
+                return report
+        return RecordReport(refused={row.job_id: reason})
+
+    def _commit(self, rows: list[JobRow]) -> RecordReport:
+        report = RecordReport()
+        with self._engine.begin() as connection:
+            _limit(connection)
+            inserted = connection.execute(_upsert_job(self._engine.dialect.name), [row.job for row in rows])
+            report.written.update(inserted.scalars())
+            new = [row.usage for row in rows if row.job_id in report.written]
+            if new:
+                connection.execute(_upsert_usage(self._engine.dialect.name), new)
+            self._read_existing(
+                connection, {row.job_id: row for row in rows if row.job_id not in report.written}, report
+            )
+        return report
+
+    def _read_existing(self, connection: Connection, rows: dict[str, JobRow], report: RecordReport) -> None:
+        if not rows:
+            return
+        columns = (jobs.c.id, jobs.c.queue, jobs.c.tenant, jobs.c.result)
+        for job_id, queue, tenant, encoded in connection.execute(select(*columns).where(jobs.c.id.in_(rows))):
+            ours = rows[job_id].job
+            if (queue, tenant) != (ours["queue"], ours["tenant"]):
+                report.foreign.add(job_id)
+                log.error("job id %s is already recorded for another tenant or queue: its result stays there", job_id)
+                continue
+            try:
+                report.existing[job_id] = decode_result(encoded if encoded is not None else ours["result"])
+            except DecodeError:  # written by a newer version: ours stands for it
+                report.existing[job_id] = decode_result(ours["result"])
+
+
+def _limit(connection: Connection) -> None:
+    if connection.dialect.name == "postgresql":
+        connection.execute(text(f"SET LOCAL lock_timeout = '{LOCK_TIMEOUT_S}s'"))
+        connection.execute(text(f"SET LOCAL statement_timeout = '{STATEMENT_TIMEOUT_S}s'"))
+
+
+def _insert(dialect: str, table: Table) -> Any:
+    return (postgresql if dialect == "postgresql" else sqlite).insert(table)
+
+
+def _upsert_job(dialect: str) -> Any:
+    """Insert or ignore; a dead job's row gives way to a later end. Returns the ids that were written."""
+    statement = _insert(dialect, jobs)
+    new = statement.excluded
+    changed = {column.name: new[column.name] for column in jobs.c if column.name != "id"}
+    replaces = and_(
+        jobs.c.state == JobStatus.DEAD.value,
+        jobs.c.queue == new.queue,
+        jobs.c.tenant == new.tenant,
+        or_(new.state != JobStatus.DEAD.value, new.finished_ms > jobs.c.finished_ms),
+    )
+    return statement.on_conflict_do_update(index_elements=["id"], set_=changed, where=replaces).returning(jobs.c.id)
+
+
+def _upsert_usage(dialect: str) -> Any:
+    """Only for jobs whose row was just written: a usage row that is there then belongs to the dead attempt."""
+    statement = _insert(dialect, usage)
+    changed = {column.name: statement.excluded[column.name] for column in usage.c if column.name != "job_id"}
+    return statement.on_conflict_do_update(index_elements=["job_id"], set_=changed)
