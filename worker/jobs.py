@@ -10,7 +10,10 @@ from enum import StrEnum
 from typing import Literal, Protocol
 
 from schemas.chunk import Chunk
+from schemas.job import JobRequest
 from schemas.result import JobResult
+from worker.engine.types import GenerationRequest
+from worker.text.answer import Answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,23 @@ class Delivery:
     started_ms: int  # first claim ever
     attempt: int
     alone: bool = False  # suspected of crashing the engine: to be run by itself
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A job that may run: what the engine gets, and the answer so far (with the log of earlier attempts in it).
+
+    The publisher owns `answer` from here on.
+    """
+
+    delivery: Delivery
+    request: JobRequest
+    generation: GenerationRequest
+    answer: Answer
+
+    @property
+    def job_id(self) -> str:
+        return self.delivery.job_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +78,7 @@ class Finished:
     token: int
     result: JobResult
     final_chunk: Chunk
+    request: JobRequest | None = None  # what the record says of it beside the result; None: undecodable
 
 
 class ChunkLog(Protocol):

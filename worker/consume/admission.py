@@ -1,0 +1,280 @@
+"""From a claimed job's bytes to a request that the engine can run, or to the job's end.
+
+Whatever arrives is answered: bytes that are no request, values that cannot be meant, prompts that do not
+fit, jobs whose log already holds their end. Nothing here raises for what a producer can send. It knows
+no Redis, no SQL, and the engine only as a request to fill in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from schemas.codec import DecodeError, decode_request
+from schemas.generation import FinishReason
+from schemas.job import JobRequest
+from schemas.result import JobError, JobStatus
+from schemas.validation import MAX_NAME_CHARS, metadata_problems, problems
+from worker.engine.types import GenerationRequest
+from worker.jobs import Admitted, Delivery, Finished
+from worker.outcome import conclude
+from worker.text.answer import Answer
+from worker.text.replay import EndRules, LogCorrupt, read_log, replay
+from worker.text.tokenizer import TemplateError, Tokenizer
+
+log = logging.getLogger(__name__)
+
+INVALID = "invalid_request"
+TOO_LONG = "context_length_exceeded"
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What admission must know of the model. `names` are those a request may call it by, the first is its own.
+
+    `default_max_tokens` limits answers of requests that name no limit; None: the rest of the model's length.
+    """
+
+    names: tuple[str, ...]
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    default_max_tokens: int | None = None
+
+
+class _Refused(Exception):
+    """The job ends here, as failed."""
+
+    def __init__(self, message: str, code: str = INVALID) -> None:
+        super().__init__(message)
+        self.error = JobError(code, message)
+
+
+class Admission:
+    """One per worker; `admit` may run for several jobs at once."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, model: ServedModel, *, worker_id: str = "", clock: Callable[[], float] = time.time
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._model = model
+        self._worker_id = worker_id
+        self._clock = clock
+
+    async def admit(self, delivery: Delivery) -> Admitted | Finished:
+        request: JobRequest | None = None
+        try:
+            request = decode_request(delivery.payload)
+            if delivery.verdict != "run":
+                return self._ended(delivery, request)
+            return await self._admit(delivery, request)
+        except DecodeError as error:
+            if delivery.verdict != "run":
+                return self._ended(delivery, None)
+            return self._failed(delivery, None, JobError(INVALID, f"the {error}"))
+        except _Refused as refusal:
+            return self._failed(delivery, request, refusal.error)
+        except Exception as error:  # whatever it is, it must not keep the jobs beside it from starting
+            log.exception("job %s cannot be admitted", delivery.job_id)
+            message = f"the worker could not take this request in: {type(error).__name__}"
+            return self._failed(delivery, request, JobError("internal_error", message))
+
+    async def _admit(self, delivery: Delivery, request: JobRequest) -> Admitted | Finished:
+        self._check(request)
+        if self._is_late(request) and not delivery.log:
+            return self._conclude(delivery, JobStatus.EXPIRED, request, None, _late_error(request))
+        prompt_ids = await self._encode(request)
+        max_tokens = self._resolve_max_tokens(request, len(prompt_ids))
+        answer = self._answer_so_far(delivery, request, max_tokens)
+        answer.prompt_tokens = len(prompt_ids)
+        if not answer.is_finished and self._is_late(request):
+            answer.end_all(FinishReason.EXPIRED)
+        if answer.is_finished:
+            return self._conclude(delivery, answer.status, request, answer, _error_of(answer.status, request))
+        generation = self._generation(delivery, request, answer, prompt_ids, max_tokens)
+        return Admitted(delivery, request, generation, answer)
+
+    def _generation(
+        self, delivery: Delivery, request: JobRequest, answer: Answer, prompt_ids: tuple[int, ...], max_tokens: int
+    ) -> GenerationRequest:
+        params = request.params
+        seed = seed_of(delivery.job_id) if params.seed is None else params.seed
+        done = tuple(i for i, choice in enumerate(answer.choices) if choice.finish_reason is not None)
+        resumed = tuple(tuple(choice.stream.token_ids) for choice in answer.choices) if answer.num_tokens else ()
+        return GenerationRequest(
+            request_id=delivery.job_id,
+            prompt_ids=prompt_ids,
+            params=msgspec.structs.replace(
+                params, seed=seed, max_tokens=max_tokens, stop=()
+            ),  # text is not its business
+            priority=request.priority.rank,
+            tenant=request.tenant,
+            cache_salt=request.tenant,
+            deadline=None if request.deadline_ms is None else request.deadline_ms / 1000,
+            resumed=resumed,
+            done=done,
+        )
+
+    # ── checks ──
+
+    def _check(self, request: JobRequest) -> None:
+        found = problems(request)
+        if found:
+            raise _Refused("; ".join(found))
+        if request.model and request.model not in self._model.names:
+            raise _Refused(
+                f"model {request.model!r} is not served here; this queue serves {self._model.names[0]!r}",
+                "model_not_found",
+            )
+        for field, ids in (
+            ("prompt_ids", request.prompt_ids or ()),
+            ("stop_token_ids", request.params.stop_token_ids),
+            ("logit_bias", tuple(request.params.logit_bias)),
+        ):
+            if max(ids, default=0) >= self._model.vocab_size:
+                raise _Refused(f"{field} holds {max(ids)}, outside the vocabulary of {self._model.vocab_size} ids")
+
+    async def _encode(self, request: JobRequest) -> tuple[int, ...]:
+        texts = [request.prompt or "", *(message.content for message in request.messages or ())]
+        least = sum(self._tokenizer.least_tokens(text) for text in texts)
+        if least >= self._model.max_model_len:
+            raise _Refused(f"the prompt has at least {least} tokens; {self._length_rule}", TOO_LONG)
+        if request.prompt_ids is not None:
+            prompt_ids = request.prompt_ids
+        elif request.messages is not None:
+            try:
+                prompt_ids = await self._tokenizer.encode_chat(request.messages)
+            except TemplateError as error:
+                raise _Refused(str(error)) from error
+        else:
+            prompt_ids = await self._tokenizer.encode_prompt(request.prompt or "")
+        if not prompt_ids:
+            raise _Refused("the prompt is empty: it has no tokens")
+        if len(prompt_ids) >= self._model.max_model_len:
+            raise _Refused(f"the prompt has {len(prompt_ids)} tokens; {self._length_rule}", TOO_LONG)
+        return prompt_ids
+
+    @property
+    def _length_rule(self) -> str:
+        return f"the model's length is {self._model.max_model_len}, of which the answer needs at least 1"
+
+    def _resolve_max_tokens(self, request: JobRequest, num_prompt_tokens: int) -> int:
+        room = self._model.max_model_len - num_prompt_tokens
+        wanted = request.params.max_tokens
+        if wanted is None:
+            default = self._model.default_max_tokens
+            return room if default is None else min(room, max(default, request.params.min_tokens))
+        if wanted > room:
+            raise _Refused(
+                f"{num_prompt_tokens} prompt tokens and max_tokens={wanted} make {num_prompt_tokens + wanted}; "
+                f"the model's length is {self._model.max_model_len}",
+                TOO_LONG,
+            )
+        return wanted
+
+    def _is_late(self, request: JobRequest) -> bool:
+        return request.deadline_ms is not None and request.deadline_ms <= self._now_ms()
+
+    # ── the log ──
+
+    def _answer_so_far(self, delivery: Delivery, request: JobRequest, max_tokens: int) -> Answer:
+        answer = Answer.start(self._tokenizer, request.params)
+        answer.queue_ms = max(0, delivery.started_ms - delivery.created_ms)
+        rules = EndRules.of(request.params, max_tokens, self._model.eos_token_ids)
+        try:
+            replay(answer, read_log(delivery.log), rules)
+        except LogCorrupt as error:
+            raise _Refused(str(error), "corrupt_log") from error
+        return answer
+
+    # ── ends ──
+
+    def _ended(self, delivery: Delivery, request: JobRequest | None) -> Finished:
+        """The queue found the job at its end: its answer is what was logged."""
+        status, reason, error = _verdict(delivery, request)
+        answer = None
+        if request is not None and delivery.log and not problems(request):
+            try:
+                answer = self._answer_so_far(delivery, request, request.params.max_tokens or self._model.max_model_len)
+            except _Refused:  # a log that cannot be read does not change the verdict
+                answer = None
+        if answer is not None:
+            answer.prompt_tokens = _logged_prompt_tokens(delivery)
+            answer.end_all(reason)
+        return self._conclude(delivery, status, request, answer, error)
+
+    def _failed(self, delivery: Delivery, request: JobRequest | None, error: JobError) -> Finished:
+        return self._conclude(delivery, JobStatus.FAILED, request, None, error)
+
+    def _conclude(
+        self,
+        delivery: Delivery,
+        status: JobStatus,
+        request: JobRequest | None,
+        answer: Answer | None,
+        error: JobError | None,
+    ) -> Finished:
+        return conclude(
+            delivery,
+            status,
+            worker_id=self._worker_id,
+            now_ms=self._now_ms(),
+            request=None if request is None else recordable(request),
+            answer=answer,
+            error=error,
+            model=self._model.names[0],
+        )
+
+    def _now_ms(self) -> int:
+        return int(self._clock() * 1000)
+
+
+def seed_of(job_id: str) -> int:
+    """For jobs that name none: the same at every delivery, so that a continued answer goes on as it would have."""
+    return int.from_bytes(hashlib.blake2b(job_id.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def _verdict(delivery: Delivery, request: JobRequest | None) -> tuple[JobStatus, FinishReason, JobError | None]:
+    if delivery.verdict == "cancelled":
+        return JobStatus.CANCELLED, FinishReason.CANCELLED, None
+    if delivery.verdict == "expired":
+        return JobStatus.EXPIRED, FinishReason.EXPIRED, _late_error(request)
+    message = f"set aside after {delivery.crashes} engine crashes and {delivery.deliveries} deliveries"
+    return JobStatus.DEAD, FinishReason.ERROR, JobError("dead", message)
+
+
+def _late_error(request: JobRequest | None) -> JobError:
+    when = f" ({request.deadline_ms} ms)" if request is not None and request.deadline_ms is not None else ""
+    return JobError("deadline_exceeded", f"the deadline{when} passed before the answer was complete")
+
+
+def _error_of(status: JobStatus, request: JobRequest) -> JobError | None:
+    """Of an end that an earlier attempt logged without living to record it."""
+    if status is JobStatus.EXPIRED:
+        return _late_error(request)
+    return JobError("engine_error", "the engine failed in an earlier attempt") if status is JobStatus.FAILED else None
+
+
+def recordable(request: JobRequest) -> JobRequest:
+    """As it may stand in a result: names and metadata of a refused request need not fit any column."""
+    if not problems(request):
+        return request
+    metadata = {} if metadata_problems(request.metadata) else request.metadata
+    return msgspec.structs.replace(
+        request, model=_printable(request.model), tenant=_printable(request.tenant), metadata=metadata
+    )
+
+
+def _printable(name: str) -> str:
+    return "".join(letter for letter in name[:MAX_NAME_CHARS] if letter.isprintable())
+
+
+def _logged_prompt_tokens(delivery: Delivery) -> int:
+    """The first chunk tells how many prompt tokens were computed for the job."""
+    usage = read_log(delivery.log[:1])[0].usage
+    return usage.prompt_tokens if usage is not None else 0

@@ -1,0 +1,65 @@
+"""The end of a job as one value: result and final chunk from what is known of it when it ends.
+
+A job may end before it has a request (undecodable bytes), before it has an answer (refused) or with
+one. It decides no status; it only writes it down.
+"""
+
+from __future__ import annotations
+
+from schemas.chunk import Chunk
+from schemas.job import JobRequest
+from schemas.result import JobError, JobResult, JobStatus, Usage
+from worker.jobs import Delivery, Finished
+from worker.text.answer import Answer
+
+
+def conclude(
+    delivery: Delivery,
+    status: JobStatus,
+    *,
+    worker_id: str,
+    now_ms: int,
+    request: JobRequest | None = None,
+    answer: Answer | None = None,
+    error: JobError | None = None,
+    model: str = "",
+) -> Finished:
+    """`model` is what the worker serves, for requests that name none. Partial answers are kept."""
+    usage = _usage(delivery, answer, now_ms)
+    generated = answer is not None and answer.num_tokens > 0
+    result = JobResult(
+        job_id=delivery.job_id,
+        status=status,
+        model=(request.model if request is not None else "") or model,
+        tenant=request.tenant if request is not None else "",
+        choices=answer.results() if answer is not None and (generated or answer.is_finished) else (),
+        usage=usage,
+        error=error,
+        attempt=delivery.attempt,
+        worker_id=worker_id,
+        created_ms=delivery.created_ms,
+        started_ms=delivery.started_ms,
+        finished_ms=now_ms,
+        metadata=request.metadata if request is not None else {},
+    )
+    return Finished(delivery.token, result, _final_chunk(result, answer))
+
+
+def _usage(delivery: Delivery, answer: Answer | None, now_ms: int) -> Usage:
+    total_ms = max(0, now_ms - delivery.created_ms)
+    if answer is not None:
+        return answer.usage(total_ms)
+    return Usage(queue_ms=max(0, delivery.started_ms - delivery.created_ms), total_ms=total_ms)
+
+
+def _final_chunk(result: JobResult, answer: Answer | None) -> Chunk:
+    return Chunk(
+        job_id=result.job_id,
+        index=answer.num_tokens if answer is not None else 0,
+        text=answer.rest if answer is not None else "",
+        finish_reason=result.finish_reason,
+        attempt=result.attempt,
+        status=result.status,
+        usage=result.usage,
+        error=result.error,
+    )

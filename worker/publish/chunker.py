@@ -1,0 +1,143 @@
+"""Cuts a job's answer into chunks: one per token while streaming, a checkpoint of many otherwise.
+
+A chunk is kept until the log has it, so that a repeated append sends the same bytes; later chunks are
+made again from the answer when the log turns out to be shorter than believed. It knows no Redis and no
+engine.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from itertools import islice
+
+from schemas.chunk import Chunk
+from worker.jobs import Admitted, Append
+from worker.text.answer import Choice
+
+CHECKPOINT_TOKENS = 32
+
+
+class Chunker:
+    """How far one running job's answer is logged, and the chunks from there on.
+
+    0 ──── logged ──── made into chunks ──── answer.num_tokens
+                       (unconfirmed)
+    """
+
+    def __init__(self, job: Admitted, checkpoint_tokens: int = CHECKPOINT_TOKENS) -> None:
+        self.job = job
+        self._answer = job.answer
+        self._streams = job.request.stream
+        self._per_chunk = 1 if self._streams else max(1, checkpoint_tokens)
+        self._unconfirmed: deque[Append] = deque()
+        self._made = 0
+        self._positions = [0] * len(job.answer.choices)  # tokens of each choice among those made into chunks
+        self._ended: set[int] = set()  # choices whose end a chunk tells
+        self.seek(job.answer.num_tokens)  # what is there already was read from the log
+
+    @property
+    def num_unlogged(self) -> int:
+        """Tokens."""
+        logged = self._unconfirmed[0].chunk.index if self._unconfirmed else self._made
+        return self._answer.num_tokens - logged
+
+    @property
+    def is_due(self) -> bool:
+        """Is there something to append? A checkpoint waits until it is full, or the answer has ended."""
+        waiting = self._answer.num_tokens - self._made
+        is_full = waiting >= self._per_chunk or (waiting > 0 and self._answer.is_finished)
+        return is_full or bool(self._unconfirmed) or bool(self._untold_ends())
+
+    def appends(self, limit: int) -> list[Append]:
+        """The next chunks, at most `limit`; `confirm` tells that the first of them is logged."""
+        if not self._streams:
+            self._group_by_choice()
+        for start, end in self._spans(limit - len(self._unconfirmed)):
+            self._unconfirmed.append(self._append(self._make(start, end)))
+        if self._made == self._answer.num_tokens:
+            for choice in self._untold_ends():
+                self._unconfirmed.append(self._append(self._make_end(choice)))
+        return list(islice(self._unconfirmed, limit))
+
+    def _append(self, chunk: Chunk) -> Append:
+        return Append(self.job.delivery.token, chunk, checkpoint=not self._streams)
+
+    def _untold_ends(self) -> list[int]:
+        """Choices that ended without a token, where the job goes on; a lone choice's end is the job's own."""
+        if len(self._positions) == 1 or not self._streams:
+            return []
+        return [
+            index
+            for index, choice in enumerate(self._answer.choices)
+            if choice.finish_reason is not None
+            and index not in self._ended
+            and (self._positions[index] == choice.num_tokens)
+        ]
+
+    def confirm(self) -> None:
+        self._unconfirmed.popleft()
+
+    def seek(self, index: int) -> None:
+        """The log ends at this index; everything after it is to be sent (again)."""
+        self._unconfirmed.clear()
+        self._made = max(0, min(index, self._answer.num_tokens))
+        self._positions = [0] * len(self._positions)
+        for choice in islice(self._answer.order, self._made):
+            self._positions[choice] += 1
+        self._ended = {index for index, c in enumerate(self._answer.choices) if self._is_told(index, c)}
+
+    def _is_told(self, index: int, choice: Choice) -> bool:
+        """Is every token of an ended choice in the log? Then its end is there, or told by the job's."""
+        return choice.finish_reason is not None and self._positions[index] == choice.num_tokens
+
+    def _group_by_choice(self) -> None:
+        """Checkpoints are not published: with one run of tokens per choice they are fewer."""
+        if len(self._positions) > 1:
+            self._answer.order[self._made :] = sorted(self._answer.order[self._made :])
+
+    def _spans(self, limit: int) -> Iterator[tuple[int, int]]:
+        """Index ranges of the next chunks: runs of one choice, no longer than a chunk may be."""
+        order, start = self._answer.order, self._made
+        for _ in range(limit):
+            if start >= len(order):
+                return
+            end = start + 1
+            while end < len(order) and end - start < self._per_chunk and order[end] == order[start]:
+                end += 1
+            yield start, end
+            start = end
+
+    def _make(self, index: int, end: int) -> Chunk:
+        choice_index = self._answer.order[index]
+        choice = self._answer.choices[choice_index]
+        start = self._positions[choice_index]
+        stop = start + end - index
+        self._positions[choice_index] = stop
+        self._made = end
+        finish_reason = choice.finish_reason if stop == choice.num_tokens else None
+        if finish_reason is not None:
+            self._ended.add(choice_index)
+        return Chunk(
+            job_id=self.job.job_id,
+            index=index,
+            token_ids=tuple(choice.stream.token_ids[start:stop]),
+            text="".join(choice.stream.pieces[start:stop]),
+            choice=choice_index,
+            logprobs=None if choice.logprobs is None else tuple(choice.logprobs[start:stop]),
+            finish_reason=finish_reason,
+            attempt=self.job.delivery.attempt,
+            usage=self._answer.usage_at_start() if index == 0 else None,
+        )
+
+    def _make_end(self, choice_index: int) -> Chunk:
+        choice = self._answer.choices[choice_index]
+        self._ended.add(choice_index)
+        return Chunk(
+            job_id=self.job.job_id,
+            index=self._made,
+            text=choice.stream.rest,
+            choice=choice_index,
+            finish_reason=choice.finish_reason,
+            attempt=self.job.delivery.attempt,
+        )

@@ -1,0 +1,268 @@
+"""The engine's events of one step become text, and the text becomes chunks: one append for all jobs.
+
+Keeps the answers of running jobs. While the log cannot be reached the answers go on growing and nothing
+loses its place: chunks are sent when it is back, and a job that ends meanwhile is reported all the same,
+for its result replaces its log. It knows no Redis command, no SQL and no engine: what the engine must
+stop is in the report.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from redis.exceptions import RedisError
+
+from schemas.generation import FinishReason
+from schemas.result import JobError, JobStatus
+from worker.engine.types import TokenEvent
+from worker.errors import Unavailable
+from worker.jobs import Admitted, Append, AppendReply, ChunkLog, Finished
+from worker.outcome import conclude
+from worker.publish.chunker import CHECKPOINT_TOKENS, Chunker
+
+log = logging.getLogger(__name__)
+
+LOG_ERRORS = (OSError, RedisError, Unavailable)  # nothing is known of what was appended: send it again
+RETRY_PAUSES_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0)
+
+
+@dataclass(frozen=True, slots=True)
+class PublishLimits:
+    """`max_unlogged` tokens may wait for the log before intake should stop; `max_appends` chunks go in one call."""
+
+    checkpoint_tokens: int = CHECKPOINT_TOKENS
+    max_unlogged: int = 50_000
+    max_appends: int = 2_048
+
+
+@dataclass(frozen=True, slots=True)
+class CancelOrder:
+    """The engine must stop this choice (None: every choice) of the job."""
+
+    job_id: str
+    reason: FinishReason
+    choice: int | None = None
+
+
+@dataclass(slots=True)
+class PublishReport:
+    """What came of one call: jobs at their end, what the engine must stop, jobs that are another worker's now."""
+
+    finished: list[Finished] = field(default_factory=list)
+    cancel: list[CancelOrder] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    job: Admitted
+    chunker: Chunker
+    error: JobError | None = None
+    is_cancelled: bool = False
+
+
+class Publisher:
+    """One per worker. `handle` is called once per engine step."""
+
+    def __init__(
+        self,
+        log: ChunkLog,
+        *,
+        worker_id: str = "",
+        model: str = "",
+        limits: PublishLimits | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._log = log
+        self._worker_id = worker_id
+        self._model = model
+        self._limits = limits or PublishLimits()
+        self._clock = clock
+        self._running: dict[str, _Running] = {}
+        self._due: dict[str, _Running] = {}  # those with something to append, longest waiting first
+        self._failures = 0  # of the log, in a row
+        self._retry_at = 0.0  # monotonic seconds
+        self._appending = asyncio.Lock()
+
+    # ── jobs ──
+
+    def open(self, job: Admitted) -> None:
+        """From now on the job's events are published. The publisher owns its answer."""
+        self._running[job.job_id] = _Running(job, Chunker(job, self._limits.checkpoint_tokens))
+
+    def close(self, job_id: str) -> None:
+        """Forget a job (given back, lost); its events are ignored from now on."""
+        self._running.pop(job_id, None)
+        self._due.pop(job_id, None)
+
+    def __contains__(self, job_id: str) -> bool:
+        return job_id in self._running
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    @property
+    def has_pending(self) -> bool:
+        """Chunks wait for the log: call `handle` (or `flush`) again, also without events."""
+        return bool(self._due)
+
+    @property
+    def is_full(self) -> bool:
+        return self.num_unlogged >= self._limits.max_unlogged
+
+    @property
+    def num_unlogged(self) -> int:
+        """Tokens that wait for the log."""
+        return sum(running.chunker.num_unlogged for running in self._due.values())
+
+    # ── one step ──
+
+    async def handle(self, events: Sequence[TokenEvent]) -> PublishReport:
+        """Take a step's events and append what they made: at most one call to the log, which may fail."""
+        report = PublishReport()
+        touched: dict[str, _Running] = {}
+        for event in events:
+            running = self._running.get(event.request_id)
+            if running is not None:
+                self._take(running, event, report)
+                touched[event.request_id] = running
+        for job_id, running in touched.items():
+            if running.chunker.is_due:
+                self._due.setdefault(job_id, running)
+        if self._due and time.monotonic() >= self._retry_at:
+            await self._append(report)
+        self._finish(touched, report)
+        return report
+
+    async def flush(self) -> PublishReport:
+        """Try to append what waits, without regard to the pause after a failure."""
+        self._retry_at = 0.0
+        return await self.handle(())
+
+    def _take(self, running: _Running, event: TokenEvent, report: PublishReport) -> None:
+        answer, job_id = running.job.answer, event.request_id
+        if event.finish_reason is FinishReason.ERROR and self._concerns(running, event):
+            running.error = JobError(event.error_code or "engine_error", event.error or "the engine failed")
+            if len(answer.choices) > 1:
+                report.cancel.append(CancelOrder(job_id, FinishReason.ERROR))
+            answer.end_all(FinishReason.ERROR)
+            return
+        choice = answer.choices[event.choice]
+        if choice.finish_reason is not None:
+            return
+        if not answer.order:
+            self._note_first(running, event)
+        choice.preemptions = max(choice.preemptions, event.preemptions)
+        if answer.push(event.choice, event.token_ids, event.logprobs):
+            if event.finish_reason is None:
+                report.cancel.append(CancelOrder(job_id, FinishReason.STOP, event.choice))
+        elif event.finish_reason is not None:
+            answer.end(event.choice, event.finish_reason, with_last_token=bool(event.token_ids))
+
+    def _concerns(self, running: _Running, event: TokenEvent) -> bool:
+        """An error of a choice that its stop string has ended already is nothing to the job. A refusal of the
+        whole request names choice 0, even where an earlier attempt finished that.
+        """
+        is_running = running.job.answer.choices[event.choice].finish_reason is None
+        return is_running or event.choice in running.job.generation.done
+
+    def _note_first(self, running: _Running, event: TokenEvent) -> None:
+        answer = running.job.answer
+        answer.cached_tokens = min(event.num_cached_tokens, answer.prompt_tokens)
+        if event.token_ids:
+            answer.ttft_ms = max(0, self._now_ms() - running.job.delivery.created_ms)
+
+    def _finish(self, touched: dict[str, _Running], report: PublishReport) -> None:
+        for job_id, running in touched.items():
+            if running.job.answer.is_finished and self._running.get(job_id) is running:
+                self.close(job_id)
+                report.finished.append(
+                    conclude(
+                        running.job.delivery,
+                        JobStatus.FAILED if running.error else running.job.answer.status,
+                        worker_id=self._worker_id,
+                        now_ms=self._now_ms(),
+                        request=running.job.request,
+                        answer=running.job.answer,
+                        error=running.error,
+                        model=self._model,
+                    )
+                )
+
+    def _now_ms(self) -> int:
+        return int(self._clock() * 1000)
+
+    # ── the log ──
+
+    async def _append(self, report: PublishReport) -> None:
+        async with self._appending:  # order within a job is the order of the calls
+            items, owners = self._collect()
+            try:
+                replies = await self._log.append(items)
+            except LOG_ERRORS as error:
+                self._postpone(error)
+                return
+            if self._failures:
+                log.info("the log is back: %d tokens wait for it", self.num_unlogged)
+            self._failures, self._retry_at = 0, 0.0
+            self._apply(items, owners, replies, report)
+
+    def _collect(self) -> tuple[list[Append], list[_Running]]:
+        """The next chunks of the jobs that have waited longest, as many as one call may carry."""
+        items: list[Append] = []
+        owners: list[_Running] = []
+        for running in self._due.values():
+            room = self._limits.max_appends - len(items)
+            if room <= 0:
+                break
+            chunks = running.chunker.appends(room)
+            items += chunks
+            owners += [running] * len(chunks)
+        return items, owners
+
+    def _apply(
+        self,
+        items: list[Append],
+        owners: list[_Running],
+        replies: list[tuple[AppendReply, int]],
+        report: PublishReport,
+    ) -> None:
+        settled: set[_Running] = set()  # lost, or to be sent again from the log's end: their other replies say the same
+        for running, item, (reply, end) in zip(owners, items, replies, strict=True):
+            job_id = item.chunk.job_id
+            if running in settled or self._running.get(job_id) is not running:
+                continue
+            if reply is AppendReply.LOST:
+                settled.add(running)
+                self.close(job_id)
+                report.lost.append(job_id)
+            elif reply is AppendReply.GAP:
+                settled.add(running)
+                log.warning("the log of job %s ends at %d, not at %d: sent again", job_id, end, item.chunk.index)
+                running.chunker.seek(end)
+            else:
+                running.chunker.confirm()
+                if reply is AppendReply.CANCELLED and not running.is_cancelled:
+                    running.is_cancelled = True
+                    report.cancel.append(CancelOrder(job_id, FinishReason.CANCELLED))
+        self._settle_due(owners)
+
+    def _settle_due(self, owners: list[_Running]) -> None:
+        """Jobs that were served go to the end of the line, or out of it."""
+        for running in dict.fromkeys(owners):
+            job_id = running.job.job_id
+            if self._due.get(job_id) is running:
+                del self._due[job_id]
+                if running.chunker.is_due:
+                    self._due[job_id] = running
+
+    def _postpone(self, error: Exception) -> None:
+        pause = RETRY_PAUSES_S[min(self._failures, len(RETRY_PAUSES_S) - 1)]
+        if not self._failures:
+            log.warning("the log cannot be reached (%s): chunks wait", error)
+        self._failures += 1
+        self._retry_at = time.monotonic() + pause

@@ -1,0 +1,150 @@
+"""A job's answer as it grows: n choices, the order in which their tokens came, and what is to be billed.
+
+The same value is filled by the engine's events, by the log of an earlier attempt, or by both in turn.
+It knows no delivery, no chunk and no queue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from schemas.generation import FinishReason, SamplingParams, TokenLogprob
+from schemas.result import ChoiceResult, JobStatus, Usage
+from worker.text.stream import TextStream
+from worker.text.tokenizer import Tokenizer
+
+# The job's status where its choices ended differently: the gravest counts.
+_STATUS_OF_END = (
+    (FinishReason.ERROR, JobStatus.FAILED),
+    (FinishReason.CANCELLED, JobStatus.CANCELLED),
+    (FinishReason.EXPIRED, JobStatus.EXPIRED),
+)
+
+
+@dataclass(slots=True)
+class Choice:
+    """One of the n sequences of an answer."""
+
+    stream: TextStream
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: FinishReason | None = None
+    preemptions: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.stream.token_ids)
+
+
+@dataclass(slots=True)
+class Answer:
+    """`order[i]` is the choice that the job's i-th token belongs to. Times in milliseconds after creation."""
+
+    choices: tuple[Choice, ...]
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    queue_ms: int = 0
+    ttft_ms: int = 0
+    order: list[int] = field(default_factory=list)
+
+    @classmethod
+    def start(cls, tokenizer: Tokenizer, params: SamplingParams) -> Answer:
+        """An empty one, with a fresh text stream for each choice."""
+        return cls(
+            tuple(
+                Choice(
+                    TextStream(tokenizer.detokenizer(), params.stop, params.min_tokens),
+                    [] if params.wants_logprobs else None,
+                )
+                for _ in range(params.n)
+            )
+        )
+
+    # ── growing ──
+
+    def push(self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None = None) -> bool:
+        """Add tokens to a choice; True if a stop string ended it now. What follows a choice's end is dropped."""
+        choice = self.choices[index]
+        if choice.finish_reason is not None:
+            return False
+        for i, token_id in enumerate(token_ids):
+            choice.stream.push(token_id)
+            self.order.append(index)
+            if choice.logprobs is not None and logprobs is not None:
+                choice.logprobs.append(logprobs[i])
+            if choice.stream.stopped:
+                choice.finish_reason = FinishReason.STOP
+                return True
+        return False
+
+    def end(self, index: int, reason: FinishReason, *, with_last_token: bool) -> None:
+        """The choice ends; text that was held back comes out. Ending it again changes nothing."""
+        choice = self.choices[index]
+        if choice.finish_reason is None:
+            choice.stream.close(with_last_token=with_last_token)
+            choice.finish_reason = FinishReason.STOP if choice.stream.stopped else reason
+
+    def end_all(self, reason: FinishReason) -> None:
+        """Break off every choice that has not ended."""
+        for index in range(len(self.choices)):
+            self.end(index, reason, with_last_token=False)
+
+    # ── reading ──
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all choices together: the index that the next chunk will have."""
+        return len(self.order)
+
+    @property
+    def is_finished(self) -> bool:
+        return all(choice.finish_reason is not None for choice in self.choices)
+
+    @property
+    def status(self) -> JobStatus:
+        reasons = {choice.finish_reason for choice in self.choices}
+        for reason, status in _STATUS_OF_END:
+            if reason in reasons:
+                return status
+        return JobStatus.SUCCEEDED
+
+    @property
+    def rest(self) -> str:
+        """Text after the last token's chunk, for the final chunk; with several choices each tells its own."""
+        return self.choices[0].stream.rest if len(self.choices) == 1 else ""
+
+    def usage_at_start(self) -> Usage:
+        """What is known when the first token comes; logged with it, for whoever resumes the job."""
+        return Usage(
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            queue_ms=self.queue_ms,
+            ttft_ms=self.ttft_ms,
+        )
+
+    def usage(self, total_ms: int) -> Usage:
+        """The prompt is billed once the answer has begun."""
+        prompt_tokens = self.prompt_tokens if self.order else 0
+        return Usage(
+            prompt_tokens=prompt_tokens,
+            cached_tokens=min(self.cached_tokens, prompt_tokens),
+            completion_tokens=self.num_tokens,
+            queue_ms=self.queue_ms,
+            ttft_ms=self.ttft_ms,
+            total_ms=total_ms,
+            preemptions=sum(choice.preemptions for choice in self.choices),
+        )
+
+    def results(self) -> tuple[ChoiceResult, ...]:
+        return tuple(self._result(index, choice) for index, choice in enumerate(self.choices))
+
+    def _result(self, index: int, choice: Choice) -> ChoiceResult:
+        stream = choice.stream
+        return ChoiceResult(
+            index=index,
+            text=stream.text,
+            token_ids=tuple(stream.token_ids),
+            text_ends=stream.text_ends,
+            finish_reason=choice.finish_reason,
+            logprobs=None if choice.logprobs is None else tuple(choice.logprobs),
+        )

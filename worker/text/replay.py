@@ -1,0 +1,74 @@
+"""The log of earlier attempts becomes the answer so far, as if this worker had generated it itself.
+
+It knows the chunks' order and the rules by which an answer ends on its tokens; not why the job came
+back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from schemas.chunk import Chunk
+from schemas.codec import DecodeError, decode_chunk
+from schemas.generation import FinishReason, SamplingParams
+from worker.text.answer import Answer
+
+
+class LogCorrupt(ValueError):
+    """The log cannot be continued; the message is one sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndRules:
+    """When tokens alone end a choice: the engine's rules, needed where it died before it could say so."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(cls, params: SamplingParams, max_tokens: int, eos_token_ids: frozenset[int]) -> EndRules:
+        eos = frozenset() if params.ignore_eos else eos_token_ids
+        return cls(max_tokens, params.min_tokens, eos | frozenset(params.stop_token_ids))
+
+    def reason(self, token_ids: list[int]) -> FinishReason | None:
+        if token_ids and token_ids[-1] in self.stop_token_ids and len(token_ids) >= self.min_tokens:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(token_ids) >= self.max_tokens else None
+
+
+def read_log(entries: Iterable[bytes]) -> list[Chunk]:
+    """Decoded and checked to be one unbroken run of tokens from index 0. Raises LogCorrupt."""
+    chunks: list[Chunk] = []
+    end = 0
+    for entry in entries:
+        try:
+            chunk = decode_chunk(entry)
+        except DecodeError as error:
+            raise LogCorrupt(f"the log of earlier attempts cannot be read after {end} tokens: {error}") from error
+        if chunk.index != end:
+            raise LogCorrupt(f"the log of earlier attempts has a chunk at {chunk.index} where {end} was due")
+        chunks.append(chunk)
+        end = chunk.end
+    return chunks
+
+
+def replay(answer: Answer, chunks: Iterable[Chunk], rules: EndRules) -> None:
+    """Feed what was delivered into a fresh answer, and end the choices that had ended. Raises LogCorrupt."""
+    for chunk in chunks:
+        if not 0 <= chunk.choice < len(answer.choices):
+            raise LogCorrupt(f"the log of earlier attempts has a choice {chunk.choice} of {len(answer.choices)}")
+        if chunk.index == 0 and chunk.usage is not None:  # measured at the job's first token, whoever made it
+            answer.cached_tokens = chunk.usage.cached_tokens
+            answer.ttft_ms = chunk.usage.ttft_ms
+        before = answer.num_tokens
+        answer.push(chunk.choice, chunk.token_ids, chunk.logprobs)
+        if answer.num_tokens - before != len(chunk.token_ids):
+            raise LogCorrupt(f"the log of earlier attempts goes on after the end of choice {chunk.choice}")
+        if chunk.finish_reason is not None:
+            answer.end(chunk.choice, chunk.finish_reason, with_last_token=bool(chunk.token_ids))
+    for index, choice in enumerate(answer.choices):
+        reason = rules.reason(choice.stream.token_ids)
+        if reason is not None:
+            answer.end(index, reason, with_last_token=False)

@@ -1,0 +1,146 @@
+"""Text and chats to token ids, token ids to text: one model's tokenizer, loaded from its folder, offline.
+
+Long texts are tokenised in a thread, so that the event loop goes on. It knows no job and no length
+limit: whoever admits a job compares the number of tokens with the model's length.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from schemas.job import Message
+from worker.text.detokenizer import Detokenizer, WindowDetokenizer
+from worker.text.pieces import Pieces, read_pieces
+
+THREAD_CHARS = 4_000  # longer texts leave the event loop
+
+
+class TemplateError(ValueError):
+    """The model has no chat template, or its template refuses these messages."""
+
+
+class Tokenizer:
+    """Wraps a Transformers tokenizer (`PreTrainedTokenizerFast`, or any with the same calls)."""
+
+    def __init__(self, tokenizer: Any, chat_template: str | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._template = chat_template or getattr(tokenizer, "chat_template", None)
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._special = _special_ids(tokenizer, backend)
+        self._pieces: Pieces | None = None
+        if backend is not None and not _cleans_up(tokenizer, backend):
+            self._pieces = read_pieces(backend, self._special)
+        self._longest_token = _longest_token(backend)
+
+    @classmethod
+    def load(cls, folder: str | Path, chat_template: str | None = None) -> Tokenizer:
+        """From a model's folder; never asks the network. Raises OSError if there is none."""
+        from transformers import AutoTokenizer
+
+        loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        return cls(loaded, chat_template)
+
+    # ── encoding ──
+
+    async def encode_prompt(self, text: str) -> tuple[int, ...]:
+        """With the model's special tokens around it (a beginning-of-sequence token, where it has one)."""
+        if len(text) > THREAD_CHARS:
+            return await asyncio.to_thread(self._encode, text, True)
+        return self._encode(text, True)
+
+    async def encode_chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Through the chat template, up to where the assistant's answer begins. Raises TemplateError."""
+        if sum(len(message.content) for message in messages) > THREAD_CHARS:
+            return await asyncio.to_thread(self._encode_chat, messages)
+        return self._encode_chat(messages)
+
+    def _encode_chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        return self._encode(self.render_chat(messages), False)
+
+    def _encode(self, text: str, special: bool) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text, add_special_tokens=special))
+
+    def render_chat(self, messages: Sequence[Message]) -> str:
+        """The chat as the model reads it. Raises TemplateError."""
+        if not self._template:
+            raise TemplateError("the model has no chat template: send a prompt instead of messages")
+        turns = [{"role": message.role, "content": message.content} for message in messages]
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    turns, chat_template=self._template, add_generation_prompt=True, tokenize=False
+                )
+            )
+        except Exception as error:  # templates are programs: they may raise anything
+            raise TemplateError(f"the model's chat template refuses the messages: {_first_line(error)}") from error
+
+    def least_tokens(self, text: str) -> int:
+        """No encoding of this text is shorter; cheap, so that absurdly long texts need not be tokenised."""
+        return math.ceil(len(text) / self._longest_token) if self._longest_token else 0
+
+    # ── decoding ──
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Of a whole output, without special tokens."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def detokenizer(self) -> Detokenizer:
+        """A fresh one, for one sequence."""
+        if self._pieces is not None:
+            return self._pieces.detokenizer()
+        return WindowDetokenizer(self.decode, self._special)
+
+    # ── facts ──
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._template)
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._tokenizer)
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Of the tokenizer alone; a model's generation config may name more."""
+        eos = self._tokenizer.eos_token_id
+        return frozenset() if eos is None else frozenset(eos if isinstance(eos, list | tuple) else (eos,))
+
+    def vocabulary(self) -> list[bytes]:
+        """The bytes that each token id stands for, special tokens as nothing: what grammars are compiled against."""
+        if self._pieces is not None:
+            return [self._pieces.token_bytes(token_id) for token_id in range(self.vocab_size)]
+        return [self.decode([token_id]).encode() for token_id in range(self.vocab_size)]
+
+
+def _special_ids(tokenizer: Any, backend: Any) -> frozenset[int]:
+    if backend is None:
+        return frozenset(tokenizer.all_special_ids)
+    return frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+
+
+def _cleans_up(tokenizer: Any, backend: Any) -> bool:
+    """Does decoding end with a pass over the text ("do n't" → "don't")? BPE tokenizers are spared it."""
+    return bool(getattr(tokenizer, "clean_up_tokenization_spaces", False)) and (
+        type(backend.model).__name__ != "BPE"
+        or bool(getattr(tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False))
+    )
+
+
+def _longest_token(backend: Any) -> int:
+    """In characters; 0 where a normaliser or a token that swallows spaces makes that no bound."""
+    if backend is None or backend.normalizer is not None:
+        return 0
+    if any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values()):
+        return 0
+    return max(map(len, backend.get_vocab()), default=0)
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    line = "".join(letter for letter in lines[0] if letter.isprintable()) if lines else ""
+    return line[:300] or type(error).__name__
