@@ -174,12 +174,30 @@ def test_a_resumed_text_that_breaks_the_grammar_fails_alone(compiler: GrammarCom
     assert len(tokens[1]) == 1
 
 
-def test_tokens_in_flight_are_not_allowed(compiler: GrammarCompiler) -> None:
-    sampler, sequence = make_sampler(compiler), structured(JSON)
-    assert sampler.needs_host_tokens(sequence)
-    assert not sampler.needs_host_tokens(Sequence("r", [1], 1, SamplingParams(frequency_penalty=1.0)))
+def test_a_step_launched_before_the_last_ones_token_is_known(compiler: GrammarCompiler) -> None:
+    plain = structured(JSON, 6, temperature=0.8)
+    run(make_sampler(compiler), [plain])
+    sampler, model, sequence = make_sampler(compiler), Writer(WIDTH, memory=8), structured(JSON, 6, temperature=0.8)
+    ahead: list[int] = []  # the device's view; the host's lags one token behind
+    late = None
+    for _ in range(plain.num_output_tokens):
+        item = plan_item(sequence)
+        logits = model.row([*sequence.token_ids[:3], *ahead])[None]
+        sampler.prepare([item])
+        sampled = sampler.sample(logits, [item])
+        ahead.append(int(sampled.token_ids[0]))
+        if late is not None:
+            sequence.token_ids += late.finish()[0][0]
+            sequence.num_inflight -= 1
+        late = sampled
+        sequence.num_inflight += 1
+    assert ahead == plain.output_ids
+
+
+def test_a_token_in_flight_that_no_step_of_ours_draws(compiler: GrammarCompiler) -> None:
+    sequence = structured(JSON)
     sequence.num_inflight = 1
-    _, _, errors = sampler.sample(torch.zeros(1, WIDTH), [plan_item(sequence)]).finish()
+    _, _, errors = make_sampler(compiler).sample(torch.zeros(1, WIDTH), [plan_item(sequence)]).finish()
     assert "has not reached the host" in errors[0]
 
 

@@ -22,8 +22,8 @@ Indices = npt.NDArray[np.int64]
 def to_device(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
     """Copy without waiting for the device: a copy from pageable memory would."""
     tensor = torch.from_numpy(array)
-    if device.type == "cpu":
-        return tensor
+    if device.type != "cuda":
+        return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 
 

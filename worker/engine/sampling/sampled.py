@@ -96,7 +96,7 @@ class Sampled:
         errors: dict[int, str],
     ) -> Sampled:
         """Begin the copies to the host (into pinned memory, behind what is queued)."""
-        if token_ids.device.type == "cpu":
+        if token_ids.device.type != "cuda":
             return cls(token_ids, (token_ids, peaks, chosen), shares, errors, None)
         if chosen is not None:
             chosen = ChosenLogprobs(
@@ -109,6 +109,12 @@ class Sampled:
         ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
         ready.record()
         return cls(token_ids, host, shares, errors, ready)
+
+    def wait_for(self, row: int) -> int:
+        """One row's token, once this step (and none launched after it) is through."""
+        if self._ready is not None:
+            self._ready.synchronize()
+        return int(self._ids[row])
 
     def finish(self) -> Finished:
         """Wait; then per item its tokens, its log-probabilities (None: not asked for), and errors by item index."""

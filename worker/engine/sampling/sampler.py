@@ -47,10 +47,6 @@ class Sampler:
         self._vocabulary = torch.arange(vocab_size, dtype=torch.int32, device=device)
         self._cached: tuple[int, bytes, Batch] | None = None
 
-    def needs_host_tokens(self, sequence: Sequence) -> bool:
-        """Must the host know every earlier token before this sequence's next step is planned? (No running ahead.)"""
-        return sequence.params.response_format is not None
-
     def prepare(self, items: Seq[ScheduledSequence]) -> None:
         """Start to compute the grammars' masks beside the forward pass: call it before that pass is waited for.
 
@@ -84,7 +80,9 @@ class Sampler:
         if places is not None:
             self._histories.record(token_ids, to_device(batch.penalised, self._device), places)
         chosen = raw_logprobs.choose(token_ids, batch) if raw_logprobs is not None else None
-        return Sampled.start(token_ids, peaks, chosen, shares, errors)
+        sampled = Sampled.start(token_ids, peaks, chosen, shares, errors)
+        self._grammars.launched(sampled, items)
+        return sampled
 
     # ── what is drawn ──
 

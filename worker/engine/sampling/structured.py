@@ -2,7 +2,9 @@
 
 A sequence's matcher is driven by the tokens that the host knows: it catches up with them before each
 mask, so a preempted or resumed sequence is replayed and a rejected draft needs no bookkeeping of its
-own. Masks are computed in a thread, beside the forward pass. It knows no logits but those it masks.
+own. Masks are computed in a thread, beside the forward pass; where a step is launched before the last
+one's tokens are known, that thread waits for them, and the device meanwhile runs the pass. It knows no
+logits but those it masks.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from torch import Tensor
 from worker.engine.plan import ScheduledSequence
 from worker.engine.sampling.batch import to_device
 from worker.engine.sampling.compilation import GrammarCompiler, GrammarError, sentence
+from worker.engine.sampling.sampled import Sampled
 from worker.engine.sequence import Sequence
 
 _CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
@@ -40,9 +43,7 @@ class Masks:
         if not self.rows or self.words is None:
             return
         at = to_device(np.array(self.rows, np.int64), logits.device)
-        words = (
-            self.words if logits.device.type == "cpu" else self.words.pin_memory().to(logits.device, non_blocking=True)
-        )
+        words = to_device(self.words.numpy(), logits.device)
         bits = torch.arange(32, dtype=torch.int32, device=logits.device)
         allowed = ((words[:, :, None] >> bits) & 1).flatten(1)[:, : min(self.width, logits.shape[1])] != 0
         part = logits[at]
@@ -65,6 +66,7 @@ class Grammars:
     def __init__(self, compiler: GrammarCompiler | None) -> None:
         self._compiler = compiler
         self._states: dict[Sequence, _State] = {}
+        self._launched: dict[Sequence, tuple[Sampled, int, int]] = {}  # step, its row, output position
         self._json_words: Tensor | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._pending: tuple[tuple[ScheduledSequence, ...], Future[Masks]] | None = None
@@ -88,10 +90,20 @@ class Grammars:
                 return found
         return self._compute(tuple(items))
 
+    def launched(self, sampled: Sampled, items: Seq[ScheduledSequence]) -> None:
+        """Remember where the next step finds the token of each structured sequence, should it be planned before."""
+        first = 0
+        for item in items:
+            sequence = item.sequence
+            if sequence.params.response_format is not None and not item.draft_ids:
+                self._launched[sequence] = (sampled, first, item.start + item.num_tokens - sequence.num_prompt_tokens)
+            first += 1 + len(item.draft_ids)
+
     def release(self, sequence: Sequence) -> None:
-        if sequence in self._states:
+        if sequence in self._states or sequence in self._launched:
             self._wait()
-            del self._states[sequence]
+            self._states.pop(sequence, None)
+            self._launched.pop(sequence, None)
 
     def _wait(self) -> None:
         """Let a computation that nobody took end: states are touched by one thread at a time."""
@@ -158,9 +170,7 @@ class Grammars:
 
     def _caught_up(self, item: ScheduledSequence) -> _State:
         sequence = item.sequence
-        if sequence.num_inflight:
-            raise GrammarError("its last token has not reached the host")
-        output = sequence.output_ids
+        output = sequence.output_ids + self._in_flight(sequence)
         state = self._states.get(sequence)
         if state is None or state.epoch != sequence.epoch or output[: len(state.accepted)] != state.accepted:
             state = self._states[sequence] = _State(*self._start(sequence), sequence.epoch, [])
@@ -170,6 +180,15 @@ class Grammars:
                 raise GrammarError(f"token {token_id} at output position {len(state.accepted)} is not in the grammar")
             state.accepted.append(token_id)
         return state
+
+    def _in_flight(self, sequence: Sequence) -> list[int]:
+        """The token that a launched step draws, from that step itself: its forward pass is over before ours begins."""
+        if not sequence.num_inflight:
+            return []
+        sampled, row, position = self._launched.get(sequence, (None, 0, -1))
+        if sampled is None or sequence.num_inflight > 1 or position != sequence.num_output_tokens:
+            raise GrammarError("its last token has not reached the host")
+        return [sampled.wait_for(row)]
 
     def _start(self, sequence: Sequence) -> tuple[Any, Tensor | None]:
         import xgrammar
