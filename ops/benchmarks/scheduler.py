@@ -1,6 +1,7 @@
 """What planning and committing one step costs in plain Python, by running and by waiting sequences.
 
-No model: the step's result is made up. The cost must grow with the batch and not with the backlog.
+No model: the step's result is made up. The cost must grow with the batch and not with the backlog. CPU
+time of the thread, so that the machine's other work does not count.
 
     python -m ops.benchmarks.scheduler [--json] [--policy fifo] [--steps 200]
 """
@@ -68,11 +69,12 @@ def measure(running: int, waiting: int, policy: str, steps: int) -> dict[str, fl
 
 
 def _sequence(index: int, max_tokens: int) -> Sequence:
-    prompt = [(index * 31 + position * 7) % 1000 + 2 for position in range(PROMPT)]
+    length = PROMPT - index % BLOCK  # so that block borders are not all crossed in the same step
+    prompt = [(index * 31 + position * 7) % 1000 + 2 for position in range(length)]
     return Sequence(
         request_id=f"r{index}",
         token_ids=prompt,
-        num_prompt_tokens=PROMPT,
+        num_prompt_tokens=length,
         params=SamplingParams(max_tokens=max_tokens),
         max_tokens=max_tokens,
         priority=1,
@@ -81,14 +83,14 @@ def _sequence(index: int, max_tokens: int) -> Sequence:
 
 
 def _step(scheduler: Scheduler) -> float:
-    started = time.perf_counter()
+    started = time.thread_time()
     plan = scheduler.plan()
-    planned = time.perf_counter()
+    planned = time.thread_time()
     tokens = tuple((5,) for item in plan.scheduled if item.samples)
     output = StepOutput(plan.step_id, tokens, (None,) * len(tokens), {})
-    executed = time.perf_counter()
+    executed = time.thread_time()
     scheduler.commit(plan, output)
-    return time.perf_counter() - executed + planned - started
+    return time.thread_time() - executed + planned - started
 
 
 def main(argv: Seq[str] | None = None) -> int:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import msgspec
+
 from schemas.generation import TokenLogprob
 from worker.engine.sequence import Sequence
 
@@ -15,13 +17,13 @@ class BlockCopy:
     target: int
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledSequence:
+class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
     """Positions [start, start + num_tokens) of a sequence are computed in this step.
 
     The last `len(draft_ids)` of them are proposed, not yet accepted tokens (speculative decoding);
     they are not in `sequence.token_ids`. `samples` is false for a prefill chunk that is not the last.
-    `epoch` is the sequence's at planning time: a result for another epoch is stale.
+    `epoch` is the sequence's at planning time: a result for another epoch is stale. A msgspec struct because
+    one is built per sequence and step, five times faster than a frozen dataclass.
     """
 
     sequence: Sequence

@@ -32,8 +32,9 @@ class Sequence:
     """One choice of one request.
 
     `block_tables[g]` lists the block ids of layer group g in position order; an entry that left a
-    sliding window is NULL_BLOCK. `num_inflight` counts sampled tokens that a launched step has not yet
-    delivered (asynchronous batching): their ids are on the device only.
+    sliding window is NULL_BLOCK. `num_inflight` counts sampled tokens that planned steps have not yet
+    delivered, the newest step's own included: their ids are on the device only. It stays 0 unless batching
+    is asynchronous.
     """
 
     request_id: str
@@ -59,7 +60,9 @@ class Sequence:
     finish_reason: FinishReason | None = None
     epoch: int = 0  # raised by each preemption or cancel, so that a stale step result is recognised
     # The scheduler's own notes; nobody else writes them.
-    num_committed_tokens: int = 0  # computed by steps that have succeeded; num_computed_tokens runs ahead by those in flight
+    num_committed_tokens: int = (
+        0  # computed by steps that have succeeded; num_computed_tokens runs ahead by those in flight
+    )
     num_slots: int = 0  # tokens that the blocks of every group can hold now
     last_step: int = -1  # the newest step that may write its blocks
     host_tables: list[list[int]] = field(default_factory=list)  # while OFFLOADED: host block ids, as block_tables

@@ -13,7 +13,7 @@ from schemas.generation import FinishReason, TokenLogprob
 from worker.engine.plan import ScheduledSequence, StepOutput, StepPlan
 from worker.engine.scheduler.state import DECODING, FINISHED, OFFLOADED, PREFILLING, State
 from worker.engine.sequence import Sequence
-from worker.engine.types import TokenEvent
+from worker.engine.types import SchedulingPolicy, TokenEvent
 
 
 class Committer:
@@ -22,6 +22,9 @@ class Committer:
     def __init__(self, state: State) -> None:
         self._state = state
         self._eos = state.eos_token_ids
+        self._is_ahead = state.async_depth > 0
+        self._charges = state.config.policy is SchedulingPolicy.PRIORITY
+        self._block_size, self._tracks_every_token = state.kv.block_size, state.kv.tracks_every_token
 
     def commit(self, plan: StepPlan, output: StepOutput) -> list[TokenEvent]:
         """One event per sequence that got tokens or ended. Raises ValueError if the output is another step's."""
@@ -32,23 +35,23 @@ class Committer:
             )
         moves = state.in_flight.pop(plan.step_id)
         events: list[TokenEvent] = []
-        row = 0
-        computed = 0
+        row = computed = 0
         for index, item in enumerate(plan.scheduled):
             computed += item.num_tokens
             tokens: tuple[int, ...] = ()
             logprobs = None
-            if item.samples:
+            samples = item.samples
+            if samples:
                 tokens, logprobs = output.token_ids[row], output.logprobs[row]
                 row += 1
             if item.sequence.epoch != item.epoch:
                 continue
             if output.errors and index in output.errors:
                 events.append(state.end(item.sequence, FinishReason.ERROR, output.errors[index], "engine_error"))
-            elif not item.samples:
-                state.kv.advance(item.sequence, item.start + item.num_tokens)
-            else:
+            elif samples:
                 events.append(self._take_tokens(item, tokens, logprobs))
+            else:
+                state.kv.advance(item.sequence, item.start + item.num_tokens)
         state.counters.computed_tokens += computed
         state.kv.settle(moves)
         state.kv.release_deferred(next(iter(state.in_flight), None))
@@ -61,28 +64,32 @@ class Committer:
         state, sequence = self._state, item.sequence
         ids = sequence.token_ids
         is_first = len(ids) == sequence.num_prompt_tokens + sequence.num_resumed_tokens
-        sequence.num_inflight -= 1
         reason = None
-        for count, token in enumerate(tokens, 1):
+        count = 0
+        for token in tokens:
             ids.append(token)
-            reason = self._end_of(sequence, token)
-            if reason is not None:
-                tokens = tokens[:count]
-                break
+            count += 1
+            num_output = len(ids) - sequence.num_prompt_tokens
+            if token in self._eos or num_output >= sequence.max_tokens or sequence.params.stop_token_ids:
+                reason = self._end_of(sequence, token, num_output)
+                if reason is not None:
+                    break
+        end = item.start + item.num_tokens
         if item.draft_ids:
-            self._settle_drafts(item, len(tokens))
-        end = item.start + item.num_tokens - (len(item.draft_ids) + 1 - len(tokens) if item.draft_ids else 0)
-        kv = state.kv
-        if kv.tracks_every_token or item.num_tokens > 1 or not end % kv.block_size:
-            kv.advance(sequence, end)
+            tokens = tokens[:count]
+            logprobs = logprobs and logprobs[:count]
+            end -= self._settle_drafts(item, count)
+        if self._is_ahead:
+            sequence.num_inflight -= 1
+        if item.num_tokens > 1 or end % self._block_size == 0 or self._tracks_every_token:
+            state.kv.advance(sequence, end)
         else:
             sequence.num_committed_tokens = end
-        state.counters.generated_tokens += len(tokens)
-        state.queue.charge(sequence.tenant, len(tokens))
+        state.counters.generated_tokens += count
+        if self._charges:
+            state.queue.charge(sequence.tenant, count)
         if reason is not None:
             state.finish(sequence, reason)
-        if logprobs is not None and len(logprobs) > len(tokens):
-            logprobs = logprobs[: len(tokens)]
         return TokenEvent(
             request_id=sequence.request_id,
             choice=sequence.choice,
@@ -93,17 +100,16 @@ class Committer:
             preemptions=sequence.preemptions,
         )
 
-    def _settle_drafts(self, item: ScheduledSequence, accepted: int) -> None:
-        """The counter goes back over the drafts that were not accepted; their blocks stay for the next tokens."""
-        counters = self._state.counters
-        counters.draft_tokens += len(item.draft_ids)
-        counters.accepted_tokens += accepted - 1
-        item.sequence.num_computed_tokens -= len(item.draft_ids) + 1 - accepted
+    def _settle_drafts(self, item: ScheduledSequence, accepted: int) -> int:
+        """The counter goes back over the rejected drafts (how many); their blocks stay for the tokens to come."""
+        rejected = len(item.draft_ids) + 1 - accepted
+        self._state.counters.draft_tokens += len(item.draft_ids)
+        self._state.counters.accepted_tokens += accepted - 1
+        item.sequence.num_computed_tokens -= rejected
+        return rejected
 
-    def _end_of(self, sequence: Sequence, token: int) -> FinishReason | None:
-        """The last of token_ids has just come: is it the end?"""
+    def _end_of(self, sequence: Sequence, token: int, num_output: int) -> FinishReason | None:
         params = sequence.params
-        num_output = len(sequence.token_ids) - sequence.num_prompt_tokens
         if num_output >= params.min_tokens and (
             (token in self._eos and not params.ignore_eos) or token in params.stop_token_ids
         ):

@@ -27,6 +27,7 @@ class Planner:
         self._state = state
         self._config = state.config
         self._proposer = proposer if state.async_depth == 0 else None
+        self._is_ahead = state.async_depth > 0
         self._ageing_s = ageing_s
         self._admission = Admission(state, self)
         phases = {
@@ -44,7 +45,8 @@ class Planner:
     def plan(self, only: Collection[Sequence] | None = None) -> StepPlan:
         """The next step; with `only`, a step of these sequences alone, the waiting ones among them admitted."""
         state = self._state
-        step = Step(state.next_step, self._config.max_num_batched_tokens, self._config.max_read_tokens)
+        budget, reads = self._config.max_num_batched_tokens, self._config.max_read_tokens
+        step = Step(state.next_step, budget, self._is_ahead, reads)
         state.kv.oldest_step = next(iter(state.in_flight), step.step_id)
         if only is None:
             self._fill(step)
@@ -103,27 +105,32 @@ class Planner:
     def _decodes(self, step: Step, decodes: list[Sequence]) -> None:
         """One token each (or with drafts); who is left without budget comes first in the next step."""
         fast = self._proposer is None and step.reads is None
-        left, step_id, append = step.tokens, step.step_id, step.items.append
+        left, step_id, append, is_ahead = step.tokens, step.step_id, step.items.append, self._is_ahead
+        starved: Sequence | None = None
         for index, sequence in enumerate(decodes):
             if left <= 0:
-                self._rotate(sequence)
+                starved = starved or sequence
                 break
             start = sequence.num_computed_tokens
-            known = len(sequence.token_ids) + sequence.num_inflight
+            known = len(sequence.token_ids)
+            if is_ahead:
+                if sequence.num_inflight and _must_wait(sequence):
+                    continue
+                known += sequence.num_inflight
             if fast and known - start == 1 and known <= sequence.num_slots and not step.has_preempted:
-                if sequence.num_inflight and known - sequence.num_prompt_tokens >= sequence.max_tokens:
-                    continue  # its last token is on its way
                 append(ScheduledSequence(sequence, start, 1, True, (), sequence.epoch))
                 sequence.num_computed_tokens = known
-                sequence.num_inflight += 1
+                sequence.num_inflight += is_ahead
                 sequence.last_step = step_id
                 left -= 1
             elif sequence.status is DECODING:
                 step.tokens = left
                 if not self.schedule(step, sequence, reserve=len(decodes) - index - 1) and step.reads is not None:
-                    self._rotate(sequence)
+                    starved = starved or sequence
                 left = step.tokens
         step.tokens = left
+        if starved is not None:
+            self._rotate(starved)
 
     def _rotate(self, first: Sequence) -> None:
         decoding = self._state.decoding
@@ -152,7 +159,7 @@ class Planner:
         """Run as much of a running sequence as the budgets allow; `reserve` tokens are for others, not for drafts."""
         start = sequence.num_computed_tokens
         known = len(sequence.token_ids) + sequence.num_inflight
-        if sequence.num_inflight and known - sequence.num_prompt_tokens >= sequence.max_tokens:
+        if sequence.num_inflight and _must_wait(sequence):
             return False
         end = min(known, start + step.tokens)
         if sequence.status is PREFILLING:
@@ -218,3 +225,9 @@ class Planner:
         step.remove(victim)
         step.has_preempted = True
         self._state.preempt(victim)
+
+
+def _must_wait(sequence: Sequence) -> bool:
+    """Its last token is on its way, or (a grammar) the next one depends on knowing it."""
+    num_output = len(sequence.token_ids) + sequence.num_inflight - sequence.num_prompt_tokens
+    return num_output >= sequence.max_tokens or sequence.params.response_format is not None
