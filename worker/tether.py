@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -41,10 +41,12 @@ class Tether:
         at_death: int = signal.SIGTERM,
         uid: int | None = None,
         cwd: Path | None = None,
+        env: Mapping[str, str] | None = None,
         output: int | IO[bytes] = subprocess.DEVNULL,
     ) -> None:
         self._command = tethered(argv, at_death=at_death, uid=uid)
         self._cwd = cwd
+        self._env = env
         self._output = output
         self._started = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
@@ -86,6 +88,7 @@ class Tether:
                 stdout=self._output,
                 stderr=subprocess.STDOUT,
                 cwd=self._cwd,
+                env=self._env,
                 start_new_session=True,  # a terminal's Ctrl-C is for us: we stop the child in our own order
             )
         except OSError as error:

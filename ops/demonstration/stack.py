@@ -1,0 +1,103 @@
+"""The servers and the worker behind the demonstration, started in order and stopped in the reverse one.
+
+Each is a real process with its own log, tied to this one: none can outlive it, whatever ends it.
+"""
+
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from worker.embedded import EmbeddedValkey
+from worker.tether import Tether
+
+START_TIMEOUT_S = 240.0
+DRAIN_TIMEOUT_S = 15.0
+READY = "engine ready"  # the worker's log line once its model is loaded
+
+Notice = Callable[[str], None]
+
+
+class DemoError(RuntimeError):
+    """One sentence about what did not start, with the end of its log."""
+
+
+class DemoStack:
+    """`start` returns when the worker has its model; leaving the context stops everything, also half-way."""
+
+    def __init__(self, model: str, queue: str) -> None:
+        self._undo = ExitStack()
+        self._model = model
+        self.queue = queue
+        self.directory = Path()
+        self.redis_url = ""
+
+    @property
+    def database_url(self) -> str:
+        return f"sqlite:///{self.directory / 'results.db'}"
+
+    def __enter__(self) -> Self:
+        self.directory = Path(self._undo.enter_context(tempfile.TemporaryDirectory(prefix="tokenmill-demo-")))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Drain and end the worker, then the servers, then the files. Again does nothing."""
+        self._undo.close()
+
+    def start(self, notice: Notice) -> None:
+        notice("starting Valkey")
+        valkey = EmbeddedValkey(at_death=signal.SIGKILL)
+        self._undo.callback(valkey.stop)
+        self.redis_url = valkey.start().url
+        self._run("db", ["db", "upgrade"], lambda seconds, _: notice(f"creating the database ({seconds:.0f} s)"))
+        worker = self._spawn("worker", ["worker"])
+        self._undo.callback(worker.end, signal.SIGTERM, DRAIN_TIMEOUT_S)
+
+        def is_ready(seconds: float, log: str) -> bool:
+            lines = log.strip().splitlines()
+            notice(f"the worker loads its model ({seconds:.0f} s)  {lines[-1][:70] if lines else ''}")
+            return READY in log
+
+        self._wait("worker", worker, is_ready)
+
+    def _run(self, name: str, arguments: list[str], each: Callable[[float, str], object]) -> None:
+        child = self._spawn(name, arguments)
+        with ExitStack() as cleanup:
+            cleanup.callback(child.end, signal.SIGKILL)
+            self._wait(name, child, lambda seconds, log: each(seconds, log) and False)
+
+    def _wait(self, name: str, child: Tether, is_done: Callable[[float, str], bool | object]) -> None:
+        """Until `is_done` says so, or the process has ended well; anything else is a DemoError."""
+        started = time.monotonic()
+        while True:
+            ended = not child.is_alive  # before the log is read, so that its last words are in it
+            seconds = time.monotonic() - started
+            log = (self.directory / f"{name}.log").read_text(encoding="utf-8", errors="replace")
+            if is_done(seconds, log) or (ended and child.process.returncode == 0):
+                return
+            if ended or seconds > START_TIMEOUT_S:
+                what = "ended" if ended else "did not get ready"
+                raise DemoError(f"the {name} process {what}; its last lines:\n" + "\n".join(log.splitlines()[-15:]))
+            time.sleep(0.1)
+
+    def _spawn(self, name: str, arguments: list[str]) -> Tether:
+        settings = {
+            "TOKENMILL_REDIS_URL": self.redis_url,
+            "TOKENMILL_DATABASE_URL": self.database_url,
+            "TOKENMILL_QUEUE": self.queue,
+            "TOKENMILL_MODEL": self._model,
+        }
+        command = [sys.executable, "-m", "api_client.cli", *arguments]
+        with (self.directory / f"{name}.log").open("ab") as log:
+            return Tether(command, at_death=signal.SIGKILL, cwd=self.directory, env=os.environ | settings, output=log)

@@ -1,0 +1,149 @@
+"""What people see while the answers come: panels side by side on a terminal, lines elsewhere.
+
+Both are fed with the same calls; neither knows where the text comes from.
+"""
+
+import textwrap
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Protocol, Self
+
+from rich.columns import Columns
+from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.live import Live
+from rich.panel import Panel
+from rich.spinner import Spinner
+from rich.text import Text
+
+from ops.demonstration.questions import Question
+
+PANEL_TEXT_LINES = 9
+MIN_PANEL_WIDTH = 36
+LINE_WIDTH = 90
+
+
+@dataclass(slots=True)
+class Answer:
+    """One job as it is seen from outside."""
+
+    question: Question
+    text: str = ""
+    num_tokens: int = 0
+    state: str = "queued"
+    printed: int = field(default=0, repr=False)
+
+
+class View(Protocol):
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+    def token(self, index: int, text: str, num_tokens: int) -> None: ...
+    def ended(self, index: int, state: str) -> None: ...
+
+
+class Panels:
+    """Every answer in a panel of its own, redrawn some times a second by rich."""
+
+    def __init__(self, questions: Sequence[Question], console: Console) -> None:
+        self._answers = [Answer(question) for question in questions]
+        self._started = time.monotonic()
+        self._live = Live(self, console=console, refresh_per_second=12, transient=False)
+        self._spinner = Spinner("dots")
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+    def token(self, index: int, text: str, num_tokens: int) -> None:
+        answer = self._answers[index]
+        answer.text += text
+        answer.num_tokens += num_tokens
+        answer.state = "running"
+
+    def ended(self, index: int, state: str) -> None:
+        self._answers[index].state = state
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        per_row = max(1, min(3, options.max_width // MIN_PANEL_WIDTH))
+        width = options.max_width // per_row
+        panels = [self._panel(answer, width) for answer in self._answers]
+        yield Group(Columns(panels, width=width, padding=0), self._status())
+
+    def _panel(self, answer: Answer, width: int) -> Panel:
+        lines = textwrap.wrap(answer.text, width - 4, drop_whitespace=True) or [""]
+        shown = lines[-PANEL_TEXT_LINES:]
+        colour = {"queued": "dim", "running": "cyan", "succeeded": "green"}.get(answer.state, "red")
+        return Panel(
+            Text("\n".join(shown)),
+            title=Text(answer.question.text, overflow="ellipsis", no_wrap=True),
+            title_align="left",
+            subtitle=f"{answer.question.priority} · {answer.state} · {answer.num_tokens} tokens",
+            subtitle_align="right",
+            border_style=colour,
+            width=width,
+            height=PANEL_TEXT_LINES + 2,
+        )
+
+    def _status(self) -> Text | Spinner:
+        seconds = time.monotonic() - self._started
+        tokens = sum(answer.num_tokens for answer in self._answers)
+        open_answers = sum(answer.state in ("queued", "running") for answer in self._answers)
+        line = f"{tokens} tokens in {seconds:.1f} s, {tokens / max(seconds, 0.1):.0f} tokens/s"
+        if not open_answers:
+            return Text(line)
+        self._spinner.update(text=f"{line}, {open_answers} answers open")
+        return self._spinner
+
+
+class Lines:
+    """For logs and pipes: a line whenever an answer has grown by one, with the time and the job's number."""
+
+    def __init__(self, questions: Sequence[Question], console: Console) -> None:
+        self._answers = [Answer(question) for question in questions]
+        self._console = console
+        self._started = time.monotonic()
+
+    def __enter__(self) -> Self:
+        for number, answer in enumerate(self._answers, 1):
+            self._print(number, f"? {answer.question.text}")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def token(self, index: int, text: str, num_tokens: int) -> None:
+        answer = self._answers[index]
+        answer.text += text
+        answer.num_tokens += num_tokens
+        waiting = answer.text[answer.printed :]
+        if len(waiting) >= LINE_WIDTH or "\n" in waiting:
+            self._flush(index)
+
+    def ended(self, index: int, state: str) -> None:
+        self._flush(index)
+        self._print(index + 1, f"= {state}, {self._answers[index].num_tokens} tokens")
+
+    def _flush(self, index: int) -> None:
+        answer = self._answers[index]
+        for line in answer.text[answer.printed :].splitlines():
+            if line.strip():
+                self._print(index + 1, f"  {line.strip()}")
+        answer.printed = len(answer.text)
+
+    def _print(self, number: int, text: str) -> None:
+        seconds = time.monotonic() - self._started
+        self._console.print(f"[{seconds:5.1f} s] job {number} {text}", markup=False, highlight=False, soft_wrap=True)
+
+
+def choose_view(questions: Sequence[Question], console: Console) -> View:
+    return Panels(questions, console) if console.is_terminal else Lines(questions, console)

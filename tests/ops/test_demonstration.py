@@ -1,0 +1,60 @@
+"""The demonstration's views: fed with the same calls, they show every answer whole."""
+
+import io
+
+from rich.console import Console
+
+from ops.demonstration.questions import Question
+from ops.demonstration.view import Lines, Panels, choose_view
+
+QUESTIONS = (Question("Why?", "a", "standard"), Question("How?", "b", "bulk"))
+
+
+def console(*, terminal: bool, width: int = 100) -> tuple[Console, io.StringIO]:
+    out = io.StringIO()
+    return Console(file=out, force_terminal=terminal, width=width, height=40, legacy_windows=False), out
+
+
+def test_the_view_fits_the_output() -> None:
+    assert isinstance(choose_view(QUESTIONS, console(terminal=True)[0]), Panels)
+    assert isinstance(choose_view(QUESTIONS, console(terminal=False)[0]), Lines)
+
+
+def test_lines_show_each_answer_once_and_whole() -> None:
+    target, out = console(terminal=False)
+    words = [f"word{number} " for number in range(60)]
+    with Lines(QUESTIONS, target) as view:
+        for word in words:
+            view.token(0, word, 1)
+            view.token(1, "x\n", 1)
+        view.ended(0, "succeeded")
+        view.ended(1, "cancelled")
+    lines = out.getvalue().splitlines()
+    first = " ".join(line.split("job 1   ")[1] for line in lines if "job 1   " in line)
+    assert first.split() == [word.strip() for word in words]
+    assert sum("job 2   x" in line for line in lines) == 60
+    assert any(line.endswith("job 1 = succeeded, 60 tokens") for line in lines)
+    assert any(line.endswith("job 2 = cancelled, 60 tokens") for line in lines)
+
+
+def test_panels_show_the_end_of_every_answer_and_the_sum() -> None:
+    target, out = console(terminal=True)
+    panels = Panels(QUESTIONS, target)
+    for number in range(200):
+        panels.token(0, f"word{number} ", 1)
+    panels.token(1, "[bold]not markup[/bold]", 1)
+    panels.ended(0, "succeeded")
+    target.print(panels)
+    text = out.getvalue()
+    assert "word199" in text
+    assert "word0 " not in text, "the beginning has scrolled away"
+    assert "[bold]not markup[/bold]" in text
+    assert "200 tokens" in text
+    assert "201 tokens in" in text
+    assert "1 answers open" in text
+
+
+def test_panels_fit_narrow_terminals() -> None:
+    target, out = console(terminal=False, width=30)
+    target.print(Panels(QUESTIONS, target))
+    assert max(len(line) for line in out.getvalue().splitlines()) <= 30
