@@ -59,6 +59,7 @@ class EngineConfig:
     preempt: Literal["least_wasted", "newest", "oldest"] = "least_wasted"
     max_bypass: int = 16  # smaller requests that may pass a head that does not fit
     # speed
+    fuse: bool = True  # on CPU in float32: swap layers for packed and fused ones that agree with them
     speculative_tokens: int = 0  # n-gram drafts a step and sequence; 0: off
     cuda_graphs: bool | None = None  # None: on where CUDA is
     max_cached_graphs: int = 32

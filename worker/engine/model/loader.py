@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from worker.engine.attention import AttentionShape
 from worker.engine.config import EngineConfig, EngineConfigError, LayerGroup
+from worker.engine.model.fused import swap_modules
 from worker.engine.model.layers import describe_layers, group_layers
 from worker.engine.model.paged import IMPLEMENTATION, AttentionStep, Probe, register
 
@@ -85,6 +86,9 @@ def optimise(model: nn.Module, config: EngineConfig) -> nn.Module:
     """The place where leaf modules are swapped for faster or quantised ones, before the first pass."""
     if config.quantization is not None:
         raise EngineConfigError([f"quantization {config.quantization!r} is not available"])
+    weight = next(model.parameters())
+    if config.fuse and weight.device.type == "cpu" and weight.dtype == torch.float32:
+        swap_modules(model)
     return model
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +64,22 @@ class LayerBinding:
     shape: AttentionShape
 
 
+@runtime_checkable
+class RotatingBackend(Protocol):
+    """A backend that applies the rotary embedding and writes keys and values in one pass."""
+
+    def rope_and_write(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: Tensor,
+        metadata: AttentionMetadata,
+    ) -> Tensor: ...
+
+
 @dataclass(frozen=True, slots=True)
 class PagedStep:
     """One step: the layers' bindings (the same for every step) and the metadata of each layer group."""
@@ -80,6 +96,27 @@ class PagedStep:
         metadata = self.metadata[binding.group]
         self.backend.write(key, value, binding.cache, metadata)
         return self.backend.attend(query, binding.cache, metadata, binding.shape, extras.get("s_aux"))
+
+    @property
+    def can_rotate(self) -> bool:
+        """Does the backend rotate and write in one pass?"""
+        return isinstance(self.backend, RotatingBackend)
+
+    def rotate_and_attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        tables: tuple[Tensor, Tensor],
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """As `attend`, for queries and keys not yet rotated; `tables`: cosines and sines, `[num_tokens, rotary_dim]`."""
+        binding = self.layers[module.layer_idx]  # type: ignore[index]
+        metadata = self.metadata[binding.group]
+        backend: Any = self.backend
+        query = backend.rope_and_write(query, key, value, *tables, binding.cache, metadata)
+        return self.backend.attend(query, binding.cache, metadata, binding.shape, sinks)
 
 
 @dataclass(frozen=True, slots=True)

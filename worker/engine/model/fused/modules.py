@@ -1,0 +1,112 @@
+"""Packed and fused stand-ins for a decoder's linear layers, norms, MLP and attention, on the CPU in float32.
+
+Each is built from the module that it replaces and takes the same call; hidden states are packed,
+`[1, num_tokens, hidden]`. They know nothing of model families: `swap.py` finds what fits and checks it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from worker.engine.kernels.linear import Epilogue, LinearKernels, PackedWeight
+
+
+class PackedLinear(nn.Module):
+    """`nn.Linear` over a packed weight."""
+
+    def __init__(self, kernels: LinearKernels, source: nn.Linear) -> None:
+        super().__init__()
+        self.packed = kernels.pack(source.weight, source.bias)
+        self.in_features, self.out_features = source.in_features, source.out_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.packed(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
+
+
+class FusedNorm(nn.Module):
+    """RMS norm over the last dimension; `offset` 1 where the checkpoint stores weight − 1 (Gemma)."""
+
+    def __init__(self, kernels: LinearKernels, weight: Tensor, eps: float, offset: float) -> None:
+        super().__init__()
+        self._kernels = kernels
+        self.weight = nn.Parameter(weight.detach().float().contiguous(), requires_grad=False)
+        self.eps, self.offset = eps, offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        return self._kernels.rms_norm(rows, self.weight, self.eps, self.offset).view(x.shape)
+
+
+class FusedMLP(nn.Module):
+    """`down(act(gate(x)) · up(x))`: two kernel calls, the activation inside the first."""
+
+    def __init__(self, kernels: LinearKernels, gate: Tensor, up: Tensor, down: nn.Linear, epilogue: Epilogue) -> None:
+        super().__init__()
+        self._gate_up = kernels.pack_gated(gate, up)
+        self._down = kernels.pack(down.weight, down.bias)
+        self._epilogue = epilogue
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        return self._down(self._gate_up(rows, self._epilogue)).view(x.shape)
+
+
+class FusedAttention(nn.Module):
+    """One product for queries, keys and values, then rotation and cache write in one pass, then attention.
+
+    `source` is the model's own attention module; `extras` are the further arguments (window, softcap,
+    sinks) that it hands to the attention function. Query and key norms, where the family has them, come
+    before the rotation.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        qkv: PackedWeight,
+        out: PackedWeight,
+        heads: tuple[int, int],
+        extras: dict[str, Any],
+    ) -> None:
+        super().__init__()
+        self.layer_idx: int = source.layer_idx
+        self.scaling = float(source.scaling)
+        self.head_dim: int = source.head_dim
+        self.num_heads, self.num_kv_heads = heads
+        self.q_norm: nn.Module | None = getattr(source, "q_norm", None)
+        self.k_norm: nn.Module | None = getattr(source, "k_norm", None)
+        self._qkv, self._out = qkv, out
+        self._extras = extras
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+        packed = self._qkv(rows).view(rows.shape[0], -1, self.head_dim)
+        query, key, value = packed.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        cos, sin = (table.reshape(rows.shape[0], -1) for table in position_embeddings)
+        step = kwargs.pop("paged")
+        if getattr(step, "can_rotate", False):
+            attended = step.rotate_and_attend(self, query, key, value, (cos, sin), self._extras.get("s_aux"))
+        else:
+            query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+            attended = step.attend(self, query, key, value, self.scaling, self._extras | kwargs)
+        return self._out(attended.reshape(rows.shape[0], -1)).view(hidden_states.shape), None
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding by halves: `x` `[num_tokens, heads, head_dim]`, tables `[num_tokens, rotary_dim]`."""
+    width = cos.shape[-1]
+    turned, kept = x[..., :width], x[..., width:]
+    low, high = turned.chunk(2, dim=-1)
+    crossed = torch.cat([-high, low], dim=-1)
+    return torch.cat([turned * cos[:, None] + crossed * sin[:, None], kept], dim=-1)
