@@ -111,8 +111,8 @@ class PagedStep:
         tables: tuple[Tensor, Tensor],
         sinks: Tensor | None,
     ) -> Tensor:
-        """As `attend`, for queries and keys not yet rotated; `tables`: cosines and sines, `[num_tokens, rotary_dim]`."""
-        binding = self.layers[module.layer_idx]  # type: ignore[index]
+        """As `attend`, before rotation; `tables` are cosines and sines `[num_tokens, rotary_dim]`."""
+        binding = self.layers[module.layer_idx]  # type: ignore[call-overload]
         metadata = self.metadata[binding.group]
         backend: Any = self.backend
         query = backend.rope_and_write(query, key, value, *tables, binding.cache, metadata)

@@ -137,7 +137,7 @@ def _qkv(module: nn.Module) -> tuple[Tensor, Tensor | None, int, int] | None:
     present = [bias for bias in biases if bias is not None]
     if present and len(present) != 3:
         return None
-    weights: list[Tensor] = [part.weight for part in linears]
+    weights = tuple(part.weight for part in linears)
     weight = torch.cat(weights)
     return weight, torch.cat(present) if present else None, linears[0].out_features, linears[1].out_features
 
