@@ -32,9 +32,9 @@ class Sequence:
     """One choice of one request.
 
     `block_tables[g]` lists the block ids of layer group g in position order; an entry that left a
-    sliding window is NULL_BLOCK. `num_inflight` counts sampled tokens that planned steps have not yet
-    delivered, the newest step's own included: their ids are on the device only. It stays 0 unless batching
-    is asynchronous.
+    sliding window is NULL_BLOCK. `num_inflight` counts sampled tokens that steps launched before have
+    not yet delivered (asynchronous batching): their ids are on the device only. The step that is being
+    planned or executed does not count.
     """
 
     request_id: str

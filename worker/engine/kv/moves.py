@@ -24,3 +24,4 @@ class StepMoves:
     lifting: list[tuple[int, int, Sequence]] = field(default_factory=list)  # (group, block, owner)
     arrived: list[Sequence] = field(default_factory=list)
     offloaded: list[Sequence] = field(default_factory=list)
+    is_counted: bool = False  # the tokens it samples are in its sequences' num_inflight

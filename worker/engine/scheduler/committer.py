@@ -22,7 +22,6 @@ class Committer:
     def __init__(self, state: State) -> None:
         self._state = state
         self._eos = state.eos_token_ids
-        self._is_ahead = state.async_depth > 0
         self._charges = state.config.policy is SchedulingPolicy.PRIORITY
         self._block_size, self._tracks_every_token = state.kv.block_size, state.kv.tracks_every_token
 
@@ -46,6 +45,8 @@ class Committer:
                 row += 1
             if item.sequence.epoch != item.epoch:
                 continue
+            if samples and moves.is_counted:
+                item.sequence.num_inflight -= 1
             if output.errors and index in output.errors:
                 events.append(state.end(item.sequence, FinishReason.ERROR, output.errors[index], "engine_error"))
             elif samples:
@@ -79,8 +80,6 @@ class Committer:
             tokens = tokens[:count]
             logprobs = logprobs and logprobs[:count]
             end -= self._settle_drafts(item, count)
-        if self._is_ahead:
-            sequence.num_inflight -= 1
         if item.num_tokens > 1 or end % self._block_size == 0 or self._tracks_every_token:
             state.kv.advance(sequence, end)
         else:

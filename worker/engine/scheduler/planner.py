@@ -27,7 +27,6 @@ class Planner:
         self._state = state
         self._config = state.config
         self._proposer = proposer if state.async_depth == 0 else None
-        self._is_ahead = state.async_depth > 0
         self._ageing_s = ageing_s
         self._admission = Admission(state, self)
         phases = {
@@ -45,8 +44,9 @@ class Planner:
     def plan(self, only: Collection[Sequence] | None = None) -> StepPlan:
         """The next step; with `only`, a step of these sequences alone, the waiting ones among them admitted."""
         state = self._state
+        state.count_in_flight()
         budget, reads = self._config.max_num_batched_tokens, self._config.max_read_tokens
-        step = Step(state.next_step, budget, self._is_ahead, reads)
+        step = Step(state.next_step, budget, reads)
         state.kv.oldest_step = next(iter(state.in_flight), step.step_id)
         if only is None:
             self._fill(step)
@@ -58,8 +58,7 @@ class Planner:
             step.step_id, tuple(step.items), tuple(moves.swap_out), tuple(moves.copies), tuple(moves.swap_in)
         )
         if not plan.is_empty:
-            state.in_flight[step.step_id] = moves
-            state.next_step += 1
+            state.launch(plan, moves)
         return plan
 
     # ── the policies' orders ──
@@ -105,7 +104,7 @@ class Planner:
     def _decodes(self, step: Step, decodes: list[Sequence]) -> None:
         """One token each (or with drafts); who is left without budget comes first in the next step."""
         fast = self._proposer is None and step.reads is None
-        left, step_id, append, is_ahead = step.tokens, step.step_id, step.items.append, self._is_ahead
+        left, step_id, append = step.tokens, step.step_id, step.items.append
         starved: Sequence | None = None
         for index, sequence in enumerate(decodes):
             if left <= 0:
@@ -113,14 +112,13 @@ class Planner:
                 break
             start = sequence.num_computed_tokens
             known = len(sequence.token_ids)
-            if is_ahead:
-                if sequence.num_inflight and _must_wait(sequence):
-                    continue
+            if sequence.num_inflight:
                 known += sequence.num_inflight
+                if known - sequence.num_prompt_tokens >= sequence.max_tokens:
+                    continue  # its last token is on its way
             if fast and known - start == 1 and known <= sequence.num_slots and not step.has_preempted:
                 append(ScheduledSequence(sequence, start, 1, True, (), sequence.epoch))
                 sequence.num_computed_tokens = known
-                sequence.num_inflight += is_ahead
                 sequence.last_step = step_id
                 left -= 1
             elif sequence.status is DECODING:
@@ -159,7 +157,7 @@ class Planner:
         """Run as much of a running sequence as the budgets allow; `reserve` tokens are for others, not for drafts."""
         start = sequence.num_computed_tokens
         known = len(sequence.token_ids) + sequence.num_inflight
-        if sequence.num_inflight and _must_wait(sequence):
+        if sequence.num_inflight and known - sequence.num_prompt_tokens >= sequence.max_tokens:
             return False
         end = min(known, start + step.tokens)
         if sequence.status is PREFILLING:
@@ -225,9 +223,3 @@ class Planner:
         step.remove(victim)
         step.has_preempted = True
         self._state.preempt(victim)
-
-
-def _must_wait(sequence: Sequence) -> bool:
-    """Its last token is on its way, or (a grammar) the next one depends on knowing it."""
-    num_output = len(sequence.token_ids) + sequence.num_inflight - sequence.num_prompt_tokens
-    return num_output >= sequence.max_tokens or sequence.params.response_format is not None

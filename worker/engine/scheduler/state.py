@@ -18,6 +18,7 @@ from schemas.generation import FinishReason
 from worker.engine.config import EngineConfig
 from worker.engine.kv.manager import KVManager
 from worker.engine.kv.moves import StepMoves
+from worker.engine.plan import StepPlan
 from worker.engine.scheduler.counters import Counters
 from worker.engine.scheduler.queues import Place, WaitingQueue
 from worker.engine.sequence import Sequence, SequenceStatus
@@ -46,6 +47,7 @@ class State:
     released: list[Sequence]
     deadlines: list[tuple[float, int, Sequence]]
     counters: Counters
+    newest_plan: StepPlan | None = None
     next_step: int = 0
     next_ticket: int = 0
     num_offloaded: int = 0
@@ -85,6 +87,21 @@ class State:
             self.decoding.remove(sequence)
         elif sequence.status is PREFILLING:
             self.prefilling.remove(sequence)
+
+    def launch(self, plan: StepPlan, moves: StepMoves) -> None:
+        """The plan goes to the device: its step is in flight until it is committed or abandoned."""
+        self.in_flight[plan.step_id] = moves
+        self.newest_plan = plan
+        self.next_step += 1
+
+    def count_in_flight(self) -> None:
+        """Before a step is planned on top of one in flight: the tokens that the latter samples are on their way."""
+        plan, self.newest_plan = self.newest_plan, None
+        if plan is not None and plan.step_id in self.in_flight:
+            self.in_flight[plan.step_id].is_counted = True
+            for item in plan.scheduled:
+                if item.samples and item.sequence.epoch == item.epoch:
+                    item.sequence.num_inflight += 1
 
     def is_in_flight(self, sequence: Sequence) -> bool:
         """May a step that is under way still write its blocks?"""

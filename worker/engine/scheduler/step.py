@@ -12,7 +12,6 @@ class Step:
 
     step_id: int
     tokens: int
-    is_ahead: bool  # may the next step be planned before this one's tokens are known?
     reads: int | None = None
     items: list[ScheduledSequence] = field(default_factory=list)
     admitted: set[Sequence] = field(default_factory=set)
@@ -25,7 +24,6 @@ class Step:
         num_tokens = end - start + len(draft_ids)
         self.items.append(ScheduledSequence(sequence, start, num_tokens, samples, draft_ids, sequence.epoch))
         sequence.num_computed_tokens = start + num_tokens
-        sequence.num_inflight += samples and self.is_ahead
         sequence.last_step = self.step_id
         self.tokens -= num_tokens
 
@@ -35,6 +33,5 @@ class Step:
             if item.sequence is sequence:
                 del self.items[index]
                 sequence.num_computed_tokens = item.start
-                sequence.num_inflight -= item.samples and self.is_ahead
                 self.tokens += item.num_tokens
                 return
