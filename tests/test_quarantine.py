@@ -4,10 +4,10 @@ from worker.jobs import Delivery
 from worker.quarantine import Quarantine
 
 
-def delivery(name, crashes=0):
+def delivery(name, crashes=0, alone=False):
     return Delivery(
         job_id=name, token=1, payload=b"", deliveries=1, crashes=crashes, verdict="run", log=(), created_ms=0,
-        started_ms=0, attempt=1,
+        started_ms=0, attempt=1, alone=alone,
     )  # fmt: skip
 
 
@@ -33,7 +33,6 @@ def test_one_crash_halves_the_batch():
 def test_nothing_joins_a_suspect_that_is_to_be_alone():
     quarantine = Quarantine(max_num_seqs=4)
     assert names(quarantine.admit([delivery("bad", crashes=2), delivery("new")])) == ["bad"]
-    assert quarantine.was_alone("bad")
     quarantine.ended("bad")
     assert names(quarantine.admit([])) == ["new"]
 
@@ -52,7 +51,7 @@ def test_the_guilty_one_is_found_in_few_crashes():
                 quarantine.ended(d.job_id)
             running = quarantine.admit([])
         num_crashes += 1
-        if quarantine.was_alone("37"):
+        if len(running) == 1:
             break
         for d in running:
             crashes[int(d.job_id)] += 1
@@ -65,3 +64,11 @@ def test_clearing_gives_back_what_was_held():
     quarantine.admit([delivery("a"), delivery("b")])
     assert names(quarantine.clear()) == ["b"]
     assert names(quarantine.admit([delivery("c")])) == ["c"]
+
+
+def test_who_has_crashed_alone_stays_alone():
+    quarantine = Quarantine(max_num_seqs=8)
+    started = quarantine.admit([delivery("a"), delivery("bad", crashes=1, alone=True), delivery("b")])
+    assert names(started) == ["a"]
+    quarantine.ended("a")
+    assert names(quarantine.admit([])) == ["bad"]

@@ -1,8 +1,8 @@
 """Who may run together after an engine crash: suspects in ever smaller groups, the guilty one alone at last.
 
 A job that was in the engine when it died carries a crash count. One with c crashes may only run in a
-batch of at most max_num_seqs / 2^c jobs, so that log2(max_num_seqs) crashes leave it alone; whoever
-crashes alone is guilty. It knows neither queue nor engine: it says which deliveries may start now.
+batch of at most max_num_seqs / 2^c jobs, so that log2(max_num_seqs) crashes leave it alone; one that
+has crashed alone stays alone. It knows neither queue nor engine: it says which deliveries may start now.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Quarantine:
     def __len__(self) -> int:
         return len(self._held)
 
-    def limit(self, crashes: int) -> int:
-        """The largest batch for a job with so many crashes."""
-        return max(1, self.max_num_seqs >> crashes)
+    def limit(self, delivery: Delivery) -> int:
+        """The largest batch that this job may be in."""
+        return 1 if delivery.alone else max(1, self.max_num_seqs >> delivery.crashes)
 
     def admit(self, deliveries: list[Delivery]) -> list[Delivery]:
         """Of these and those held, the ones that may start now; the rest is held in order."""
@@ -34,14 +34,14 @@ class Quarantine:
         started: list[Delivery] = []
         while self._held and self._fits(self._held[0]):
             delivery = self._held.popleft()
-            self._running[delivery.job_id] = self.limit(delivery.crashes)
+            self._running[delivery.job_id] = self.limit(delivery)
             started.append(delivery)
         return started
 
     def _fits(self, delivery: Delivery) -> bool:
         size = len(self._running) + 1
         tightest = min(self._running.values(), default=self.max_num_seqs)
-        return size <= min(tightest, self.limit(delivery.crashes))
+        return size <= min(tightest, self.limit(delivery))
 
     def ended(self, job_id: str) -> None:
         self._running.pop(job_id, None)
@@ -52,7 +52,3 @@ class Quarantine:
         self._held.clear()
         self._running.clear()
         return held
-
-    def was_alone(self, job_id: str) -> bool:
-        """Was this job the only one running? Then a crash is its own doing."""
-        return list(self._running) == [job_id]

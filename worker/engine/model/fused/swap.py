@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -137,9 +137,12 @@ def _qkv(module: nn.Module) -> tuple[Tensor, Tensor | None, int, int] | None:
     present = [bias for bias in biases if bias is not None]
     if present and len(present) != 3:
         return None
-    weights = tuple(part.weight for part in linears)
-    weight = torch.cat(weights)
-    return weight, torch.cat(present) if present else None, linears[0].out_features, linears[1].out_features
+    weight = _join([part.weight for part in linears])
+    return weight, _join(present) if present else None, linears[0].out_features, linears[1].out_features
+
+
+def _join(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat(tuple(parts))
 
 
 # ── agreement with the original ──
