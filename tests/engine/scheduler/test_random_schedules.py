@@ -157,7 +157,7 @@ class Schedules(RuleBasedStateMachine):
         free = self.loop.scheduler.snapshot()
         assert free.blocks_free == free.blocks_total
         assert free.num_running == free.num_waiting == free.num_offloaded == 0
-        assert all(not host.held_blocks() for host in self.loop.scheduler.kv.hosts)
+        assert all(not host.held_blocks() for host in self.loop.scheduler.kv.tier.pools)
 
 
 Schedules.TestCase.settings = settings(

@@ -2,7 +2,7 @@
 
 Everything is taken in all groups or in none. A sequence's full blocks are registered in the prefix cache
 when they are allocated, fenced until the step that fills them has succeeded; what it generates is
-registered as it is committed. It plans copies (`moves`) and never touches a device; when to admit or
+registered as it is committed. It plans copies (`tier.moves`) and never touches a device; when to admit or
 preempt is the scheduler's decision.
 
     a table:   NULL NULL NULL │ shared, full │ own, full (hashed) │ own, partial │ own, still empty
@@ -10,13 +10,11 @@ preempt is the scheduler's decision.
 """
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from worker.engine.config import CacheConfig
 from worker.engine.kv.block_pool import BlockPool
-from worker.engine.kv.host_pool import HostPool
-from worker.engine.kv.moves import StepMoves
+from worker.engine.kv.host_tier import HostTier
 from worker.engine.kv.prefix_cache import BlockHasher, Present, first_visible_block, longest_hit
 from worker.engine.plan import BlockCopy
 from worker.engine.sequence import NULL_BLOCK, Sequence
@@ -37,16 +35,14 @@ class KVManager:
         self.block_size = cache.block_size
         self.windows = [group.window for group in cache.groups]
         self.prefix_cache = cache.prefix_cache
-        self.hosts = [HostPool(count) for count in cache.num_host_blocks]
-        self.has_host = all(count > 0 for count in cache.num_host_blocks)
-        tiers = self.prefix_cache and self.has_host
+        self.tier = HostTier(cache.num_host_blocks)
+        tiers = self.prefix_cache and self.tier.exists
         self.pools = [
-            BlockPool(count, self._evictor(group) if tiers else None) for group, count in enumerate(cache.num_blocks)
+            BlockPool(count, self.tier.keeper_of_evicted(group) if tiers else None)
+            for group, count in enumerate(cache.num_blocks)
         ]
         self.hasher = BlockHasher(cache.block_size, model_key)
-        self.moves = StepMoves()
         self.oldest_step = 0  # of those in flight or being planned: a fence's owner with older work has stalled
-        self.swapped_out = self.swapped_in = 0
         self.margins = [int(safety_margin * pool.num_usable) for pool in self.pools]
         self._deferred: deque[tuple[int, int, int]] = deque()  # (step, group, block): freed once the step is over
         # A sliding group's table is filled at most this far ahead of what the next query sees.
@@ -107,7 +103,7 @@ class KVManager:
         return owner is not None and owner.last_step >= self.oldest_step
 
     def _presence(self, group: int) -> Present:
-        pool, host, oldest = self.pools[group], self.hosts[group], self.oldest_step
+        pool, host, oldest = self.pools[group], self.tier.pools[group], self.oldest_step
         cached, fenced = pool.cached, pool.fenced
 
         def has(content: bytes) -> bool:
@@ -130,24 +126,26 @@ class KVManager:
 
     # ── taking blocks ──
 
-    def admit(self, sequence: Sequence, num_hit_blocks: int, keep_margin: bool) -> bool:
+    def admit(self, sequence: Sequence, num_hit_blocks: int, headroom: int | None) -> bool:
         """Take the cached prefix and blocks for every token known by now, in all groups or (False) in none."""
         prefixes = []
         for group, pool in enumerate(self.pools):
-            first, host = self.first_visible(group, num_hit_blocks * self.block_size), self.hosts[group]
+            first, host = self.first_visible(group, num_hit_blocks * self.block_size), self.tier.pools[group]
             prefix = [NULL_BLOCK] * min(first, num_hit_blocks)
             for content in sequence.block_hashes[first:num_hit_blocks]:
                 block = pool.cached.get(content)
                 prefix.append(block if block is not None else -1 - (host.find(content) or 0))
             prefixes.append(prefix)
-        if not self._place(sequence, num_hit_blocks * self.block_size, prefixes, keep_margin):
+        if not self._place(sequence, num_hit_blocks * self.block_size, prefixes, headroom):
             return False
         for group, prefix in enumerate(prefixes):
-            self._pin(group, prefix)
+            for entry in prefix:
+                if entry < 0:
+                    self.tier.pin(group, -1 - entry)
         self._fill(sequence, prefixes)
         return True
 
-    def fork(self, parent: Sequence, child: Sequence, num_tokens: int, keep_margin: bool) -> bool:
+    def fork(self, parent: Sequence, child: Sequence, num_tokens: int, headroom: int | None) -> bool:
         """Share the parent's blocks of the first `num_tokens`, with a copy of the partial one; False if it cannot."""
         full, size = num_tokens // self.block_size, self.block_size
         partial = num_tokens % size > 0
@@ -158,15 +156,15 @@ class KVManager:
             if NULL_BLOCK in prefix[first:] or (partial and table[full] == NULL_BLOCK):
                 return False  # the parent is past it: its window has moved on
             prefixes.append(prefix)
-        if not self._place(child, num_tokens, prefixes, keep_margin):
+        if not self._place(child, num_tokens, prefixes, headroom):
             return False
         sources = [table[full] for table in parent.block_tables] if partial else []
         self._fill(child, prefixes, sources)
         if partial:
-            self.moves.arrived.append(child)
+            self.tier.moves.arrived.append(child)
         return True
 
-    def restore(self, sequence: Sequence, keep_margin: bool) -> bool:
+    def restore(self, sequence: Sequence, headroom: int | None) -> bool:
         """Bring an offloaded sequence back; full blocks that the device still has are shared instead of copied."""
         size, committed = self.block_size, sequence.num_committed_tokens
         full = committed // size
@@ -181,11 +179,9 @@ class KVManager:
                 else:
                     prefix.append(block if block is not None and block not in pool.fenced else -1 - host_block)
             prefixes.append(prefix)
-        if not self._place(sequence, committed, prefixes, keep_margin):
+        if not self._place(sequence, committed, prefixes, headroom):
             return False
-        for group, table in enumerate(sequence.host_tables):
-            self.moves.leaving += [(group, host_block) for host_block in table if host_block >= 0]
-        sequence.host_tables = []
+        self.tier.hand_back(sequence)
         self._fill(sequence, prefixes)
         return True
 
@@ -198,13 +194,16 @@ class KVManager:
         self._extend(sequence, [target] * len(self.pools))
         return True
 
-    def _place(self, sequence: Sequence, start: int, prefixes: list[list[int]], keep_margin: bool) -> bool:
-        """Do the blocks suffice, those revived from the free list counted? Changes nothing."""
+    def _place(self, sequence: Sequence, start: int, prefixes: list[list[int]], headroom: int | None) -> bool:
+        """Do the blocks suffice, those revived from the free list counted, and the safety margin or `headroom` spared?
+
+        Changes nothing. `headroom` None: it may have everything.
+        """
         for group, (pool, prefix) in enumerate(zip(self.pools, prefixes, strict=True)):
             held = sum(1 for entry in prefix if entry >= 0)
             revived = sum(1 for entry in prefix if entry > 0 and not pool.refs[entry])
             need = max(self._target(group, start, sequence.num_tokens), len(prefix)) - held + revived
-            if pool.num_free - need < (self.margins[group] if keep_margin else 0):
+            if pool.num_free - need < (0 if headroom is None else max(self.margins[group], headroom)):
                 return False
         return True
 
@@ -217,33 +216,26 @@ class KVManager:
                     pool.share(entry)
         sequence.block_tables = []
         for group, (pool, prefix) in enumerate(zip(self.pools, prefixes, strict=True)):
-            table = [entry if entry >= 0 else self._promote(group, pool, entry) for entry in prefix]
-            for index, entry in enumerate(prefix):
-                if entry < 0 and index < len(sequence.block_hashes):
-                    pool.fence(table[index], sequence.block_hashes[index], sequence)
-                    self.moves.lifting.append((group, table[index], sequence))
-            if any(entry < 0 for entry in prefix):
-                self.moves.arrived.append(sequence)
+            table = [
+                entry if entry >= 0 else self._promote(sequence, group, entry, i) for i, entry in enumerate(prefix)
+            ]
             if sources:
                 table.append(pool.allocate())
-                self.moves.copies.append(BlockCopy(group, sources[group], table[-1]))
+                self.tier.moves.copies.append(BlockCopy(group, sources[group], table[-1]))
             sequence.block_tables.append(table)
         self._extend(sequence, [self._target(g, start, sequence.num_tokens) for g in range(len(self.pools))])
 
-    def _promote(self, group: int, pool: BlockPool, entry: int) -> int:
-        block = pool.allocate()
-        self.moves.swap_in.append(BlockCopy(group, -1 - entry, block))
-        self.swapped_in += 1
+    def _promote(self, sequence: Sequence, group: int, entry: int, index: int) -> int:
+        """A device block for one on the host; others may share it once the copy has been made."""
+        block = self.pools[group].allocate()
+        moves = self.tier.moves
+        self.tier.copy_in(group, -1 - entry, block)
+        if index < len(sequence.block_hashes):
+            self.pools[group].fence(block, sequence.block_hashes[index], sequence)
+            moves.lifting.append((group, block, sequence))
+        if sequence not in moves.arrived:
+            moves.arrived.append(sequence)
         return block
-
-    def _pin(self, group: int, prefix: list[int]) -> None:
-        for entry in prefix:
-            if entry < 0:
-                self._pin_one(group, -1 - entry)
-
-    def _pin_one(self, group: int, host_block: int) -> None:
-        self.hosts[group].pin(host_block)
-        self.moves.pinned.append((group, host_block))
 
     def _extend(self, sequence: Sequence, targets: list[int]) -> None:
         hashes = sequence.block_hashes
@@ -315,61 +307,18 @@ class KVManager:
         sequence.block_tables = []
         sequence.num_slots = sequence.num_computed_tokens = sequence.num_committed_tokens = 0
 
-    def free_host(self, sequence: Sequence) -> None:
-        for host, table in zip(self.hosts, sequence.host_tables, strict=False):
-            for block in table:
-                if block >= 0:
-                    host.give_back(block)
-        sequence.host_tables = []
-
     def offload(self, sequence: Sequence, in_flight: bool) -> bool:
         """Plan copies of its committed KV to the host and free its blocks; False if there is no room."""
         committed = sequence.num_committed_tokens
-        if not self.has_host or not committed:
+        if not self.tier.exists or not committed:
             return False
-        used = -(-committed // self.block_size)
-        for host, table in zip(self.hosts, sequence.block_tables, strict=True):
-            if sum(1 for block in table[:used] if block) > host.num_free:
-                return False
-        for group, (host, table) in enumerate(zip(self.hosts, sequence.block_tables, strict=True)):
-            host_table = []
-            for block in table[:used]:
-                target = host.take() if block else None
-                host_table.append(-1 if target is None else target)
-                if target is not None:
-                    self.moves.swap_out.append(BlockCopy(group, block, target))
-                    self.swapped_out += 1
-            sequence.host_tables.append(host_table)
-        self.moves.offloaded.append(sequence)
+        if not self.tier.take_over(sequence, -(-committed // self.block_size)):
+            return False
         self.free(sequence, in_flight)
         sequence.num_computed_tokens = sequence.num_committed_tokens = committed
         return True
 
     # ── steps ──
-
-    def take_moves(self) -> StepMoves:
-        """What the step just planned copies; hand it back to `settle` or `undo`."""
-        moves, self.moves = self.moves, StepMoves()
-        return moves
-
-    def settle(self, moves: StepMoves) -> None:
-        """The step has succeeded."""
-        for group, block, owner in moves.lifting:
-            if self.pools[group].fenced.get(block) is owner:
-                del self.pools[group].fenced[block]
-        self._let_go(moves)
-
-    def undo(self, moves: StepMoves) -> None:
-        """The step failed: nothing that it should have copied to the host is trusted."""
-        for group, content in moves.kept:
-            self.hosts[group].forget(content)
-        self._let_go(moves)
-
-    def _let_go(self, moves: StepMoves) -> None:
-        for group, block in moves.pinned:
-            self.hosts[group].unpin(block)
-        for group, block in moves.leaving:
-            self.hosts[group].give_back(block)
 
     def release_deferred(self, oldest_in_flight: int | None) -> None:
         """Free what waited for steps older than this one (None: nothing is in flight)."""
@@ -380,20 +329,9 @@ class KVManager:
     def reset_prefix_cache(self) -> None:
         """What is cached must not be found any more; sequences that run keep their blocks."""
         self.hasher.generation += 1
-        for pool, host in zip(self.pools, self.hosts, strict=True):
+        for pool, host in zip(self.pools, self.tier.pools, strict=True):
             pool.forget_all()
             host.forget_all()
 
     def deferred_blocks(self) -> list[tuple[int, int]]:
         return [(group, block) for _, group, block in self._deferred]
-
-    def _evictor(self, group: int) -> Callable[[bytes, int], None]:
-        def evict(content: bytes, block: int) -> None:
-            target = self.hosts[group].keep(content)
-            if target is not None:
-                self.moves.swap_out.append(BlockCopy(group, block, target))
-                self.moves.kept.append((group, content))
-                self._pin_one(group, target)  # nobody else may have it copied there in the same step
-                self.swapped_out += 1
-
-        return evict

@@ -181,13 +181,16 @@ class Admission:
     def _take(self, step: Step, place: Place, hit: int, forked: int) -> int | None:
         """Take the blocks; the number of tokens that are computed already, or None if they do not fit."""
         state, kv, sequence = self._state, self._state.kv, place.sequence
-        keep_margin = state.num_running > 0 and step.only is None
+        headroom: int | None = None  # alone, it may have every block
+        if state.num_running and step.only is None:
+            # who was preempted comes back only when each running one could grow too: else it is the next victim
+            headroom = state.num_running if sequence.preemptions else 0
         if sequence.status is OFFLOADED:
-            return sequence.num_committed_tokens if kv.restore(sequence, keep_margin) else None
+            return sequence.num_committed_tokens if kv.restore(sequence, headroom) else None
         leader = place.leader if forked > hit * kv.block_size else None
-        if leader is not None and kv.fork(leader, sequence, forked, keep_margin):
+        if leader is not None and kv.fork(leader, sequence, forked, headroom):
             return forked
-        return hit * kv.block_size if kv.admit(sequence, hit, keep_margin) else None
+        return hit * kv.block_size if kv.admit(sequence, hit, headroom) else None
 
     def _start(self, step: Step, place: Place, num_computed: int) -> None:
         state, sequence = self._state, place.sequence

@@ -54,7 +54,7 @@ class Committer:
             else:
                 state.kv.advance(item.sequence, item.start + item.num_tokens)
         state.counters.computed_tokens += computed
-        state.kv.settle(moves)
+        state.kv.tier.settle(moves, state.kv.pools)
         state.kv.release_deferred(next(iter(state.in_flight), None))
         return events
 
@@ -131,7 +131,7 @@ class Committer:
         for sequence in moves.offloaded:
             if sequence.status is OFFLOADED:
                 state.reset(sequence)
-        state.kv.undo(moves)
+        state.kv.tier.undo(moves)
         state.kv.release_deferred(next(iter(state.in_flight), None))
 
     def _roll_back(self, sequence: Sequence) -> None:

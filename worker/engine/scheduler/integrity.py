@@ -92,7 +92,7 @@ def _check_pool(kv: KVManager, group: int, sequences: list[Sequence]) -> None:
 
 
 def _check_host(state: State, group: int, sequences: list[Sequence]) -> None:
-    host = state.kv.hosts[group]
+    host = state.kv.tier.pools[group]
     host.check()
     held = [block for s in sequences if s.host_tables for block in s.host_tables[group] if block >= 0]
     held += [block for moves in state.in_flight.values() for of, block in moves.leaving if of == group]

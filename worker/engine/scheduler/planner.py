@@ -53,7 +53,7 @@ class Planner:
         else:
             step.only = frozenset(only)
             self._fill_only(step, only)
-        moves = state.kv.take_moves()
+        moves = state.kv.tier.take_moves()
         plan = StepPlan(
             step.step_id, tuple(step.items), tuple(moves.swap_out), tuple(moves.copies), tuple(moves.swap_in)
         )

@@ -187,8 +187,8 @@ class Scheduler:
             blocks_free=sum(pool.num_free for pool in kv.pools),
             blocks_cached=sum(pool.num_findable for pool in kv.pools),
             evicted_blocks=sum(pool.evicted for pool in kv.pools),
-            blocks_swapped_out=kv.swapped_out,
-            blocks_swapped_in=kv.swapped_in,
+            blocks_swapped_out=kv.tier.swapped_out,
+            blocks_swapped_in=kv.tier.swapped_in,
         )
 
     def reset_prefix_cache(self) -> None:

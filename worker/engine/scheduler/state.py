@@ -131,7 +131,7 @@ class State:
     def _soft_reset(self, sequence: Sequence, in_flight: bool) -> None:
         self.places[sequence].num_lost_tokens = sequence.num_committed_tokens
         self.counters.soft_resets += 1
-        self.kv.free_host(sequence)
+        self.kv.tier.free(sequence)
         self.kv.free(sequence, in_flight)
         sequence.status = WAITING
         self._requeue(sequence)
@@ -153,7 +153,7 @@ class State:
         in_flight = self.is_in_flight(sequence)
         place = self.places.pop(sequence)
         self.queue.discard(place)
-        self.kv.free_host(sequence)
+        self.kv.tier.free(sequence)
         self.kv.free(sequence, in_flight)
         sequence.epoch += 1
         sequence.num_inflight = 0
