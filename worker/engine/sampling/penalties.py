@@ -24,7 +24,6 @@ class _History:
     slot: int
     num_prompt_ids: int  # distinct ones
     known: int  # output positions [0, known) are on the device
-    epoch: int
 
 
 class Histories:
@@ -51,8 +50,8 @@ class Histories:
         After this step the positions up to and including `position` hold.
         """
         history = self._found.get(sequence)
-        if history is None or history.epoch != sequence.epoch:
-            history = self._start(sequence, history)
+        if history is None:
+            history = self._start(sequence)
         fresh = sequence.token_ids[sequence.num_prompt_tokens + history.known :][: max(0, position - history.known)]
         wanted = [*fresh, *draft_ids]
         self._outputs = _widened(self._outputs, position + len(draft_ids) + 1)
@@ -64,17 +63,17 @@ class Histories:
         history.known = position + 1
         return history.slot, history.num_prompt_ids
 
-    def _start(self, sequence: Sequence, old: _History | None) -> _History:
-        if old is None and not self._free:
+    def _start(self, sequence: Sequence) -> _History:
+        if not self._free:
             rows = self._outputs.shape[0]
             self._free = list(range(max(16, 2 * rows) - 1, rows - 1, -1))
             self._outputs = _taller(self._outputs, max(16, 2 * rows))
             self._prompts = _taller(self._prompts, max(16, 2 * rows))
-        slot = self._free.pop() if old is None else old.slot
+        slot = self._free.pop()
         prompt = np.unique(np.array(sequence.token_ids[: sequence.num_prompt_tokens], np.int64))
         self._prompts = _widened(self._prompts, len(prompt))
         self._prompts[slot, : len(prompt)] = to_device(prompt, self._device)
-        history = self._found[sequence] = _History(slot, len(prompt), 0, sequence.epoch)
+        history = self._found[sequence] = _History(slot, len(prompt), 0)
         return history
 
     def apply(self, logits: Tensor, rows: Tensor, places: Places, penalties: Tensor) -> None:
