@@ -22,9 +22,14 @@ from worker.engine.sequence import NULL_BLOCK, Sequence
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """Leading blocks found in the cache; `pending` is the deepest of them that a step still has to fill."""
+    """What the cache has of a sequence; `pending` is the deepest block of it that a step still has to fill.
+
+    Where all of the sequence's blocks are there, `num_tokens` is all but its last token: that one is computed
+    in a copy of the last block, for what it predicts is not in the cache.
+    """
 
     num_blocks: int
+    num_tokens: int
     pending: tuple[int, bytes] | None = None  # (group, hash)
 
 
@@ -88,12 +93,16 @@ class KVManager:
     def find(self, sequence: Sequence) -> Hit:
         """The longest cached prefix, in all groups; at least one token is left to compute."""
         if not self.prefix_cache:
-            return Hit(0)
+            return Hit(0, 0)
         hashes = self.hasher.extend(sequence)
         limit = min((len(sequence.token_ids) - 1) // self.block_size, len(hashes))
         present = [self._presence(group) for group in range(len(self.pools))]
         found = longest_hit(hashes, limit, present, self.windows, self.block_size)
-        return Hit(found, self._pending(hashes, found) if found else None)
+        num_tokens = found * self.block_size
+        is_last = found == limit and num_tokens + self.block_size == sequence.num_tokens > num_tokens + 1
+        if is_last and all(self._presence(group, False)(hashes[found]) for group in range(len(self.pools))):
+            return Hit(found, sequence.num_tokens - 1, self._pending(hashes, found + 1))
+        return Hit(found, num_tokens, self._pending(hashes, found) if found else None)
 
     def is_pending(self, awaited: tuple[int, bytes]) -> bool:
         """Is a block that a hit would use still to be filled by a step that is under way?"""
@@ -102,14 +111,15 @@ class KVManager:
         owner = None if block is None else pool.fenced.get(block)
         return owner is not None and owner.last_step >= self.oldest_step
 
-    def _presence(self, group: int) -> Present:
-        pool, host, oldest = self.pools[group], self.tier.pools[group], self.oldest_step
-        cached, fenced = pool.cached, pool.fenced
+    def _presence(self, group: int, with_host: bool = True) -> Present:
+        """Tells of a hash whether its block is there, or about to be filled by a step under way."""
+        cached, fenced = self.pools[group].cached, self.pools[group].fenced
+        host, oldest = self.tier.pools[group], self.oldest_step
 
         def has(content: bytes) -> bool:
             block = cached.get(content)
             if block is None:
-                return content in host
+                return with_host and content in host
             owner = fenced.get(block)
             return owner is None or owner.last_step >= oldest
 
@@ -126,23 +136,26 @@ class KVManager:
 
     # ── taking blocks ──
 
-    def admit(self, sequence: Sequence, num_hit_blocks: int, headroom: int | None) -> bool:
+    def admit(self, sequence: Sequence, hit: Hit, headroom: int | None) -> bool:
         """Take the cached prefix and blocks for every token known by now, in all groups or (False) in none."""
         prefixes = []
         for group, pool in enumerate(self.pools):
-            first, host = self.first_visible(group, num_hit_blocks * self.block_size), self.tier.pools[group]
-            prefix = [NULL_BLOCK] * min(first, num_hit_blocks)
-            for content in sequence.block_hashes[first:num_hit_blocks]:
+            first, host = self.first_visible(group, hit.num_tokens), self.tier.pools[group]
+            prefix = [NULL_BLOCK] * min(first, hit.num_blocks)
+            for content in sequence.block_hashes[first : hit.num_blocks]:
                 block = pool.cached.get(content)
                 prefix.append(block if block is not None else -1 - (host.find(content) or 0))
             prefixes.append(prefix)
-        if not self._place(sequence, num_hit_blocks * self.block_size, prefixes, headroom):
+        if not self._place(sequence, hit.num_tokens, prefixes, headroom):
             return False
         for group, prefix in enumerate(prefixes):
             for entry in prefix:
                 if entry < 0:
                     self.tier.pin(group, -1 - entry)
-        self._fill(sequence, prefixes)
+        sources = []
+        if hit.num_tokens > hit.num_blocks * self.block_size:
+            sources = [pool.cached[sequence.block_hashes[hit.num_blocks]] for pool in self.pools]
+        self._fill(sequence, prefixes, sources)
         return True
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int, headroom: int | None) -> bool:
@@ -160,8 +173,6 @@ class KVManager:
             return False
         sources = [table[full] for table in parent.block_tables] if partial else []
         self._fill(child, prefixes, sources)
-        if partial:
-            self.tier.moves.arrived.append(child)
         return True
 
     def restore(self, sequence: Sequence, headroom: int | None) -> bool:
@@ -223,6 +234,8 @@ class KVManager:
                 table.append(pool.allocate())
                 self.tier.moves.copies.append(BlockCopy(group, sources[group], table[-1]))
             sequence.block_tables.append(table)
+        if sources:
+            self.tier.moves.arrived.append(sequence)
         self._extend(sequence, [self._target(g, start, sequence.num_tokens) for g in range(len(self.pools))])
 
     def _promote(self, sequence: Sequence, group: int, entry: int, index: int) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
+from worker.engine.kv.manager import Hit
 from worker.engine.scheduler.preemption import PREEMPTING_GAP, is_protected
 from worker.engine.scheduler.queues import Place
 from worker.engine.scheduler.state import DECODING, OFFLOADED, PREFILLING, WAITING, State
@@ -129,7 +130,7 @@ class Admission:
         if place.awaited is not None and kv.is_pending(place.awaited):
             return Verdict.AWAITS
         place.awaited = None
-        hit = forked = 0
+        hit, forked = Hit(0, 0), 0
         start = sequence.num_committed_tokens
         if sequence.status is WAITING:
             forked = self._shareable(step, place)
@@ -139,8 +140,8 @@ class Admission:
             if found.pending is not None:
                 place.awaited = found.pending
                 return Verdict.AWAITS
-            hit = found.num_blocks
-            start = max(hit * kv.block_size, forked)
+            hit = found
+            start = max(hit.num_tokens, forked)
         if self._is_limited(step, sequence, start):
             return Verdict.LIMITED
         taken = self._take(step, place, hit, forked)
@@ -178,7 +179,7 @@ class Admission:
         long = sum(1 for s in prefilling if s.num_tokens - s.num_computed_tokens > planner.threshold)
         return long >= config.max_long_partial_prefills
 
-    def _take(self, step: Step, place: Place, hit: int, forked: int) -> int | None:
+    def _take(self, step: Step, place: Place, hit: Hit, forked: int) -> int | None:
         """Take the blocks; the number of tokens that are computed already, or None if they do not fit."""
         state, kv, sequence = self._state, self._state.kv, place.sequence
         headroom: int | None = None  # alone, it may have every block
@@ -187,10 +188,10 @@ class Admission:
             headroom = state.num_running if sequence.preemptions else 0
         if sequence.status is OFFLOADED:
             return sequence.num_committed_tokens if kv.restore(sequence, headroom) else None
-        leader = place.leader if forked > hit * kv.block_size else None
+        leader = place.leader if forked > hit.num_tokens else None
         if leader is not None and kv.fork(leader, sequence, forked, headroom):
             return forked
-        return hit * kv.block_size if kv.admit(sequence, hit, headroom) else None
+        return hit.num_tokens if kv.admit(sequence, hit, headroom) else None
 
     def _start(self, step: Step, place: Place, num_computed: int) -> None:
         state, sequence = self._state, place.sequence
