@@ -122,12 +122,12 @@ class ModelRunner:
         if not plan.scheduled:
             return InFlightStep(plan, (), None)
         inputs = self._inputs.build(plan, previous)
-        logits = self._forward(inputs)
         indices = tuple(index for index, item in enumerate(plan.scheduled) if item.samples)
         items = [plan.scheduled[index] for index in indices]
+        self._sampler.prepare(items)
+        logits = self._forward(inputs)
         if not items:
             return InFlightStep(plan, (), None)
-        self._sampler.prepare(items)
         sampled = self._sampler.sample(logits, items)
         self._previous = PreviousTokens(sampled.token_ids, _last_rows(items))
         return InFlightStep(plan, indices, sampled)

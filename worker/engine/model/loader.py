@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.utils import logging as progress_bars
 
 from worker.engine.attention import AttentionShape
 from worker.engine.config import EngineConfig, EngineConfigError, LayerGroup
@@ -58,6 +59,7 @@ def load_model(path: Path, config: EngineConfig) -> LoadedModel:
     text_config = full_config.get_text_config()
     dtype = pick_dtype(config.dtype, device, getattr(full_config, "dtype", None))
     max_model_len = resolve_length(text_config, config.max_model_len)
+    progress_bars.disable_progress_bar()
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, attn_implementation=IMPLEMENTATION, trust_remote_code=remote

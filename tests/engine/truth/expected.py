@@ -1,0 +1,62 @@
+"""What Transformers' own `generate` answers: greedy, float32, one prompt at a time."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+
+CLEAR_GAP = 2e-3  # float noise of these models' logits is some 1e-5
+
+
+@dataclass(frozen=True)
+class Expected:
+    """`gap` is the least lead of the best token over the second, in logits: float noise must stay far below."""
+
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+    gap: float
+
+
+def load(folder: Path, attention: str = "sdpa") -> transformers.PreTrainedModel:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, attn_implementation=attention, dtype=torch.float32
+        )
+    model.generation_config.eos_token_id = None  # type: ignore[union-attr]
+    return model.eval()
+
+
+@torch.inference_mode()
+def generate(model: transformers.PreTrainedModel, prompt: list[int], max_tokens: int) -> Expected:
+    """Exactly max_tokens tokens: nothing ends the answer early."""
+    ids = torch.tensor([prompt])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        output = model.generate(  # type: ignore[operator]
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            pad_token_id=0,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+    best = torch.stack(output.logits, dim=1)[0].topk(2).values
+    gap = float((best[:, 0] - best[:, 1]).min())
+    return Expected(tuple(prompt), tuple(output.sequences[0, len(prompt) :].tolist()), gap)
+
+
+def clear_answer(model: transformers.PreTrainedModel, length: int, max_tokens: int, vocab: int) -> Expected:
+    """The answer to the first random prompt of this length that is nowhere a near tie."""
+    draw = random.Random(f"{length}/{max_tokens}")
+    for _ in range(40):
+        found = generate(model, [draw.randrange(3, vocab) for _ in range(length)], max_tokens)
+        if found.gap > CLEAR_GAP:
+            return found
+    raise AssertionError(f"40 prompts of {length} tokens and every answer has a near tie")

@@ -1,0 +1,123 @@
+"""Greedy float32 output equals `model.generate` token for token, for many families and many schedules.
+
+The real scheduler and engine run; prompts of mixed length join at different steps, so that chunks of some
+and decodes of others meet in one step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from schemas.generation import SamplingParams
+from tests.engine.truth import expected, tiny_models
+from tests.engine.truth.expected import Expected
+from tests.engine.truth.tiny_models import FAMILIES
+from worker.engine import Engine, EngineConfig
+
+LENGTHS = (1, 3, 17, 40, 65, 30)
+ANSWERS = (24, 9, 16, 24, 12, 20)
+UNBOUNDED = 4096
+
+Answers = tuple[Path, list[Expected]]
+
+
+@pytest.fixture(scope="session")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Answers]:
+    """A family's folder and what `generate` says there; made once."""
+    made: dict[str, Answers] = {}
+
+    def of(name: str) -> Answers:
+        if name not in made:
+            folder = tiny_models.save(name, tmp_path_factory.mktemp(name))
+            model = expected.load(folder, FAMILIES[name].attention)
+            pairs = zip(LENGTHS, ANSWERS, strict=True)
+            wanted = [expected.clear_answer(model, length, count, tiny_models.VOCAB) for length, count in pairs]
+            made[name] = (folder, wanted)
+        return made[name]
+
+    return of
+
+
+def run(engine: Engine, wanted: list[Expected], join_every: int = 3) -> list[tuple[int, ...]]:
+    """Let the requests join one after the other while the earlier ones run; their answers."""
+    ids = []
+    for one in wanted:
+        params = SamplingParams(temperature=0.0, max_tokens=len(one.answer), ignore_eos=True)
+        ids.append(engine.add_request(one.prompt, params))
+        for _ in range(join_every):
+            engine.step()
+    outputs = [engine.get_result(request_id) for request_id in ids]
+    assert all(output is not None and output.error is None for output in outputs)
+    engine.scheduler.check_integrity()
+    return [output.token_ids for output in outputs if output is not None]
+
+
+def make_engine(folder: Path, **changes: object) -> Engine:
+    settings: dict[str, object] = {
+        "model": str(folder),
+        "dtype": "float32",
+        "device": "cpu",
+        "attention": "reference",
+        "block_size": 4,
+        "num_blocks": 200,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": UNBOUNDED,
+    }
+    return Engine.load(EngineConfig(**{**settings, **changes}))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_expected_answers_are_worth_comparing(name: str, answers: Callable[[str], Answers]) -> None:
+    _, wanted = answers(name)
+    assert min(one.gap for one in wanted) > expected.CLEAR_GAP
+    assert len({one.answer for one in wanted}) == len(wanted)
+    assert max(len(set(one.answer)) for one in wanted) > 4, "a model that repeats itself proves little"
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64, UNBOUNDED])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_chunks_of_any_size_give_the_same_tokens(name: str, chunk: int, answers: Callable[[str], Answers]) -> None:
+    folder, wanted = answers(name)
+    with make_engine(folder, max_num_batched_tokens=chunk, safety_margin=0.0) as engine:
+        assert len(engine.runner.cache_config.groups) == FAMILIES[name].num_groups
+        assert run(engine, wanted) == [one.answer for one in wanted]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_small_chunks_of_several_prompts_meet_in_one_step(name: str, answers: Callable[[str], Answers]) -> None:
+    folder, wanted = answers(name)
+    with make_engine(folder, long_prefill_token_threshold=5, max_num_batched_tokens=32) as engine:
+        assert run(engine, wanted, join_every=1) == [one.answer for one in wanted]
+
+
+@pytest.mark.parametrize("offload", [0.0, 0.001])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
+def test_preempted_sequences_go_on_with_the_same_tokens(
+    name: str, offload: float, answers: Callable[[str], Answers]
+) -> None:
+    folder, wanted = answers(name)
+    with make_engine(folder, num_blocks=28, cpu_offload_gib=offload, max_num_batched_tokens=64) as engine:
+        assert run(engine, wanted, join_every=0) == [one.answer for one in wanted]
+        stats = engine.stats()
+        assert stats.preemptions > 0
+        assert (stats.blocks_swapped_in > 0) == (offload > 0)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "mistral"])
+def test_cached_prefixes_give_the_same_tokens(name: str, answers: Callable[[str], Answers]) -> None:
+    folder, wanted = answers(name)
+    with make_engine(folder) as engine:
+        assert run(engine, wanted) == [one.answer for one in wanted]
+        assert run(engine, wanted[::-1]) == [one.answer for one in wanted[::-1]]
+        assert engine.stats().cached_tokens > 0
+
+
+@pytest.mark.parametrize("backend", ["cpu"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_other_backends_give_the_same_tokens(name: str, backend: str, answers: Callable[[str], Answers]) -> None:
+    folder, wanted = answers(name)
+    with make_engine(folder, attention=backend, block_size=16, max_num_batched_tokens=16) as engine:
+        assert run(engine, wanted) == [one.answer for one in wanted]

@@ -1,0 +1,107 @@
+"""Tiny random models of many families, saved where the engine can load them.
+
+Weights are drawn wide, so that answers vary and the best token leads the second by far more than float
+noise (the tests check that); every family has the trait that makes it worth testing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+VOCAB = 320
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+_SLIDING_BY_TURNS = ["sliding_attention", "full_attention"] * 2
+
+
+@dataclass(frozen=True)
+class Family:
+    """`config` builds the configuration; `attention` is what `generate` runs with (sinks need eager)."""
+
+    config: Callable[[], Any]
+    attention: str = "sdpa"
+    num_groups: int = 1
+
+
+def _config(class_name: str, **changes: Any) -> Callable[[], Any]:
+    return lambda: getattr(transformers, class_name)(**{**_COMMON, **changes})
+
+
+def _gpt2() -> Any:
+    sizes = {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256}
+    return transformers.GPT2Config(vocab_size=VOCAB, bos_token_id=1, eos_token_id=2, **sizes)
+
+
+FAMILIES = {
+    "llama": Family(_config("LlamaConfig")),
+    "llama_mqa": Family(_config("LlamaConfig", num_key_value_heads=1)),
+    "qwen2": Family(_config("Qwen2Config")),
+    "qwen3": Family(_config("Qwen3Config", head_dim=16)),
+    "mistral": Family(_config("MistralConfig", sliding_window=11)),
+    "phi3": Family(_config("Phi3Config", num_key_value_heads=4)),
+    "gemma2": Family(
+        _config(
+            "Gemma2Config",
+            head_dim=16,
+            sliding_window=9,
+            query_pre_attn_scalar=16,
+            attn_logit_softcapping=5.0,
+            final_logit_softcapping=20.0,
+        ),
+        attention="eager",
+        num_groups=2,
+    ),
+    "gemma3": Family(
+        _config("Gemma3TextConfig", head_dim=16, sliding_window=10, layer_types=_SLIDING_BY_TURNS), num_groups=2
+    ),
+    "gpt2": Family(_gpt2),
+    "mixtral": Family(_config("MixtralConfig", num_local_experts=4, num_experts_per_tok=2)),
+    "qwen3_moe": Family(
+        _config("Qwen3MoeConfig", head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+    ),
+    "gpt_oss": Family(
+        _config(
+            "GptOssConfig",
+            head_dim=16,
+            sliding_window=8,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            layer_types=_SLIDING_BY_TURNS,
+        ),
+        attention="eager",
+        num_groups=2,
+    ),
+}
+
+
+def save(name: str, folder: Path, seed: int = 0) -> Path:
+    """Draw the family's weights and save them; the folder."""
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(FAMILIES[name].config(), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.25 if parameter.dim() == 2 else 0.3)
+            elif "norm" in parameter_name or "ln_" in parameter_name:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+            else:
+                parameter.normal_(0.0, 0.5)
+    model.save_pretrained(folder)
+    return folder
