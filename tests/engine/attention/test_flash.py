@@ -1,0 +1,224 @@
+"""The FlashAttention backends on a CPU: what they hand to the library, checked and answered by a fake of it.
+
+Each fake takes the real function's keyword names, refuses what the real one refuses, and computes the true
+result in float64 from the block table and lengths that it was given.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.engine.attention.cases import Case, attend, dense, filled_cache, make_problem
+from worker.engine.attention.base import AttentionBackend, AttentionShape
+from worker.engine.attention.flash import FlashAttention, FlashLibrary, flash_refusal
+from worker.engine.attention.torch_varlen import TorchVarlenAttention, missing_parameters
+
+RAGGED = ((1, 600), (33, 33), (1, 1), (19, 251), (40, 300))
+DECODES = ((1, 600), (1, 1), (1, 256), (1, 257))
+CASES = [
+    Case("ragged", RAGGED, num_heads=6, num_kv_heads=3, block_size=256),
+    Case("decodes", DECODES, block_size=256),
+    Case("multi-head", RAGGED, num_heads=2, num_kv_heads=2, block_size=256),
+    Case("window", RAGGED, window=30, block_size=256),
+    Case("window of decodes", DECODES, window=30, block_size=256),
+    Case("sinks", RAGGED, has_sinks=True, block_size=256),
+    Case("sinks of decodes", DECODES, has_sinks=True, block_size=256),
+]
+SOFTCAP = Case("softcap", RAGGED, softcap=7.0, block_size=256)
+
+
+def paged(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    table: Tensor,
+    scale: float,
+    window: tuple[int, int],
+    softcap: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """FlashAttention's meaning: causal, aligned at the end; `lse` [num_heads, num_tokens]."""
+    assert table.dtype == seq_lens.dtype == query_start.dtype == torch.int32
+    assert query.is_contiguous()
+    assert keys.stride(-1) == 1
+    assert window[1] == 0
+    out = torch.empty_like(query)
+    lse = torch.empty(query.shape[1], query.shape[0])
+    starts, block_size, group = query_start.tolist(), keys.shape[1], query.shape[1] // keys.shape[2]
+    for i, seq_len in enumerate(seq_lens.tolist()):
+        rows = slice(starts[i], starts[i + 1])
+        at = torch.arange(seq_len)
+        block = table[i, at // block_size].long()
+        key = keys[block, at % block_size].double().repeat_interleave(group, dim=1)
+        value = values[block, at % block_size].double().repeat_interleave(group, dim=1)
+        logits = torch.einsum("qhd,khd->hqk", query[rows].double(), key) * scale
+        logits = softcap * torch.tanh(logits / softcap) if softcap else logits
+        distance = torch.arange(seq_len - (rows.stop - rows.start), seq_len)[:, None] - at[None]
+        hidden = (distance < 0) | ((distance > window[0]) if window[0] >= 0 else torch.zeros_like(distance).bool())
+        logits = logits.masked_fill(hidden, -torch.inf)
+        weights = logits.softmax(-1)
+        value = torch.where(hidden.all(0)[:, None, None], 0.0, value)  # a block that left the window is not read
+        out[rows] = torch.einsum("hqk,khd->qhd", weights, value).to(out.dtype)
+        lse[:, rows] = logits.logsumexp(-1).float()
+    return out, lse
+
+
+def fake_varlen_2(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    softmax_scale: float,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    block_table: Tensor,
+    return_attn_probs: bool,
+) -> Any:
+    assert causal
+    assert return_attn_probs
+    assert k.shape[1] % 256 == 0
+    assert max_seqlen_q >= int(cu_seqlens_q.diff().max())
+    assert max_seqlen_k >= int(cu_seqlens_k.diff().max())
+    out, lse = paged(q, k, v, cu_seqlens_q, cu_seqlens_k.diff(), block_table, softmax_scale, window_size, softcap)
+    return out, lse, None
+
+
+def fake_with_kvcache_2(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    cache_seqlens: Tensor,
+    block_table: Tensor,
+    softmax_scale: float,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    return_softmax_lse: bool,
+) -> Any:
+    assert causal
+    assert return_softmax_lse
+    assert k_cache.shape[1] % 256 == 0
+    assert q.shape[:2] == (cache_seqlens.shape[0], 1)
+    starts = torch.arange(q.shape[0] + 1, dtype=torch.int32)
+    rows = q[:, 0].contiguous()
+    out, lse = paged(rows, k_cache, v_cache, starts, cache_seqlens, block_table, softmax_scale, window_size, softcap)
+    return out[:, None], lse.t()[:, :, None]
+
+
+def fake_with_kvcache_3(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    cache_seqlens: Tensor,
+    page_table: Tensor,
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    softmax_scale: float,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    return_softmax_lse: bool,
+) -> Any:
+    assert causal
+    assert return_softmax_lse
+    assert max_seqlen_q >= int(cu_seqlens_q.diff().max())
+    return paged(q, k_cache, v_cache, cu_seqlens_q, cache_seqlens, page_table, softmax_scale, window_size, softcap)
+
+
+def fake_torch_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: Any,
+    scale: float,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+    seqused_k: Tensor,
+    block_table: Tensor,
+    num_splits: int,
+) -> Any:
+    assert num_splits == 1
+    assert enable_gqa == (query.shape[1] != key.shape[2])
+    assert torch.equal(cu_seq_k.diff(), seqused_k)
+    assert max_q >= int(cu_seq_q.diff().max())
+    assert max_k >= int(seqused_k.max())
+    out, lse = paged(query, key, value, cu_seq_q, seqused_k, block_table, scale, window_size)
+    return (out, lse) if return_aux is not None and return_aux.lse else out
+
+
+def unused(*_: Any, **__: Any) -> Any:
+    raise AssertionError("the wrong entry point was called")
+
+
+FLASH_2 = FlashAttention(FlashLibrary(2, fake_varlen_2, fake_with_kvcache_2))
+FLASH_3 = FlashAttention(FlashLibrary(3, unused, fake_with_kvcache_3))
+VARLEN = TorchVarlenAttention(fake_torch_varlen)
+TARGETS = [
+    *((backend, case) for backend in (FLASH_2, FLASH_3, VARLEN) for case in CASES),
+    (FLASH_2, SOFTCAP),
+    (FLASH_3, SOFTCAP),
+    (FLASH_3, Case("blocks of 16", RAGGED)),
+]
+
+
+@pytest.mark.parametrize(("backend", "case"), TARGETS, ids=lambda value: getattr(value, "name", ""))
+def test_the_library_is_asked_for_dense_attentions_result(backend: AttentionBackend, case: Case) -> None:
+    problem = make_problem(case)
+    result = attend(backend, problem, filled_cache(backend, problem))
+    torch.testing.assert_close(result.double(), dense(problem), rtol=1e-5, atol=1e-5)
+
+
+def test_version_2_decodes_on_the_way_that_splits_contexts() -> None:
+    backend = FlashAttention(FlashLibrary(2, unused, fake_with_kvcache_2))
+    problem = make_problem(Case("decodes", DECODES, block_size=256))
+    assert attend(backend, problem, filled_cache(backend, problem)).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("version", "block_size", "head_dim", "dtype", "word"),
+    [
+        (2, 16, 64, torch.bfloat16, "multiples of 256, not 16"),
+        (2, 512, 64, torch.bfloat16, None),
+        (3, 16, 64, torch.bfloat16, None),
+        (3, 16, 320, torch.bfloat16, "320"),
+        (3, 16, 64, torch.float32, "float32"),
+    ],
+)
+def test_block_size_head_size_and_dtype_rules(
+    version: int, block_size: int, head_dim: int, dtype: torch.dtype, word: str | None
+) -> None:
+    shape = AttentionShape(4, 2, head_dim, 0.125)
+    reason = flash_refusal(version, torch.device("cuda"), dtype, shape, block_size)
+    assert reason is None if word is None else word in str(reason)
+
+
+def test_torch_varlen_refuses_what_it_cannot_do() -> None:
+    cuda = torch.device("cuda")
+    plain, capped = AttentionShape(4, 2, 64, 0.125), AttentionShape(4, 2, 64, 0.125, softcap=30.0)
+    assert "soft-cap" in str(TorchVarlenAttention.why_not(cuda, torch.bfloat16, capped, 256))
+    assert "256" in str(TorchVarlenAttention.why_not(cuda, torch.bfloat16, plain, 16))
+    assert TorchVarlenAttention.why_not(cuda, torch.bfloat16, plain, 256) is None
+
+
+def test_an_older_torch_is_known_by_its_signature() -> None:
+    def old(query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, scale: float, window_size: Any) -> None: ...
+
+    assert missing_parameters(old) == ["block_table", "seqused_k", "enable_gqa", "num_splits", "return_aux"]
+    assert missing_parameters(fake_torch_varlen) == []

@@ -1,0 +1,114 @@
+"""The Triton backend's own ways: split contexts, strided inputs, padded launches, how a launch is planned.
+
+Kernels run where there is CUDA, or where this process interprets Triton: test_triton_interpreted starts one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from tests.engine.attention.cases import Case, attend, dense, filled_cache, make_problem, metadata_of
+from worker.engine.attention.base import AttentionMetadata, AttentionShape
+
+pytest.importorskip("triton")
+from worker.engine.attention.triton import TritonAttention, is_interpreted, plan_launch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+kernels = pytest.mark.skipif(DEVICE == "cpu" and not is_interpreted(), reason="neither CUDA nor interpreted")
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
+
+SPLIT_CASES = [
+    Case("split decodes", ((1, 600), (1, 3), (1, 290))),
+    Case("split decodes, window, sinks", ((1, 600), (1, 3)), window=350, has_sinks=True, block_size=8),
+    Case("split chunk, softcap", ((2, 520), (1, 70)), num_heads=3, num_kv_heads=1, softcap=9.0, head_dim=80),
+]
+
+
+@kernels
+@pytest.mark.parametrize("case", SPLIT_CASES, ids=lambda case: case.name)
+def test_split_contexts_fold_to_the_whole(case: Case) -> None:
+    problem = make_problem(case, DEVICE)
+    backend = TritonAttention(num_multiprocessors=32)
+    metadata = metadata_of(problem, case.lens)
+    assert planned(metadata, case.shape, len(problem.query), num_multiprocessors=32) > 1
+    result = attend(backend, problem, filled_cache(backend, problem))
+    torch.testing.assert_close(result.double(), dense(problem), rtol=2e-5, atol=2e-5)
+
+
+@kernels
+def test_inputs_may_be_views_of_one_packed_projection() -> None:
+    case = Case("packed", ((20, 20), (1, 1)))
+    problem = make_problem(case, DEVICE)
+    backend = TritonAttention()
+    metadata = metadata_of(problem, case.lens)
+    packed = torch.cat([problem.query, problem.key, problem.value], dim=1)
+    cache = filled_cache(backend, problem)
+    expected = attend(backend, problem, cache)
+    cache.fill_(torch.nan)
+    backend.write(packed[:, 4:6], packed[:, 6:8], cache, metadata)
+    assert torch.equal(backend.attend(packed[:, :4], cache, metadata, case.shape), expected)
+
+
+@kernels
+@pytest.mark.parametrize("num_multiprocessors", [1, 32])
+def test_a_padded_launch_gives_the_same_rows(num_multiprocessors: int) -> None:
+    """As a captured graph runs: more sequences and tokens than there are, maxima above the true ones."""
+    case = Case("padded", ((1, 300), (1, 7)))
+    problem = make_problem(case, DEVICE)
+    backend = TritonAttention(num_multiprocessors)
+    cache = filled_cache(backend, problem)
+    expected = attend(backend, problem, cache)
+    exact = metadata_of(problem, case.lens)
+    padded = dataclasses.replace(
+        exact,
+        query_start=torch.cat([exact.query_start, exact.query_start[-1:].repeat(2)]),
+        seq_lens=torch.cat([exact.seq_lens, exact.seq_lens.new_zeros(2)]),
+        block_table=torch.cat([exact.block_table, torch.zeros_like(exact.block_table)]),
+        max_seq_len=512,
+        query_lens_host=(1, 1, 0, 0),
+    )
+    query = torch.cat([problem.query, torch.full_like(problem.query, torch.nan)])
+    result = backend.attend(query, cache, padded, case.shape)
+    torch.testing.assert_close(result[:2], expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(result[2:], torch.zeros_like(result[2:]))
+
+
+def planned(metadata: AttentionMetadata, shape: AttentionShape, num_tokens: int, num_multiprocessors: int = 132) -> int:
+    launch = plan_launch(
+        shape, metadata, num_tokens, element_size=2, num_multiprocessors=num_multiprocessors, is_exact=False
+    )
+    return launch.num_splits
+
+
+@pytest.mark.parametrize(
+    ("lens", "splits"),
+    [
+        (((1, 100),), 1),  # short: a second pass would cost more
+        (((1, 32_768),), 32),  # one stream alone would keep 8 of 132 multiprocessors busy
+        (((1, 32_768),) * 64, 1),  # enough programs without
+        (((4096, 4096),), 1),
+        (((64, 32_768),), 8),  # a small chunk deep in a long prompt
+    ],
+    ids=["short", "one long", "many long", "prompt", "late chunk"],
+)
+def test_contexts_are_split_where_programs_are_few(lens: tuple[tuple[int, int], ...], splits: int) -> None:
+    shape = AttentionShape(32, 8, 128, 0.1)
+    num_tokens = sum(query_len for query_len, _ in lens)
+    empty = torch.zeros(len(lens), dtype=torch.int32)
+    metadata = AttentionMetadata(empty, empty, empty, empty, max(q for q, _ in lens), max(s for _, s in lens), 16, None)
+    assert planned(metadata, shape, num_tokens) == splits
+
+
+def test_a_program_takes_whole_groups() -> None:
+    for group in (1, 3, 7, 12, 24, 71):
+        shape = AttentionShape(group * 2, 2, 128, 0.1)
+        for max_query_len, num_tokens in ((1, 8), (300, 307)):
+            empty = torch.zeros(8, dtype=torch.int32)
+            metadata = AttentionMetadata(empty, empty, empty, empty, max_query_len, 4096, 16, None)
+            launch = plan_launch(shape, metadata, num_tokens, element_size=2, num_multiprocessors=132, is_exact=False)
+            assert launch.block_tokens >= 1
+            assert launch.block_tokens * group <= launch.block_rows
+            assert launch.block_rows & (launch.block_rows - 1) == 0

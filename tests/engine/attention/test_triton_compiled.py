@@ -1,0 +1,129 @@
+"""Compiles the attention kernel for GPUs that need not be here, and reads what the assembler says of it.
+
+The interpreter proves results; this proves that the kernel has types that compile, fits the shared memory
+and keeps its rows in registers, for the launches that the backend plans.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from worker.engine.attention.base import AttentionMetadata, AttentionShape
+
+triton = pytest.importorskip("triton")
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from worker.engine.attention.triton import Launch, is_interpreted, plan_launch  # noqa: E402
+from worker.engine.attention.triton_kernels import attend_kernel  # noqa: E402
+
+ASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}  # what one program may take
+POINTERS = {"block_table": "*i32", "query_start": "*i32", "seq_lens": "*i32", "limits": "*fp32"}
+ALIGNED = (
+    "query",
+    "cache",
+    "out",
+    "block_table",
+    "query_start",
+    "seq_lens",
+    "query_stride",
+    "block_stride",
+    "value_offset",
+)
+
+LLAMA = AttentionShape(32, 8, 128, 0.1)
+SMOLLM = AttentionShape(9, 3, 64, 0.1)
+GEMMA = AttentionShape(4, 1, 256, 0.1, softcap=50.0)
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(is_interpreted(), reason="the kernels are interpreted in this process"),
+    pytest.mark.skipif(not ASSEMBLER.exists(), reason="this Triton brings no assembler for CUDA"),
+]
+
+
+def planned(shape: AttentionShape, query_len: int, seq_len: int, element: str) -> Launch:
+    empty = torch.zeros(1, dtype=torch.int32)
+    metadata = AttentionMetadata(empty, empty, empty, empty, query_len, seq_len, 16, None)
+    is_exact = element == "fp32"
+    return plan_launch(
+        shape, metadata, query_len, element_size=4 if is_exact else 2, num_multiprocessors=132, is_exact=is_exact
+    )
+
+
+def source_of(shape: AttentionShape, launch: Launch, element: str, window: int, has_sinks: bool) -> ASTSource:
+    constants: dict[str, object] = {
+        "NUM_HEADS": shape.num_heads,
+        "GROUP": shape.num_heads // shape.num_kv_heads,
+        "HEAD_DIM": shape.head_dim,
+        "HEAD_PAD": triton.next_power_of_2(shape.head_dim),
+        "BLOCK_SIZE": 16,
+        "WINDOW": window,
+        "HAS_SOFTCAP": bool(shape.softcap),
+        "HAS_SINKS": has_sinks,
+        "BLOCK_ROWS": launch.block_rows,
+        "BLOCK_TOKENS": launch.block_tokens,
+        "TILE_KEYS": launch.tile_keys,
+        "NUM_SPLITS": launch.num_splits,
+    }
+    if launch.num_splits == 1:
+        constants["limits"] = None
+    if not has_sinks:
+        constants["sinks"] = None
+    signature = {}
+    for name in attend_kernel.arg_names:
+        kind = "fp32" if name in ("scale", "softcap") else "i32"
+        if name in ("query", "cache", "out", "sinks"):
+            kind = f"*{'fp32' if name == 'out' and launch.num_splits > 1 else element}"
+        signature[name] = "constexpr" if name in constants else POINTERS.get(name, kind)
+    hints = {(attend_kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in ALIGNED}
+    return ASTSource(attend_kernel, signature, constants, hints)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(
+    ("shape", "query_len", "seq_len", "element", "window", "has_sinks"),
+    [
+        (LLAMA, 1, 100, "bf16", 0, False),
+        (LLAMA, 1, 30_000, "bf16", 0, False),
+        (LLAMA, 4096, 4096, "bf16", 0, False),
+        (SMOLLM, 40, 400, "fp16", 0, False),
+        (GEMMA, 600, 600, "bf16", 512, True),
+        (GEMMA, 1, 600, "bf16", 512, False),
+        (LLAMA, 64, 64, "fp32", 0, False),
+    ],
+    ids=["decode", "split decode", "prompt", "small", "soft-capped prompt", "soft-capped decode", "exact"],
+)
+def test_compiles_without_spilling(
+    capability: int,
+    shape: AttentionShape,
+    query_len: int,
+    seq_len: int,
+    element: str,
+    window: int,
+    has_sinks: bool,
+    tmp_path: Path,
+) -> None:
+    launch = planned(shape, query_len, seq_len, element)
+    compiled = triton.compile(
+        source_of(shape, launch, element, window, has_sinks),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": launch.num_warps, "num_stages": launch.num_stages},
+    )
+    assert compiled.metadata.shared <= min(SHARED_MEMORY[capability], 100 * 1024)
+    assembly = compiled.asm["ptx"]
+    if element != "fp32":
+        assert "wgmma" in assembly or "mma.sync" in assembly, "no tensor cores"
+    (tmp_path / "kernel.ptx").write_text(assembly)
+    architecture = f"-arch=sm_{capability}{'a' if capability == 90 else ''}"
+    command = [str(ASSEMBLER), "-v", architecture, str(tmp_path / "kernel.ptx"), "-o", str(tmp_path / "kernel.cubin")]
+    report = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stderr
+    spilled = re.search(r"(\d+) bytes spill stores", report)
+    assert spilled is not None, report
+    assert int(spilled[1]) == 0, report

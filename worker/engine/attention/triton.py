@@ -1,0 +1,228 @@
+"""Paged attention by a Triton kernel of ours: no wheel needed, any block size, prefill and decode in one launch.
+
+The launch depends only on maxima that the host knows (padded tokens, sequences, the longest context), and
+lengths are read on the device, so a captured CUDA graph stays right for every batch that fits it.
+Blocks are `[kv_head, token, head_dim]`: what one program reads of a block is contiguous.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from worker.engine.attention.base import AttentionBackend, AttentionMetadata, AttentionShape
+from worker.engine.attention.triton_kernels import attend_kernel, fold_kernel, write_kernel
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MAX_HEAD_DIM = 256
+MAX_PARTIAL_BYTES = 64 << 20  # of split-KV results
+TOKENS_A_SPLIT = 256  # a shorter share of a context does not pay for its second pass
+PROGRAMS_A_MULTIPROCESSOR = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How one call is cut up. A program takes `block_rows` rows: query tokens × the heads of a group."""
+
+    block_rows: int
+    block_tokens: int
+    tile_keys: int
+    num_splits: int
+    num_warps: int
+    num_stages: int
+
+
+def plan_launch(
+    shape: AttentionShape,
+    metadata: AttentionMetadata,
+    num_tokens: int,
+    *,
+    element_size: int,
+    num_multiprocessors: int,
+    is_exact: bool,
+) -> Launch:
+    """Few, wide programs for prompts; narrow ones for decodes, and split contexts where those are too few.
+
+    Sizes are chosen from what the compiler reports for compute capability 8.0 and 9.0: no register spills, at most
+    100 KB of shared memory, so that two programs share an H200's multiprocessor and one fits an A100's.
+    """
+    group = shape.num_heads // shape.num_kv_heads
+    rows = max(16, triton.next_power_of_2(group))
+    is_decode = metadata.max_query_len == 1
+    if not is_decode:  # long chunks fill wide tiles; a mix of many decodes with a chunk would waste them
+        rows = max(rows, 128 if num_tokens >= 64 * metadata.num_seqs and shape.head_dim <= 128 else 64)
+    head_pad = max(16, triton.next_power_of_2(shape.head_dim))
+    tile_keys = max(16, min(128 if is_decode else 64, 16384 // (head_pad * element_size)))
+    if is_exact:  # float32 without tensor cores: registers bound the tile
+        rows = max(16, triton.next_power_of_2(group))
+        tile_keys = max(16, min(32, 2048 // head_pad))
+    block_tokens = rows // group
+    programs = (num_tokens // block_tokens + metadata.num_seqs) * shape.num_kv_heads
+    wanted = -(-PROGRAMS_A_MULTIPROCESSOR * num_multiprocessors // max(programs, 1))
+    reach = min(metadata.max_seq_len, (metadata.window or metadata.max_seq_len) + metadata.max_query_len)
+    partial_bytes = num_tokens * shape.num_heads * head_pad * 4
+    num_splits = min(wanted, -(-reach // TOKENS_A_SPLIT), MAX_PARTIAL_BYTES // max(partial_bytes, 1), 64)
+    return Launch(
+        block_rows=rows,
+        block_tokens=block_tokens,
+        tile_keys=tile_keys,
+        num_splits=1 << (max(num_splits, 1).bit_length() - 1),  # the kernel that folds them wants a power of two
+        num_warps=8 if rows * head_pad >= 64 * 64 or (is_exact and head_pad > 128) else 4,
+        num_stages=2 if is_exact or shape.head_dim > 128 else 3,
+    )
+
+
+class TritonAttention(AttentionBackend):
+    """Holds no state but the number of multiprocessors."""
+
+    name = "triton"
+
+    def __init__(self, num_multiprocessors: int | None = None) -> None:
+        if num_multiprocessors is None:
+            properties = torch.cuda.get_device_properties() if torch.cuda.is_available() else None
+            num_multiprocessors = properties.multi_processor_count if properties else 1
+        self._num_multiprocessors = num_multiprocessors
+
+    @classmethod
+    def why_not(cls, device: torch.device, dtype: torch.dtype, shape: AttentionShape, block_size: int) -> str | None:
+        if device.type != "cuda" and not is_interpreted():
+            return f"Triton kernels do not run on {device.type}"
+        if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 8 and dtype == torch.bfloat16:
+            return "bfloat16 needs compute capability 8.0"
+        if device.type == "cpu" and dtype == torch.bfloat16:
+            return "Triton's interpreter multiplies no bfloat16 matrices"
+        if dtype not in DTYPES:
+            return f"the Triton kernel does not take {dtype}"
+        if shape.head_dim > MAX_HEAD_DIM:
+            return f"the Triton kernel takes head sizes up to {MAX_HEAD_DIM}, not {shape.head_dim}"
+        return None
+
+    def block_shape(self, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
+        return num_kv_heads, block_size, head_dim
+
+    def write(self, key: Tensor, value: Tensor, cache: Tensor, metadata: AttentionMetadata) -> None:
+        write_blocks(key, value, cache, metadata, token_stride=cache.stride(3), head_stride=cache.stride(2))
+
+    def attend(
+        self,
+        query: Tensor,
+        cache: Tensor,
+        metadata: AttentionMetadata,
+        shape: AttentionShape,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        query = _packed(query)
+        num_tokens = query.shape[0]
+        is_padded = sum(metadata.query_lens_host) != num_tokens  # rows of no sequence: no program writes them
+        out = (torch.zeros if is_padded else torch.empty)(query.shape, dtype=query.dtype, device=query.device)
+        launch = plan_launch(
+            shape,
+            metadata,
+            num_tokens,
+            element_size=cache.element_size(),
+            num_multiprocessors=self._num_multiprocessors,
+            is_exact=cache.dtype == torch.float32,
+        )
+        head_pad = max(16, triton.next_power_of_2(shape.head_dim))
+        partials, limits = _partials(query, launch.num_splits, head_pad)
+        grid = (num_tokens // launch.block_tokens + metadata.num_seqs, shape.num_kv_heads, launch.num_splits)
+        attend_kernel[grid](
+            query,
+            cache,
+            out if partials is None else partials,
+            limits,
+            sinks,
+            metadata.block_table,
+            metadata.query_start,
+            metadata.seq_lens,
+            shape.scale,
+            shape.softcap or 0.0,
+            metadata.num_seqs,
+            num_tokens,
+            query.stride(0),
+            cache.stride(0),
+            cache.stride(1),
+            metadata.block_table.stride(0),
+            NUM_HEADS=shape.num_heads,
+            GROUP=shape.num_heads // shape.num_kv_heads,
+            HEAD_DIM=shape.head_dim,
+            HEAD_PAD=head_pad,
+            BLOCK_SIZE=metadata.block_size,
+            WINDOW=metadata.window or 0,
+            HAS_SOFTCAP=bool(shape.softcap),
+            HAS_SINKS=sinks is not None,
+            BLOCK_ROWS=launch.block_rows,
+            BLOCK_TOKENS=launch.block_tokens,
+            TILE_KEYS=launch.tile_keys,
+            NUM_SPLITS=launch.num_splits,
+            num_warps=launch.num_warps,
+            num_stages=launch.num_stages,
+        )
+        if partials is not None:
+            fold_kernel[(num_tokens, shape.num_heads)](
+                partials,
+                limits,
+                sinks,
+                out,
+                num_tokens,
+                NUM_HEADS=shape.num_heads,
+                HEAD_DIM=shape.head_dim,
+                HEAD_PAD=head_pad,
+                HAS_SINKS=sinks is not None,
+                NUM_SPLITS=launch.num_splits,
+                num_warps=1,
+            )
+        return out
+
+
+def write_blocks(
+    key: Tensor, value: Tensor, cache: Tensor, metadata: AttentionMetadata, *, token_stride: int, head_stride: int
+) -> None:
+    """Store keys and values `[num_tokens, num_kv_heads, head_dim]`, whichever way tokens and heads lie in a block."""
+    num_tokens, num_kv_heads, head_dim = key.shape
+    if num_tokens == 0:
+        return
+    key, value = _packed(key), _packed(value)
+    tokens = 4 if num_tokens <= 256 else 16  # of one program: enough programs for decodes, wide ones for prompts
+    write_kernel[(-(-num_tokens // tokens), num_kv_heads)](
+        key,
+        value,
+        cache,
+        metadata.slot_mapping,
+        num_tokens,
+        key.stride(0),
+        value.stride(0),
+        cache.stride(0),
+        cache.stride(1),
+        token_stride,
+        head_stride,
+        BLOCK_SIZE=metadata.block_size,
+        HEAD_DIM=head_dim,
+        HEAD_PAD=triton.next_power_of_2(head_dim),
+        TOKENS=tokens,
+    )
+
+
+def is_interpreted() -> bool:
+    """Does this process run Triton kernels in Python (TRITON_INTERPRET=1)?"""
+    return not isinstance(attend_kernel, triton.runtime.JITFunction)
+
+
+def _partials(query: Tensor, num_splits: int, head_pad: int) -> tuple[Tensor | None, Tensor | None]:
+    """Split-KV results: values [splits, num_tokens, num_heads, head_pad], and maximum and sum of each row.
+
+    A sum of zeros says that a split saw nothing, so only the sums need a first value.
+    """
+    if num_splits == 1:
+        return None, None
+    size = (num_splits, query.shape[0], query.shape[1])
+    values = torch.empty((*size, head_pad), dtype=torch.float32, device=query.device)
+    return values, torch.zeros((2, *size), dtype=torch.float32, device=query.device)
+
+
+def _packed(x: Tensor) -> Tensor:
+    """Heads and dimensions contiguous within a row; rows may lie apart, as in a fused projection."""
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()

@@ -1,0 +1,251 @@
+"""The Triton kernels of paged attention: attend, fold the results of split contexts, write keys and values.
+
+Softmax runs in base 2 over float32, with the maximum and sum carried along the keys. Nothing outside a
+row's visible positions is ever loaded, so what lies in unused slots cannot leak, be it NaN.
+"""
+# Triton reads annotations of kernel arguments as types: only constants are annotated.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, misc"
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def find_sequence(query_start, num_seqs, program, BLOCK_TOKENS: tl.constexpr):
+    """The sequence that block `program` of query tokens belongs to; sequence i owns blocks from start_i // T + i on."""
+    low = 0
+    high = num_seqs
+    while low < high:
+        middle = (low + high) // 2
+        first = tl.load(query_start + middle) // BLOCK_TOKENS + middle
+        if first <= program:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
+@triton.jit
+def tiles_to_visit(
+    first_position, last_position, split, WINDOW: tl.constexpr, TILE_KEYS: tl.constexpr, NUM_SPLITS: tl.constexpr
+):
+    """Keys [begin, end) are what some row of a block sees; a split takes a share of their tiles."""
+    end = last_position + 1
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(first_position - WINDOW + 1, 0)
+    first_tile = begin // TILE_KEYS
+    last_tile = tl.cdiv(end, TILE_KEYS)
+    if NUM_SPLITS > 1:
+        share = tl.cdiv(last_tile - first_tile, NUM_SPLITS)
+        first_tile += split * share
+        last_tile = tl.minimum(first_tile + share, last_tile)
+    return begin, end, first_tile, last_tile
+
+
+@triton.jit
+def logits_of_tile(
+    queries,
+    keys,
+    position,
+    key_position,
+    is_key,
+    scale,
+    softcap,
+    WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+):
+    """Logits in base 2; −∞ where a row does not see a key."""
+    logits = tl.dot(queries, keys.to(queries.dtype), input_precision="ieee") * scale
+    if HAS_SOFTCAP:
+        logits = softcap * (1.0 - 2.0 / (tl.exp2(logits * (2.0 * LOG2_E / softcap)) + 1.0))
+    is_seen = is_key[None, :] & (key_position[None, :] <= position[:, None])
+    if WINDOW > 0:
+        is_seen = is_seen & (key_position[None, :] > position[:, None] - WINDOW)
+    return tl.where(is_seen, logits * LOG2_E, float("-inf"))
+
+
+@triton.jit
+def weights_of(logits, largest, total):
+    """Weights against the maximum so far, and the factor by which what was summed before shrinks."""
+    grown = tl.maximum(largest, tl.max(logits, 1))
+    shift = tl.where(grown == float("-inf"), 0.0, grown)  # rows that have seen nothing yet
+    weights = tl.exp2(logits - shift[:, None])
+    shrink = tl.exp2(largest - shift)
+    return weights, shrink, grown, total * shrink + tl.sum(weights, 1)
+
+
+@triton.jit
+def store_partials(out, limits, row_at, dims, is_row, largest, total, values, num_rows, HEAD_PAD: tl.constexpr):
+    """A split's result: maxima, then sums `num_rows` further, then unnormalised values."""
+    tl.store(limits + row_at, largest, mask=is_row)
+    tl.store(limits + num_rows + row_at, total, mask=is_row)
+    tl.store(out + row_at[:, None] * HEAD_PAD + dims[None, :], values, mask=is_row[:, None])
+
+
+@triton.jit
+def store_rows(
+    out, sinks, row_at, head, dims, is_row, largest, total, values, HEAD_DIM: tl.constexpr, HAS_SINKS: tl.constexpr
+):
+    if HAS_SINKS:
+        sink = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
+        grown = tl.maximum(largest, sink)
+        shrink = tl.exp2(largest - grown)
+        total = total * shrink + tl.exp2(sink - grown)
+        values = values * shrink[:, None]
+    values = values / tl.where(total == 0.0, 1.0, total)[:, None]
+    mask = is_row[:, None] & (dims < HEAD_DIM)[None, :]
+    tl.store(out + row_at[:, None] * HEAD_DIM + dims[None, :], values.to(out.dtype.element_ty), mask=mask)
+
+
+# A 1 would otherwise become a constant of the kernel, and every other batch size a build of its own.
+@triton.jit(do_not_specialize=["num_seqs", "num_tokens"])
+def attend_kernel(
+    query,  # [num_tokens, NUM_HEADS, HEAD_DIM]
+    cache,  # the layer's view; keys of block b at b · block_stride, values value_offset further
+    out,  # [num_tokens, NUM_HEADS, HEAD_DIM], or with splits float32 [splits, num_tokens, NUM_HEADS, HEAD_PAD]
+    limits,  # with splits: [2, splits, num_tokens, NUM_HEADS], maxima and sums
+    sinks,
+    block_table,
+    query_start,
+    seq_lens,
+    scale,
+    softcap,
+    num_seqs,
+    num_tokens,
+    query_stride,
+    block_stride,
+    value_offset,
+    table_stride,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+):
+    program = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    seq = find_sequence(query_start, num_seqs, program, BLOCK_TOKENS)
+    start = tl.load(query_start + seq)
+    query_len = tl.load(query_start + seq + 1) - start
+    first_token = (program - (start // BLOCK_TOKENS + seq)) * BLOCK_TOKENS
+    if first_token >= query_len:
+        return
+    base = tl.load(seq_lens + seq) - query_len  # position of the sequence's first query
+
+    # Row r: query token r // GROUP of the block, query head r % GROUP of the group.
+    rows = tl.arange(0, BLOCK_ROWS)
+    token = first_token + rows // GROUP
+    head = kv_head * GROUP + rows % GROUP
+    is_row = (rows < BLOCK_TOKENS * GROUP) & (token < query_len)
+    dims = tl.arange(0, HEAD_PAD)
+    is_dim = dims < HEAD_DIM
+    query_at = (start + token).to(tl.int64) * query_stride + head * HEAD_DIM
+    queries = tl.load(query + query_at[:, None] + dims[None, :], mask=is_row[:, None] & is_dim[None, :], other=0.0)
+
+    last_token = tl.minimum(first_token + BLOCK_TOKENS, query_len) - 1
+    begin, end, first_tile, last_tile = tiles_to_visit(
+        base + first_token, base + last_token, split, WINDOW, TILE_KEYS, NUM_SPLITS
+    )
+    largest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_ROWS], tl.float32)
+    values = tl.zeros([BLOCK_ROWS, HEAD_PAD], tl.float32)
+    cache += kv_head * (BLOCK_SIZE * HEAD_DIM)
+    for tile in range(first_tile, last_tile):
+        key_position = tile * TILE_KEYS + tl.arange(0, TILE_KEYS)
+        is_key = (key_position >= begin) & (key_position < end)
+        block = tl.load(block_table + seq * table_stride + key_position // BLOCK_SIZE, mask=is_key, other=0)
+        key_at = block.to(tl.int64) * block_stride + (key_position % BLOCK_SIZE) * HEAD_DIM
+        keys = tl.load(cache + key_at[None, :] + dims[:, None], mask=is_dim[:, None] & is_key[None, :], other=0.0)
+        logits = logits_of_tile(queries, keys, base + token, key_position, is_key, scale, softcap, WINDOW, HAS_SOFTCAP)
+        weights, shrink, largest, total = weights_of(logits, largest, total)
+        tile_of_values = cache + value_offset + key_at[:, None] + dims[None, :]
+        loaded = tl.load(tile_of_values, mask=is_key[:, None] & is_dim[None, :], other=0.0).to(queries.dtype)
+        values = values * shrink[:, None] + tl.dot(weights.to(queries.dtype), loaded, input_precision="ieee")
+
+    row_at = (start + token).to(tl.int64) * NUM_HEADS + head
+    if NUM_SPLITS > 1:
+        rows_of_split = num_tokens.to(tl.int64) * NUM_HEADS
+        row_at += split * rows_of_split
+        store_partials(out, limits, row_at, dims, is_row, largest, total, values, NUM_SPLITS * rows_of_split, HEAD_PAD)
+    else:
+        store_rows(out, sinks, row_at, head, dims, is_row, largest, total, values, HEAD_DIM, HAS_SINKS)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def fold_kernel(
+    partials,
+    limits,
+    sinks,
+    out,
+    num_tokens,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+):
+    """One program folds the splits of one row; a split whose sum is 0 saw nothing and left its values unwritten."""
+    row = tl.program_id(0).to(tl.int64) * NUM_HEADS + tl.program_id(1)
+    splits = tl.arange(0, NUM_SPLITS)
+    dims = tl.arange(0, HEAD_PAD)
+    row_at = splits * num_tokens.to(tl.int64) * NUM_HEADS + row
+    sums = tl.load(limits + NUM_SPLITS * num_tokens.to(tl.int64) * NUM_HEADS + row_at)
+    is_used = sums != 0.0
+    maxima = tl.load(limits + row_at, mask=is_used, other=float("-inf"))
+    largest = tl.max(maxima, 0)
+    if HAS_SINKS:
+        sink = tl.load(sinks + tl.program_id(1)).to(tl.float32) * LOG2_E
+        largest = tl.maximum(largest, sink)
+    shift = tl.where(largest == float("-inf"), 0.0, largest)
+    weights = tl.exp2(maxima - shift)
+    total = tl.sum(weights * sums, 0)
+    if HAS_SINKS:
+        total += tl.exp2(sink - shift)
+    values = tl.load(partials + row_at[:, None] * HEAD_PAD + dims[None, :], mask=is_used[:, None], other=0.0)
+    result = tl.sum(values * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    tl.store(out + row * HEAD_DIM + dims, result.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def write_kernel(
+    key,  # [num_tokens, num_kv_heads, HEAD_DIM]
+    value,
+    cache,
+    slots,
+    num_tokens,
+    key_stride,
+    value_stride,
+    block_stride,
+    value_offset,
+    token_stride,  # between the tokens of a block
+    head_stride,  # between the heads of a block
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    head = tl.program_id(1)
+    dims = tl.arange(0, HEAD_PAD)
+    is_token = token < num_tokens
+    mask = is_token[:, None] & (dims < HEAD_DIM)[None, :]
+    slot = tl.load(slots + token, mask=is_token, other=0)
+    at = (slot // BLOCK_SIZE) * block_stride + head * head_stride + (slot % BLOCK_SIZE) * token_stride
+    at = at[:, None] + dims[None, :]
+    from_at = head * HEAD_DIM + dims[None, :]
+    token_at = token.to(tl.int64)[:, None]
+    keys = tl.load(key + token_at * key_stride + from_at, mask=mask)
+    values = tl.load(value + token_at * value_stride + from_at, mask=mask)
+    tl.store(cache + at, keys.to(cache.dtype.element_ty), mask=mask)
+    tl.store(cache + value_offset + at, values.to(cache.dtype.element_ty), mask=mask)
