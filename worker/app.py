@@ -1,0 +1,306 @@
+"""The worker's composition root: builds the stages, starts them in order, ends them in order.
+
+    start:  SQL checked · queue opened · engine loaded · record · lease · control · claim
+    end:    claiming stops · running jobs finish or are handed over · results recorded · lease given up
+
+SIGTERM drains; a second signal, or SIGINT, hands over at once. Nothing happens here but wiring.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import msgspec
+
+from api_client.connections import Link, connect_async, parse_url
+from schemas.control import WorkerStatus
+from schemas.keys import Keys
+from worker.consume.admission import Admission, ServedModel
+from worker.consume.consumer import Consumer
+from worker.consume.control import ControlChannel
+from worker.consume.job_stream import JobStream, StreamOptions
+from worker.consume.leases import LeaseKeeper
+from worker.engine.host import EngineHost, EngineProcess
+from worker.engine.mailbox import Ready
+from worker.errors import Unavailable
+from worker.jobs import Finished
+from worker.publish.publisher import Publisher, PublishLimits
+from worker.record.finalizer import Finalizer, FinalizerLimits
+from worker.record.store import ResultStore
+from worker.service import Service
+from worker.settings import Settings
+from worker.telemetry import Check, Metrics, Pulse, WatchServer, configure_logging
+from worker.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+REDIS_LINK = Link(timeout_s=5.0, connect_timeout_s=5.0)
+STARTUP_PATIENCE_S = 60.0
+
+
+def run(settings: Settings) -> int:
+    """Serve until a signal; the exit status. Raises SettingsError, SchemaOutdated, EngineDied."""
+    configure_logging(settings.log_level, settings.log_format, with_private=settings.log_prompts)
+    return asyncio.run(Worker(settings).serve())
+
+
+class Worker:
+    """One worker process. `host_factory` replaces the engine process (tests run the engine in a thread)."""
+
+    def __init__(self, settings: Settings, host_factory: Callable[[], EngineHost] | None = None) -> None:
+        self.settings = settings
+        self.metrics = Metrics()
+        self.ready = asyncio.Event()
+        self._stop = asyncio.Event()
+        self._hurry = asyncio.Event()
+        self._model = ""
+        self._started_at = time.time()
+        self._had_room = False
+        self._host_factory = host_factory or self._engine_process
+        self._config = settings.engine_config()
+        keys = Keys(settings.queue_name, settings.key_prefix)
+        sharded = parse_url(settings.redis_url).is_cluster
+        self._redis = connect_async(settings.redis_url, REDIS_LINK)
+        self._redis_control = connect_async(settings.redis_url, REDIS_LINK)
+        self.stream = JobStream(self._redis, keys, settings.worker_name, stream_options(settings), sharded=sharded)
+        self._store = ResultStore(
+            settings.database_url, queue=settings.queue_name, with_prompts=settings.record_prompts
+        )
+        self._finalizer = Finalizer(
+            self._store,
+            self.stream,
+            FinalizerLimits(max_buffered=settings.record_buffer, max_group=settings.record_group),
+            on_recorded=self._count_finished,
+        )
+        self._publisher = Publisher(
+            self.stream,
+            worker_id=settings.worker_name,
+            model=self._config.model,
+            limits=PublishLimits(checkpoint_tokens=settings.checkpoint_tokens),
+        )
+        self._claims = Pulse("claim", limit_s=settings.stall_seconds)
+        self._steps = Pulse("engine frame", limit_s=settings.stall_seconds)
+        self.service = Service(
+            stream=self.stream,
+            host_factory=self._host_factory,
+            admission_factory=self._admission,
+            publisher=self._publisher,
+            finalizer=self._finalizer,
+            max_num_seqs=self._config.max_num_seqs,
+            on_frame=lambda _frame: self._note_frame(),
+        )
+        self._consumer = Consumer(
+            self.stream,
+            self.service.credits,
+            self.service.take,
+            poll_s=settings.poll_seconds,
+            on_claim=self._note_claim,
+        )
+        self._lease = LeaseKeeper(
+            self.stream,
+            self._status,
+            lease_s=settings.lease_seconds,
+            interval_s=settings.heartbeat_interval,
+            on_cancelled=self.service.cancel_all,
+            on_lost=self.service.drop,
+            on_expired=self._expired,
+        )
+        self._control = ControlChannel(
+            self._redis_control,
+            keys,
+            settings.worker_name,
+            on_bell=self._consumer.poke,
+            on_cancel=self.service.cancel,
+            on_drain=self.drain,
+            sharded=sharded,
+        )
+
+    # ── life ──
+
+    def drain(self) -> None:
+        """As SIGTERM: once to drain, twice to hand everything over now."""
+        if self._stop.is_set():
+            self._hurry.set()
+        self._stop.set()
+
+    def end_now(self) -> None:
+        """As SIGINT."""
+        self._stop.set()
+        self._hurry.set()
+
+    async def serve(self) -> int:
+        """Until drained. Raises what makes a start pointless: wrong settings, an old schema, a model that fails."""
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(NotImplementedError, RuntimeError):  # not on the main thread: tests
+            loop.add_signal_handler(signal.SIGTERM, self.drain)
+            loop.add_signal_handler(signal.SIGINT, self.end_now)
+        async with contextlib.AsyncExitStack() as undo:
+            undo.push_async_callback(self._redis.aclose)
+            undo.push_async_callback(self._redis_control.aclose)
+            undo.push_async_callback(self._store.close)
+            await self._watch(undo)
+            await self._patiently(self._store.check)
+            await self._patiently(self.stream.open)
+            await self._run_stages()
+        log.info("stopped")
+        return 0
+
+    async def _run_stages(self) -> None:
+        engine = asyncio.create_task(self.service.run_engine(), name="engine")
+        engine.add_done_callback(lambda _task: self._stop.set())
+        async with _background(self._finalizer.run()), _background(self._lease.run()), _background(self._control.run()):
+            claiming = asyncio.create_task(self._consumer.run(), name="claims")
+            self.ready.set()
+            await self._stop.wait()
+            log.info("draining: no job is claimed any more")
+            await self._consumer.stop()
+            await claiming
+            await self.service.drain(self.settings.drain_seconds, self._hurry)
+            await self.service.stop()
+            await self._finalizer.drain(self.settings.record_drain_seconds)
+        with contextlib.suppress(Unavailable):
+            await self.stream.resign()
+        await engine  # raises what ended it, if it was not us
+
+    async def _patiently(self, what: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """A dependency may start later than we do."""
+        deadline = time.monotonic() + STARTUP_PATIENCE_S
+        while True:
+            try:
+                return await what()
+            except Unavailable as error:
+                if time.monotonic() >= deadline or self._stop.is_set():
+                    raise
+                log.warning("not ready: %s", error)
+                await asyncio.sleep(1.0)
+
+    # ── what the stages are built from ──
+
+    def _engine_process(self) -> EngineHost:
+        return EngineProcess(self._config, cache_dir=self.settings.cache_dir)
+
+    async def _admission(self, ready: Ready) -> Admission:
+        tokenizer = await asyncio.to_thread(Tokenizer.load, ready.model_path)
+        self._model = ready.model
+        served = ServedModel(
+            names=(self._config.model, self.settings.queue_name),
+            max_model_len=ready.max_model_len,
+            vocab_size=ready.vocab_size,
+            eos_token_ids=frozenset(ready.eos_token_ids),
+            default_max_tokens=self.settings.default_max_tokens,
+        )
+        return Admission(tokenizer, served, worker_id=self.settings.worker_name)
+
+    def _status(self) -> WorkerStatus:
+        stats = self.service.health.stats
+        return WorkerStatus(
+            worker_id=self.settings.worker_name,
+            model=self._model,
+            version=package_version(),
+            started_ms=int(self._started_at * 1000),
+            running=stats.num_running,
+            waiting=stats.num_waiting,
+            free_blocks=stats.blocks_free,
+            draining=self.service.health.draining,
+        )
+
+    async def _expired(self) -> None:
+        self.service.drop_all()
+        with contextlib.suppress(Unavailable):
+            await self.stream.resign()
+
+    # ── being watched ──
+
+    async def _watch(self, undo: contextlib.AsyncExitStack) -> None:
+        settings = self.settings
+        self.metrics.watch("engine", lambda: msgspec.structs.asdict(self.service.health.stats), _ENGINE_GAUGES)
+        self.metrics.watch("worker", self._numbers, _WORKER_GAUGES)
+        if settings.metrics_port is None:
+            return
+        server = WatchServer(settings.metrics_host, settings.metrics_port, self.metrics.registry, self._checks())
+        await server.start()
+        undo.push_async_callback(server.stop)
+        log.info("metrics and health on http://%s:%d", settings.metrics_host, server.port)
+
+    def _checks(self) -> list[Check]:
+        stats = self._finalizer.stats
+        return [
+            Check("engine", lambda: None if self.service.health.engine_ready else "the engine is not running"),
+            Check("steps", self._steps.problem, vital=True),
+            Check("claims", self._claims.problem),
+            Check("redis", lambda: None if self._lease.is_reachable else "Redis cannot be reached"),
+            Check("sql", lambda: f"SQL: {stats.last_error}" if stats.record_down_since is not None else None),
+            Check(
+                "buffer", lambda: "finished jobs wait for SQL: intake has stopped" if self._finalizer.is_full else None
+            ),
+        ]
+
+    def _numbers(self) -> dict[str, float | int | None]:
+        return {
+            "jobs_held": self.service.num_held,
+            "jobs_to_record": len(self._finalizer),
+            "tokens_unlogged": self._publisher.num_unlogged,
+            "engine_restarts": self.service.health.engine_restarts,
+        }
+
+    def _note_claim(self, count: int) -> None:
+        self._claims.beat()
+        self.metrics.claims.labels("jobs" if count else "empty").inc()
+
+    def _note_frame(self) -> None:
+        """A place that has become free is filled at once; while places are free, the bell says when to look."""
+        self._steps.beat()
+        has_room = self.service.credits() > 0
+        if has_room and not self._had_room:
+            self._consumer.poke()
+        self._had_room = has_room
+
+    def _count_finished(self, finished: list[Finished]) -> None:
+        for item in finished:
+            self.metrics.job_finished(item.result, item.request.priority.value if item.request else "")
+        for seconds in self._finalizer.stats.take_commit_seconds():
+            self.metrics.commit_seconds.observe(seconds)
+
+
+_ENGINE_GAUGES = ("num_running", "num_waiting", "num_offloaded", "blocks_total", "blocks_free", "blocks_cached")
+_WORKER_GAUGES = ("jobs_held", "jobs_to_record", "tokens_unlogged")
+
+
+def stream_options(settings: Settings) -> StreamOptions:
+    return StreamOptions(
+        lease_s=settings.lease_seconds,
+        result_ttl_s=round(settings.result_ttl_seconds),
+        log_ttl_s=round(settings.log_ttl_seconds),
+        max_solo_crashes=settings.max_crashes,
+        bulk_every=max(1, round(1 / settings.bulk_share)) if settings.bulk_share else 1 << 30,
+        queue_limit=settings.queue_limit,
+        tenant_concurrency=settings.tenant_max_running,
+        tenant_rate=settings.tenant_jobs_per_minute / 60,
+        tenant_burst=max(1, round(settings.tenant_jobs_per_minute)) if settings.tenant_jobs_per_minute else 0,
+    )
+
+
+def package_version() -> str:
+    try:
+        return version("tokenmill")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+@contextlib.asynccontextmanager
+async def _background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Runs beside the body and is cancelled after it."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task

@@ -1,0 +1,249 @@
+"""The running worker: hands each job from stage to stage, and decides what happens when a part fails.
+
+    consumer ──Delivery──▶ admission ──▶ engine ──frames──▶ publisher ──Finished──▶ finalizer
+
+It owns the list of jobs in hand and nothing else: how a stage works is the stage's business. A lost
+engine is restarted and its jobs go back to the queue as suspects; a lost lease drops every job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+
+from schemas.generation import FinishReason
+from worker.consume.admission import Admission
+from worker.consume.job_stream import JobStream
+from worker.engine.host import EngineDied, EngineHost
+from worker.engine.mailbox import Frame, Ready
+from worker.engine.types import EngineStats
+from worker.errors import RedisUnavailable
+from worker.jobs import Delivery, Finished
+from worker.publish.publisher import Publisher, PublishReport
+from worker.quarantine import Quarantine
+from worker.record.finalizer import Finalizer
+
+log = logging.getLogger(__name__)
+
+LOOKAHEAD = 4  # jobs claimed beyond the free places, so that a freed place is filled at the very next step
+RESTART_PAUSE_S = (0.0, 1.0, 5.0, 15.0, 30.0)
+
+
+@dataclass(slots=True)
+class Health:
+    """What /healthz and the metrics look at; times are monotonic seconds."""
+
+    last_frame_at: float = field(default_factory=time.monotonic)
+    engine_ready: bool = False
+    engine_restarts: int = 0
+    stats: EngineStats = field(default_factory=EngineStats)
+    draining: bool = False
+
+
+class Service:
+    """One worker's jobs between claim and record."""
+
+    def __init__(
+        self,
+        *,
+        stream: JobStream,
+        host_factory: Callable[[], EngineHost],
+        admission_factory: Callable[[Ready], Awaitable[Admission]],
+        publisher: Publisher,
+        finalizer: Finalizer,
+        max_num_seqs: int,
+        on_frame: Callable[[Frame], None] = lambda _frame: None,
+    ) -> None:
+        self.health = Health()
+        self._stream = stream
+        self._host_factory = host_factory
+        self._admission_factory = admission_factory
+        self._publisher = publisher
+        self._finalizer = finalizer
+        self._quarantine = Quarantine(max_num_seqs)
+        self._held: dict[str, Delivery] = {}  # every job in hand: claimed and not yet finished or given back
+        self._in_engine: set[str] = set()
+        self._host: EngineHost | None = None
+        self._admission: Admission | None = None
+        self._on_frame = on_frame
+        self._stopping = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    # ── claiming ──
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    def credits(self) -> int:
+        """How many more jobs could start soon. Zero while anything is full, suspects wait, or the engine is away."""
+        if (
+            not self.health.engine_ready
+            or self._host is None
+            or len(self._quarantine)
+            or self._finalizer.is_full
+            or self._publisher.is_full
+        ):
+            return 0
+        capacity = self._host.capacity
+        in_flight = len(self._in_engine) - capacity.running - capacity.waiting  # sent, not yet in a frame
+        return max(0, capacity.free_sequences + LOOKAHEAD - capacity.waiting - max(0, in_flight))
+
+    async def take(self, deliveries: list[Delivery]) -> None:
+        """Called by the consumer with what it claimed."""
+        for delivery in deliveries:
+            self._held[delivery.job_id] = delivery
+        self._idle.clear()
+        ended = [delivery for delivery in deliveries if delivery.verdict != "run"]  # these only want recording
+        await self._start([*ended, *self._quarantine.admit([d for d in deliveries if d.verdict == "run"])])
+
+    async def _start(self, deliveries: list[Delivery]) -> None:
+        """Admit all together and submit those that can run; a bad job is answered, never dropped."""
+        if self._admission is None or self._host is None:
+            raise RuntimeError("jobs were claimed before the engine was there")
+        requests = []
+        for outcome in await asyncio.gather(*(self._admission.admit(delivery) for delivery in deliveries)):
+            if isinstance(outcome, Finished):
+                await self._finish(outcome)
+            elif self._held.get(outcome.job_id) is outcome.delivery:  # not lost or given back meanwhile
+                self._publisher.open(outcome)
+                self._in_engine.add(outcome.job_id)
+                requests.append(outcome.generation)
+        if requests:
+            self._host.submit(requests)
+
+    async def _finish(self, finished: Finished) -> None:
+        self._forget(finished.result.job_id)
+        await self._finalizer.submit(finished)
+
+    def _forget(self, job_id: str) -> None:
+        self._held.pop(job_id, None)
+        self._in_engine.discard(job_id)
+        self._quarantine.ended(job_id)
+        if not self._held:
+            self._idle.set()
+
+    # ── frames ──
+
+    async def run_engine(self) -> None:
+        """Keep an engine running until stop(); a dead one is replaced. Raises EngineDied if it cannot load at all."""
+        failures = 0
+        while not self._stopping.is_set():
+            try:
+                await self._start_engine()
+                failures = 0 if self.health.stats.steps else failures
+                await self._pump()
+            except EngineDied as death:
+                self.health.engine_ready = False
+                if death.at_start and not self.health.engine_restarts:
+                    raise
+                log.error("engine died: %s", death)
+                await self._give_back_suspects()
+                await self._pause(RESTART_PAUSE_S[min(failures, len(RESTART_PAUSE_S) - 1)])
+                failures += 1
+                self.health.engine_restarts += 1
+
+    async def _start_engine(self) -> None:
+        self._host = self._host_factory()
+        ready = await self._host.start(lambda what, fraction: log.info("engine: %s (%.0f %%)", what, 100 * fraction))
+        if self._admission is None:
+            self._admission = await self._admission_factory(ready)
+        log.info("engine ready: %s", ready.description)
+        self.health.engine_ready = True
+
+    async def _pump(self) -> None:
+        assert self._host is not None
+        async for frame in self._host.frames():
+            self.health.last_frame_at = time.monotonic()
+            self.health.stats = frame.stats
+            if frame.events or self._publisher.has_pending:
+                await self._act_on(await self._publisher.handle(frame.events))
+            if len(self._quarantine):
+                await self._start(self._quarantine.admit([]))
+            self._on_frame(frame)
+
+    async def _act_on(self, report: PublishReport) -> None:
+        for finished in report.finished:
+            await self._finish(finished)
+        for cancel in report.cancel:
+            self.cancel(cancel.job_id, cancel.reason, cancel.choice)
+        self.drop(report.lost)
+
+    # ── ends that come from outside ──
+
+    def cancel(self, job_id: str, reason: FinishReason = FinishReason.CANCELLED, choice: int | None = None) -> None:
+        """Stop generating; the job ends through its last event, with the text that it has."""
+        if self._host is not None:
+            self._host.cancel(job_id, reason, choice)
+
+    def cancel_all(self, job_ids: Iterable[str]) -> None:
+        for job_id in job_ids:
+            self.cancel(job_id)
+
+    def drop(self, job_ids: Iterable[str]) -> None:
+        """These jobs are another worker's now: stop at once and write nothing more."""
+        for job_id in job_ids:
+            if job_id in self._held:
+                log.warning("job %s is held by another worker now: dropped", job_id)
+            self.cancel(job_id)
+            self._publisher.close(job_id)
+            self._forget(job_id)
+
+    def drop_all(self) -> None:
+        """The lease ran out (the process was frozen): nothing in hand is ours any more."""
+        self.drop(list(self._held))
+
+    async def _give_back_suspects(self) -> None:
+        """After the engine's death: what was in it is suspected, what waited is not."""
+        self._quarantine.clear()
+        suspects = [d for d in self._held.values() if d.job_id in self._in_engine]
+        innocents = [d for d in self._held.values() if d.job_id not in self._in_engine]
+        while not self._stopping.is_set():
+            try:
+                await self._release(suspects, crash=True)
+                await self._release(innocents, crash=False)
+                return
+            except RedisUnavailable:
+                await self._pause(1.0)
+
+    async def _release(self, deliveries: list[Delivery], *, crash: bool) -> None:
+        """Give jobs back to the queue with their logs. Raises RedisUnavailable; may be repeated."""
+        for delivery in deliveries:
+            self._publisher.close(delivery.job_id)
+        if deliveries:
+            await self._stream.release([(d.job_id, d.token, crash) for d in deliveries])
+        for delivery in deliveries:
+            self._forget(delivery.job_id)
+
+    async def _pause(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._stopping.wait(), seconds)
+
+    # ── the end ──
+
+    async def drain(self, grace_s: float, hurry: asyncio.Event) -> None:
+        """Let running jobs end within the grace period (or until `hurry`); hand the rest over mid-sentence."""
+        self.health.draining = True
+        waits = [asyncio.create_task(self._idle.wait()), asyncio.create_task(hurry.wait())]
+        await asyncio.wait(waits, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
+        for task in waits:
+            task.cancel()
+        left = list(self._held.values())
+        if left:
+            log.info("handing over %d running jobs", len(left))
+            for delivery in left:
+                self.cancel(delivery.job_id)
+            with contextlib.suppress(RedisUnavailable):  # then their lease hands them over
+                await self._act_on(await self._publisher.flush())
+                await self._release([d for d in left if d.job_id in self._held], crash=False)
+
+    async def stop(self) -> None:
+        """End the engine; `run_engine` returns."""
+        self._stopping.set()
+        if self._host is not None:
+            await self._host.stop()
