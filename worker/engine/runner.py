@@ -22,10 +22,12 @@ from worker.engine.kv.offloader import Offloader
 from worker.engine.model import store
 from worker.engine.model.loader import LoadedModel, load_model
 from worker.engine.model.paged import LayerBinding, PagedStep
+from worker.engine.model.vocabulary import tokenizer_info
 from worker.engine.plan import ScheduledSequence, StepOutput, StepPlan
 from worker.engine.runner_inputs import InputBuilder, PreviousTokens, StepInputs
 from worker.engine.runner_memory import size_cache
-from worker.engine.sampling import Sampled, Sampler
+from worker.engine.sampling import GrammarCompiler, Sampled, Sampler
+from worker.engine.sampling.lookup import PromptLookup
 from worker.engine.sequence import Sequence
 
 _KV_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -51,23 +53,25 @@ class ModelRunner:
         backend: AttentionBackend,
         pool: KVCachePool,
         host_pool: KVCachePool | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self.config = config
         self.cache_config = cache_config
-        self.max_model_len = loaded.max_model_len
+        self.max_model_len = config.max_model_len or loaded.max_model_len
         self.vocab_size = loaded.vocab_size
         self.eos_token_ids = loaded.eos_token_ids
         self.model_path: Path = loaded.path
-        self.can_structure = False
+        self.can_structure = grammars is not None
         self.is_asynchronous = bool(config.async_batching)
-        self.proposer: Callable[[Sequence], tuple[int, ...]] | None = None
+        self.proposer = PromptLookup(config.speculative_tokens) if config.speculative_tokens else None
+        self._grammars = grammars
         self._loaded = loaded
         self._backend = backend
         self._pool = pool
         self._layers = _bind(loaded, pool)
         self._offloader = Offloader(pool, host_pool)
-        self._inputs = InputBuilder(cache_config, loaded.max_model_len, loaded.device, config.max_num_seqs)
-        self._sampler = Sampler(loaded.vocab_size, loaded.device, loaded.eos_token_ids)
+        self._inputs = InputBuilder(cache_config, self.max_model_len, loaded.device, config.max_num_seqs)
+        self._sampler = Sampler(loaded.vocab_size, loaded.device, loaded.eos_token_ids, grammars)
         self._previous: PreviousTokens | None = None
 
     @classmethod
@@ -84,10 +88,12 @@ class ModelRunner:
         path = store.resolve(config.model, cache_dir, report)
         report(f"loading {config.model}", 0.0)
         loaded = load_model(path, config)
+        may_shorten = config.max_model_len is None
         config = _resolved(config, loaded)
         kv_dtype = _KV_DTYPES[config.kv_dtype]
         backend = choose(config.attention, loaded.device, kv_dtype, list(loaded.shapes), config.block_size)
-        cache_config, _ = size_cache(loaded, config, backend, kv_dtype)
+        cache_config, length = size_cache(loaded, config, backend, kv_dtype, may_shorten)
+        config = config.replace(attention=backend.name, max_model_len=length)
         pool = KVCachePool.allocate(
             loaded.groups, cache_config.num_blocks, config.block_size, backend, kv_dtype, loaded.device
         )
@@ -97,8 +103,10 @@ class ModelRunner:
                 loaded.groups, cache_config.num_host_blocks, config.block_size, backend, kv_dtype,
                 torch.device("cpu"), pinned=loaded.device.type == "cuda",
             )  # fmt: skip
+        info = tokenizer_info(path, loaded.vocab_size, loaded.eos_token_ids, config.trust_remote_code)
+        grammars = GrammarCompiler(info) if info is not None else None
         report(f"loading {config.model}", 1.0)
-        return cls(loaded, config.replace(attention=backend.name), cache_config, backend, pool, host_pool)
+        return cls(loaded, config, cache_config, backend, pool, host_pool, grammars)
 
     @property
     def description(self) -> str:
@@ -146,12 +154,15 @@ class ModelRunner:
     # ── the rest of what the engine asks ──
 
     def prepare(self, params: SamplingParams) -> Future[Any] | None:
-        return None
+        """Start compiling a grammar, off the step's path; None if these parameters need none."""
+        return None if self._grammars is None else self._grammars.prepare(params)
 
     def release(self, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:
             self._inputs.release(sequence)
             self._sampler.release(sequence)
+            if self.proposer is not None:
+                self.proposer.release(sequence)
 
     def close(self) -> None:
         self._offloader.synchronize()

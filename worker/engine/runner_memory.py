@@ -6,6 +6,7 @@ pool stays modest unless `max_memory_gib` says otherwise, since other programs l
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import torch
@@ -18,26 +19,33 @@ from worker.engine.model.paged import Probe
 
 GIB = 1 << 30
 CPU_POOL_BYTES = 4 * GIB
+SHORTEST = 256  # a model is not cut down to fewer tokens than this unasked
 _UNKNOWN_MEMORY = 4 * GIB
 _MEASURED_MARGIN = 1.1
 
 
 def size_cache(
-    loaded: LoadedModel, config: EngineConfig, backend: AttentionBackend, kv_dtype: torch.dtype
+    loaded: LoadedModel, config: EngineConfig, backend: AttentionBackend, kv_dtype: torch.dtype, may_shorten: bool
 ) -> tuple[CacheConfig, int]:
-    """The cache's shape and the length of sequences it can hold. Raises EngineConfigError if that is too little."""
-    length = config.max_model_len or loaded.max_model_len
+    """The cache's shape, and the length of the longest sequence: the model's, or what the memory holds.
+
+    Raises EngineConfigError if the memory holds too little and `may_shorten` is false.
+    """
+    length = loaded.max_model_len
     shape = memory_shape(loaded, config, backend, kv_dtype, length)
     if config.num_blocks is not None:
         num_blocks: tuple[int, ...] = (config.num_blocks,) * len(loaded.groups)
     else:
         budget = int(config.max_memory_percent * free_memory(loaded.device))
-        extra = _measured_surplus(loaded, shape) if loaded.device.type == "cuda" else 0
+        budget -= _measured_surplus(loaded, shape) if loaded.device.type == "cuda" else 0
         cap = _pool_cap(config, loaded.device, shape)
         try:
-            num_blocks = solve(shape, budget - extra, cap)
+            num_blocks = solve(shape, budget, cap)
         except DoesNotFitError as error:
-            raise EngineConfigError([_too_small(error.longest, length, budget)]) from error
+            if not may_shorten or error.longest < SHORTEST:
+                raise EngineConfigError([_too_small(error.longest, length, budget)]) from error
+            length = error.longest
+            num_blocks = solve(dataclasses.replace(shape, max_model_len=length), budget, cap)
     num_host = (0,) * len(num_blocks)
     if config.cpu_offload_gib:
         num_host = host_blocks(shape, num_blocks, int(config.cpu_offload_gib * GIB))

@@ -28,8 +28,9 @@ def load(folder: Path, attention: str = "sdpa") -> transformers.PreTrainedModel:
         model: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_pretrained(
             folder, attn_implementation=attention, dtype=torch.float32
         )
-    model.generation_config.eos_token_id = None  # type: ignore[union-attr]
-    return model.eval()
+    model.generation_config.eos_token_id = None
+    model.eval()
+    return model
 
 
 @torch.inference_mode()

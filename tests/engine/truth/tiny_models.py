@@ -45,7 +45,7 @@ def _config(class_name: str, **changes: Any) -> Callable[[], Any]:
 
 
 def _gpt2() -> Any:
-    sizes = {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256}
+    sizes: dict[str, Any] = {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256}
     return transformers.GPT2Config(vocab_size=VOCAB, bos_token_id=1, eos_token_id=2, **sizes)
 
 

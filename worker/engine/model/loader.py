@@ -59,7 +59,7 @@ def load_model(path: Path, config: EngineConfig) -> LoadedModel:
     text_config = full_config.get_text_config()
     dtype = pick_dtype(config.dtype, device, getattr(full_config, "dtype", None))
     max_model_len = resolve_length(text_config, config.max_model_len)
-    progress_bars.disable_progress_bar()
+    progress_bars.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, attn_implementation=IMPLEMENTATION, trust_remote_code=remote
