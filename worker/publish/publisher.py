@@ -14,8 +14,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from redis.exceptions import RedisError
-
 from schemas.generation import FinishReason
 from schemas.result import JobError, JobStatus
 from worker.engine.types import TokenEvent
@@ -26,7 +24,7 @@ from worker.publish.chunker import CHECKPOINT_TOKENS, Chunker
 
 log = logging.getLogger(__name__)
 
-LOG_ERRORS = (OSError, RedisError, Unavailable)  # nothing is known of what was appended: send it again
+LOG_ERRORS = (OSError, Unavailable)  # nothing is known of what was appended: send it again
 RETRY_PAUSES_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0)
 
 

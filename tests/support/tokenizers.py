@@ -1,0 +1,80 @@
+"""Tokenizers for tests: two real ones, and tiny ones of each family of decoders, built in memory.
+
+Each is made once per process; none of them ever asks the network.
+"""
+
+from functools import cache
+
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+from transformers import PreTrainedTokenizerFast
+
+from worker.engine.model.store import resolve
+from worker.text.pieces import token_bytes
+from worker.text.tokenizer import Tokenizer
+
+CHAT = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+@cache
+def smollm2() -> Tokenizer:
+    """Byte-level, with a chat template."""
+    return Tokenizer.load(resolve("smollm2-135m-instruct"))
+
+
+@cache
+def gemma3() -> Tokenizer:
+    """SentencePiece-like with byte fallback; no chat template."""
+    return Tokenizer.load(resolve("gemma3-270m"))
+
+
+@cache
+def byte_level() -> Tokenizer:
+    """256 bytes, three merges, `<end>` and the special `<pad>`; token 256 + i is a merge."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet(), key=token_bytes)
+    vocab = {letter: i for i, letter in enumerate(letters)}
+    merges = [("a", "b"), ("ab", "c"), ("Ġ", "a")]
+    for left, right in merges:
+        vocab[left + right] = len(vocab)
+    backend = Backend(models.BPE(vocab=vocab, merges=merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return _wrap(backend)
+
+
+@cache
+def llama_like() -> Tokenizer:
+    """Byte fallback, spaces as ▁, and the first space of the text cut."""
+    backend = _fallback_backend()
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return _wrap(backend)
+
+
+@cache
+def metaspace() -> Tokenizer:
+    """A decoder that no state machine of ours follows: the window detokenizer's case."""
+    backend = _fallback_backend()
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    return _wrap(backend)
+
+
+def _fallback_backend() -> Backend:
+    vocab = {"<unk>": 0} | {f"<0x{byte:02X}>": byte + 1 for byte in range(256)}
+    for piece in ["▁", "a", "b", "▁a", "▁▁", "é", "ab", "\n"]:
+        vocab[piece] = len(vocab)
+    merges = [("▁", "a"), ("▁", "▁"), ("a", "b")]
+    return Backend(models.BPE(vocab=vocab, merges=merges, byte_fallback=True, unk_token="<unk>"))
+
+
+def _wrap(backend: Backend) -> Tokenizer:
+    backend.add_tokens([AddedToken("<user>", normalized=False)])
+    backend.add_special_tokens([AddedToken("<end>", special=True), AddedToken("<pad>", special=True)])
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", pad_token="<pad>")
+    return Tokenizer(fast, CHAT)

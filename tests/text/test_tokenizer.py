@@ -1,0 +1,91 @@
+"""Prompts and chats to ids, on real tokenizers; long texts leave the event loop alone."""
+
+import asyncio
+import time
+
+import pytest
+from transformers import AutoTokenizer
+
+from schemas.job import Message
+from tests.support.tokenizers import byte_level, gemma3, llama_like, metaspace, smollm2
+from worker.engine.model.store import resolve
+from worker.text.tokenizer import TemplateError, Tokenizer
+
+pytestmark = pytest.mark.timeout(600)
+CHAT = (Message("system", "Be brief."), Message("user", "Why is the sky blue?"))
+
+
+async def test_a_chat_is_what_transformers_makes_of_it():
+    theirs = AutoTokenizer.from_pretrained(str(resolve("smollm2-135m-instruct")))
+    expected = theirs.apply_chat_template(
+        [{"role": m.role, "content": m.content} for m in CHAT], add_generation_prompt=True, return_dict=False
+    )
+    assert list(await smollm2().encode_chat(CHAT)) == expected
+    assert smollm2().render_chat(CHAT).endswith("<|im_start|>assistant\n")
+
+
+async def test_a_prompt_gets_the_models_own_beginning():
+    assert (await gemma3().encode_prompt("Hello"))[0] == 2  # <bos>
+    ids = await smollm2().encode_prompt("Hello world")
+    assert smollm2().decode(ids) == "Hello world"
+
+
+async def test_no_template_and_a_refusing_template_are_said_in_a_sentence():
+    with pytest.raises(TemplateError, match="no chat template"):
+        await gemma3().encode_chat(CHAT)
+    strict = Tokenizer(byte_level()._tokenizer, "{{ raise_exception('roles must\nalternate') }}")
+    with pytest.raises(TemplateError, match=r"refuses the messages: roles must$"):
+        await strict.encode_chat(CHAT)
+
+
+async def test_a_given_template_replaces_the_models_own():
+    other = Tokenizer(byte_level()._tokenizer, "{% for m in messages %}{{ m.content }}{% endfor %}!")
+    assert other.decode(await other.encode_chat(CHAT)) == "Be brief.Why is the sky blue?!"
+
+
+async def test_the_event_loop_goes_on_while_a_long_prompt_is_tokenised():
+    tokenizer = smollm2()
+    text = "some words " * 100_000
+    pauses = []
+
+    async def tick():
+        while True:
+            before = time.perf_counter()
+            await asyncio.sleep(0)
+            pauses.append(time.perf_counter() - before)
+
+    ticking = asyncio.create_task(tick())
+    started = time.perf_counter()
+    ids = await tokenizer.encode_prompt(text)
+    took = time.perf_counter() - started
+    ticking.cancel()
+    assert len(ids) == 200_001  # "some" and " some" differ, and the last space stands alone
+    assert len(pauses) > 100  # it would be one pause of the whole time
+    assert max(pauses) < took
+
+
+def test_end_of_sequence_ids():
+    assert smollm2().eos_token_ids == {2}
+    assert gemma3().eos_token_ids == {1}
+
+
+@pytest.mark.parametrize("make", [byte_level, llama_like, smollm2, gemma3])
+def test_the_vocabulary_spells_every_text(make):
+    tokenizer = make()
+    vocabulary = tokenizer.vocabulary()
+    assert len(vocabulary) == tokenizer.vocab_size
+    text = 'naïve 日本 {"a": 1}\n'
+    spelled = b"".join(vocabulary[i] for i in tokenizer._encode(text, False)).decode()
+    assert spelled == (" " + text if make is llama_like else text)
+    for special in tokenizer._special:
+        assert vocabulary[special] == b""
+
+
+@pytest.mark.parametrize("text", ["", "a", " " * 5000, "abcabc" * 50, "<user>" * 40, "é日" * 30])
+@pytest.mark.parametrize("make", [byte_level, llama_like, metaspace, smollm2])
+def test_no_encoding_is_shorter_than_the_least(make, text):
+    assert make().least_tokens(text) <= len(make()._encode(text, False))
+
+
+def test_the_least_is_no_empty_promise():
+    assert smollm2().least_tokens("x" * 10_000_000) > 10_000
