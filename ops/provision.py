@@ -92,7 +92,15 @@ class Provisioner:
 
     def _pip(self, title: str, *wanted: str, is_editable: bool = False, has_requirements: bool = True) -> None:
         command = [str(self.venv / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check"]
-        command += ["--no-input", "--progress-bar", "off", "-c", str(self.root / "ops" / "constraints.txt")]
+        # --no-compile: most of these files are never imported; those that are compile then, once.
+        command += [
+            "--no-input",
+            "--no-compile",
+            "--progress-bar",
+            "off",
+            "-c",
+            str(self.root / "ops" / "constraints.txt"),
+        ]
         if wanted[0] != "torch" and not self._torch_brings_triton():
             command += ["-c", str(self.root / "ops" / "constraints-cpu.txt")]
         command += [] if has_requirements else ["--no-deps"]

@@ -59,7 +59,7 @@ class PeerEnvironment:
 
     def _pip(self, waiting: Waiting, title: str, arguments: Iterable[str]) -> None:
         pip = [str(self.python), "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
-        self._step(waiting, title, [*pip, "--progress-bar", "off", *arguments])
+        self._step(waiting, title, [*pip, "--no-compile", "--progress-bar", "off", *arguments])
 
     def _step(self, waiting: Waiting, title: str, command: list[str]) -> None:
         started = time.monotonic()
