@@ -1,0 +1,116 @@
+"""A log in memory that answers as the append script does, and jobs to publish into it."""
+
+from dataclasses import dataclass, field
+
+from schemas.chunk import Chunk
+from schemas.codec import encode
+from schemas.generation import FinishReason, SamplingParams, TokenLogprob
+from schemas.job import JobRequest
+from tests.support.tokenizers import byte_level
+from worker.consume.admission import Admission, ServedModel
+from worker.engine.types import TokenEvent
+from worker.errors import RedisUnavailable
+from worker.jobs import Admitted, Append, AppendReply, Delivery
+
+MODEL = ServedModel(("tiny",), max_model_len=4096, vocab_size=byte_level().vocab_size, eos_token_ids=frozenset({260}))
+EOS = 260
+CREATED_MS = 1_000_000
+
+
+class Clock:
+    """Seconds, moved by hand."""
+
+    def __init__(self, ms: int = CREATED_MS + 500) -> None:
+        self.ms = ms
+
+    def __call__(self) -> float:
+        return self.ms / 1000
+
+
+@dataclass
+class FakeLog:
+    """Holds each job's chunks; faults are switched on by a test."""
+
+    chunks: dict[str, list[Chunk]] = field(default_factory=dict)
+    published: list[Chunk] = field(default_factory=list)
+    calls: list[list[Append]] = field(default_factory=list)
+    lost: set[str] = field(default_factory=set)
+    cancelled: set[str] = field(default_factory=set)
+    is_down: bool = False
+    loses_replies: bool = False  # does the work, then the connection breaks
+    ended: set[tuple[str, int]] = field(default_factory=set)
+
+    def end(self, job_id: str) -> int:
+        log = self.chunks.get(job_id, [])
+        return log[-1].end if log else 0
+
+    async def append(self, items: list[Append]) -> list[tuple[AppendReply, int]]:
+        self.calls.append(items)
+        if self.is_down:
+            raise RedisUnavailable("connection refused")
+        replies = [self._append(item) for item in items]
+        if self.loses_replies:
+            raise RedisUnavailable("connection reset")
+        return replies
+
+    def _append(self, item: Append) -> tuple[AppendReply, int]:
+        chunk = item.chunk
+        end = self.end(chunk.job_id)
+        if chunk.job_id in self.lost:
+            return AppendReply.LOST, end
+        if chunk.token_ids and chunk.end <= end:
+            return AppendReply.DUPLICATE, end
+        if chunk.index != end:
+            return AppendReply.GAP, end
+        if not chunk.token_ids:
+            assert chunk.finish_reason is not None
+            if (chunk.job_id, chunk.choice) in self.ended:
+                return AppendReply.DUPLICATE, end
+            self.ended.add((chunk.job_id, chunk.choice))
+        self.chunks.setdefault(chunk.job_id, []).append(chunk)
+        if not item.checkpoint:
+            self.published.append(chunk)
+        return AppendReply.CANCELLED if chunk.job_id in self.cancelled else AppendReply.OK, chunk.end
+
+    def truncate(self, job_id: str, length: int) -> None:
+        """The server lost the log's tail."""
+        del self.chunks[job_id][length:]
+
+    def text(self, job_id: str, choice: int = 0) -> str:
+        return "".join(chunk.text for chunk in self.chunks.get(job_id, []) if chunk.choice == choice)
+
+    def token_ids(self, job_id: str, choice: int = 0) -> tuple[int, ...]:
+        return tuple(t for chunk in self.chunks.get(job_id, []) if chunk.choice == choice for t in chunk.token_ids)
+
+
+def delivery_of(request: JobRequest, log: tuple[Chunk, ...] = (), **fields) -> Delivery:
+    values = {
+        "token": 1,
+        "deliveries": 1,
+        "crashes": 0,
+        "verdict": "run",
+        "created_ms": CREATED_MS,
+        "started_ms": CREATED_MS + 200,
+        "attempt": 1,
+    } | fields
+    return Delivery(job_id=request.job_id, payload=encode(request), log=tuple(encode(c) for c in log), **values)
+
+
+async def admit(job_id: str = "job", log: tuple[Chunk, ...] = (), stream: bool = True, **params) -> Admitted:
+    """A job with the prompt "hi" (two tokens of the byte-level tokenizer)."""
+    request = JobRequest(job_id=job_id, prompt="hi", stream=stream, params=SamplingParams(**params))
+    admitted = await Admission(byte_level(), MODEL, clock=Clock()).admit(delivery_of(request, log))
+    assert isinstance(admitted, Admitted), admitted
+    return admitted
+
+
+def event(text: str | bytes = "", job_id: str = "job", choice: int = 0, end: FinishReason | None = None, **fields):
+    """The bytes of `text` are the tokens; an answer that ends with EOS ends so: `end=STOP`."""
+    ids = tuple(text.encode() if isinstance(text, str) else text)
+    if end is FinishReason.STOP:
+        ids = (*ids, EOS)
+    return TokenEvent(request_id=job_id, choice=choice, token_ids=ids, finish_reason=end, **fields)
+
+
+def logprobs(*values: float) -> tuple[TokenLogprob, ...]:
+    return tuple(TokenLogprob(value) for value in values)

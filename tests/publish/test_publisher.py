@@ -1,0 +1,238 @@
+"""Events of engine steps in, chunks and results out; the log answers as the real one."""
+
+import pytest
+
+from schemas.generation import FinishReason
+from schemas.result import JobStatus
+from tests.publish.support import CREATED_MS, EOS, Clock, FakeLog, admit, event, logprobs
+from worker.publish.publisher import CancelOrder, Publisher, PublishLimits
+
+STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
+
+
+@pytest.fixture
+def log():
+    return FakeLog()
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def publisher(log, clock):
+    return Publisher(log, worker_id="w1", model="tiny", clock=clock)
+
+
+async def test_one_chunk_per_token_and_the_result_is_their_sum(publisher, log, clock):
+    publisher.open(await admit())
+    assert (await publisher.handle([event("a", num_cached_tokens=1)])).finished == []
+    clock.ms += 100
+    await publisher.handle([event("é".encode()[:1])])
+    await publisher.handle([event("é".encode()[1:])])
+    [finished] = (await publisher.handle([event("", end=STOP)])).finished
+
+    assert [(c.index, c.text, c.token_ids) for c in log.chunks["job"]] == [
+        (0, "a", (97,)),
+        (1, "", (0xC3,)),
+        (2, "é", (0xA9,)),
+        (3, "", (EOS,)),
+    ]
+    assert log.published == log.chunks["job"]
+    assert [c.finish_reason for c in log.chunks["job"]] == [None, None, None, STOP]
+    result = finished.result
+    assert (result.status, result.text, result.finish_reason) == (JobStatus.SUCCEEDED, "aé", STOP)
+    assert result.choices[0].text_ends == (1, 1, 2, 2)
+    assert result.model == "tiny"
+    usage = result.usage
+    assert (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens) == (2, 1, 4)
+    assert (usage.queue_ms, usage.ttft_ms, usage.total_ms) == (200, 500, 600)
+    final = finished.final_chunk
+    assert (final.index, final.token_ids, final.status, final.usage) == (4, (), JobStatus.SUCCEEDED, usage)
+    assert len(publisher) == 0
+    assert not publisher.has_pending
+
+
+async def test_one_append_call_for_all_jobs_and_all_accepted_drafts_of_a_step(publisher, log):
+    for job_id in ("a", "b", "c"):
+        publisher.open(await admit(job_id))
+    await publisher.handle([event("xyz", "a"), event("u", "b"), event("vw", "c"), event("!", "stranger")])
+    assert len(log.calls) == 1
+    assert [(i.chunk.job_id, i.chunk.index, i.chunk.text) for i in log.calls[0]] == [
+        ("a", 0, "x"), ("a", 1, "y"), ("a", 2, "z"), ("b", 0, "u"), ("c", 0, "v"), ("c", 1, "w"),
+    ]  # fmt: skip
+    assert (await publisher.handle([])).finished == []
+    assert len(log.calls) == 1
+
+
+async def test_a_stop_string_ends_the_choice_and_orders_the_engine_to_stop_it(publisher, log):
+    publisher.open(await admit(stop=("\n\n",)))
+    await publisher.handle([event("ab\n")])
+    report = await publisher.handle([event("\nccc")])  # accepted drafts behind the stop string
+    assert report.cancel == [CancelOrder("job", STOP, 0)]
+    [finished] = report.finished
+    assert (finished.result.text, finished.result.status) == ("ab", JobStatus.SUCCEEDED)
+    assert finished.result.token_ids == tuple(b"ab\n\n") == log.token_ids("job")
+    assert finished.result.usage.completion_tokens == 4
+    assert log.chunks["job"][-1].finish_reason is STOP
+    late = await publisher.handle([event("d"), event("", end=FinishReason.CANCELLED)])
+    assert (late.finished, late.cancel, len(log.calls)) == ([], [], 2)
+
+
+async def test_a_stop_string_in_the_last_token_needs_no_order(publisher):
+    publisher.open(await admit(stop=("b",)))
+    report = await publisher.handle([event("ab", end=LENGTH)])
+    assert report.cancel == []
+    assert report.finished[0].result.finish_reason is STOP
+    assert report.finished[0].result.text == "a"
+
+
+async def test_what_was_held_back_comes_with_the_last_token(publisher, log):
+    publisher.open(await admit(stop=("##!",)))
+    await publisher.handle([event("x#")])
+    [finished] = (await publisher.handle([event("#", end=LENGTH)])).finished
+    assert finished.result.text == "x##" == log.text("job")
+    assert finished.final_chunk.text == ""
+
+
+async def test_a_broken_off_answer_keeps_its_text_and_the_final_chunk_has_the_rest(publisher, log):
+    publisher.open(await admit(stop=("##!",)))
+    await publisher.handle([event("x#")])
+    for reason, status in ((FinishReason.CANCELLED, JobStatus.CANCELLED), (FinishReason.EXPIRED, JobStatus.EXPIRED)):
+        publisher.open(await admit(reason.value, stop=("##!",)))
+        await publisher.handle([event("x#", reason.value)])
+        [finished] = (await publisher.handle([event("", reason.value, end=reason)])).finished
+        assert (finished.result.status, finished.result.text) == (status, "x#")
+        assert log.text(reason.value) + finished.final_chunk.text == "x#"
+        assert finished.final_chunk.index == 2
+
+
+async def test_choices_share_one_index_and_end_one_by_one(publisher, log):
+    publisher.open(await admit(n=3, stop=("!",)))
+    await publisher.handle([event("a", choice=0), event("bb", choice=1), event("c", choice=2)])
+    report = await publisher.handle([event("!zz", choice=1), event("d", choice=0, end=LENGTH)])
+    assert report.cancel == [CancelOrder("job", STOP, 1)]
+    assert report.finished == []
+    report = await publisher.handle([event("zz", choice=1), event("", choice=2, end=FinishReason.EXPIRED)])
+    [finished] = report.finished
+    chunks = log.chunks["job"]
+    assert [(c.index, c.choice, c.text) for c in chunks] == [
+        (0, 0, "a"), (1, 1, "b"), (2, 1, "b"), (3, 2, "c"), (4, 1, ""), (5, 0, "d"), (6, 2, ""),
+    ]  # fmt: skip
+    assert [c.finish_reason for c in chunks][4:] == [STOP, LENGTH, FinishReason.EXPIRED]
+    assert [(c.text, c.finish_reason) for c in finished.result.choices] == [
+        ("ad", LENGTH), ("bb", STOP), ("c", FinishReason.EXPIRED),
+    ]  # fmt: skip
+    assert finished.result.status is JobStatus.EXPIRED
+    assert finished.result.usage.completion_tokens == 6
+    assert finished.final_chunk.index == 6
+
+
+async def test_a_choice_that_is_broken_off_tells_its_rest_itself(publisher, log):
+    publisher.open(await admit(n=2, stop=("##",)))
+    await publisher.handle([event("x#", choice=0), event("y", choice=1)])
+    ends = [event("", choice=c, end=FinishReason.CANCELLED) for c in (0, 1)]
+    [finished] = (await publisher.handle(ends)).finished
+    assert [log.text("job", c) for c in (0, 1)] == ["x#", "y"] == [c.text for c in finished.result.choices]
+    assert finished.final_chunk.text == ""
+
+
+async def test_logprobs_travel_with_their_tokens_when_wanted(publisher, log):
+    publisher.open(await admit("with", logprobs=True, stop=("c",)))
+    publisher.open(await admit("without"))
+    both = [event("abcd", job, logprobs=logprobs(-1.0, -2.0, -3.0, -4.0)) for job in ("with", "without")]
+    [finished] = (await publisher.handle(both)).finished
+    assert [c.logprobs for c in log.chunks["with"]] == [logprobs(-1.0), logprobs(-2.0), logprobs(-3.0)]
+    assert finished.result.logprobs == logprobs(-1.0, -2.0, -3.0)
+    assert {c.logprobs for c in log.chunks["without"]} == {None}
+
+
+async def test_an_error_fails_the_job_with_its_code_and_keeps_the_text(publisher, log):
+    publisher.open(await admit())
+    await publisher.handle([event("ab")])
+    broken = event(
+        "", end=FinishReason.ERROR, error="the model failed on this request: boom", error_code="engine_error"
+    )
+    [finished] = (await publisher.handle([broken])).finished
+    assert (finished.result.status, finished.result.text) == (JobStatus.FAILED, "ab")
+    assert (finished.result.error.code, finished.result.error.message) == (
+        "engine_error",
+        "the model failed on this request: boom",
+    )
+    assert finished.final_chunk.error == finished.result.error
+    assert finished.result.usage.completion_tokens == 2
+
+
+async def test_an_error_of_one_choice_stops_the_others(publisher):
+    publisher.open(await admit(n=2))
+    await publisher.handle([event("a", choice=0), event("b", choice=1)])
+    report = await publisher.handle([event("", choice=1, end=FinishReason.ERROR, error="boom")])
+    assert report.cancel == [CancelOrder("job", FinishReason.ERROR, None)]
+    assert [c.text for c in report.finished[0].result.choices] == ["a", "b"]
+
+
+async def test_an_error_behind_a_stop_string_is_nothing_to_the_job(publisher):
+    publisher.open(await admit(n=2, stop=("!",)))
+    await publisher.handle([event("a!", choice=0), event("b", choice=1)])
+    assert (await publisher.handle([event("", choice=0, end=FinishReason.ERROR, error="boom")])).finished == []
+    [finished] = (await publisher.handle([event("c", choice=1, end=LENGTH)])).finished
+    assert finished.result.status is JobStatus.SUCCEEDED
+
+
+async def test_a_refusal_bills_nothing(publisher):
+    publisher.open(await admit(n=2))
+    refusal = event("", end=FinishReason.ERROR, error="it can never fit", error_code="invalid_request")
+    [finished] = (await publisher.handle([refusal])).finished
+    assert finished.result.status is JobStatus.FAILED
+    assert (finished.result.usage.prompt_tokens, finished.result.usage.completion_tokens) == (0, 0)
+
+
+async def test_jobs_that_are_not_streamed_leave_checkpoints(log, clock):
+    publisher = Publisher(log, limits=PublishLimits(checkpoint_tokens=4), clock=clock)
+    publisher.open(await admit(stream=False))
+    for letter in "abcdefghi":
+        await publisher.handle([event(letter)])
+    assert [(c.index, c.text) for c in log.chunks["job"]] == [(0, "abcd"), (4, "efgh")]
+    assert len(log.calls) == 2
+    [finished] = (await publisher.handle([event("j", end=LENGTH)])).finished
+    assert [(c.index, c.text, c.finish_reason) for c in log.chunks["job"]][2:] == [(8, "ij", LENGTH)]
+    assert finished.result.text == "abcdefghij"
+    assert log.published == []
+
+
+async def test_checkpoints_of_several_choices_hold_runs(log, clock):
+    publisher = Publisher(log, limits=PublishLimits(checkpoint_tokens=6), clock=clock)
+    publisher.open(await admit(stream=False, n=2))
+    for _ in range(3):
+        await publisher.handle([event("a", choice=0), event("b", choice=1)])
+    assert [(c.index, c.choice, c.text) for c in log.chunks["job"]] == [(0, 0, "aaa"), (3, 1, "bbb")]
+
+
+async def test_the_first_chunk_tells_what_was_measured_at_the_first_token(publisher, log):
+    publisher.open(await admit())
+    await publisher.handle([event("ab", num_cached_tokens=99)])
+    first, second = log.chunks["job"]
+    assert (first.usage.prompt_tokens, first.usage.cached_tokens) == (2, 2)
+    assert (first.usage.queue_ms, first.usage.ttft_ms) == (200, 500)
+    assert second.usage is None
+    assert CREATED_MS + first.usage.ttft_ms == Clock().ms
+
+
+async def test_a_resumed_job_goes_on_where_its_log_ends(publisher, log):
+    undisturbed = await admit(n=2, stop=("cd",))
+    publisher.open(undisturbed)
+    await publisher.handle([event("ab", choice=0, num_cached_tokens=1), event("x", choice=1)])
+    before = tuple(log.chunks["job"])
+
+    publisher.close("job")
+    resumed = await admit(n=2, stop=("cd",), log=before)
+    assert resumed.generation.resumed == (tuple(b"ab"), tuple(b"x"))
+    publisher.open(resumed)
+    assert not publisher.has_pending
+    report = await publisher.handle([event("cd", choice=0), event("y", choice=1, end=LENGTH)])
+    assert [(c.index, c.choice, c.text) for c in log.chunks["job"]][3:] == [(3, 0, ""), (4, 0, ""), (5, 1, "y")]
+    [finished] = report.finished
+    assert [c.text for c in finished.result.choices] == ["ab", "xy"]
+    assert (finished.result.usage.ttft_ms, finished.result.usage.cached_tokens) == (500, 1)
+    assert finished.result.usage.completion_tokens == 6

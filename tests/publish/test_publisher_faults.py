@@ -1,0 +1,184 @@
+"""The log away, slow to answer, shorter than believed, another's: nothing is told twice or out of order."""
+
+import random
+
+import pytest
+
+from schemas.generation import FinishReason
+from schemas.result import JobStatus
+from tests.publish.support import Clock, FakeLog, admit, event
+from worker.publish.publisher import CancelOrder, Publisher, PublishLimits
+
+LENGTH = FinishReason.LENGTH
+
+
+@pytest.fixture
+def log():
+    return FakeLog()
+
+
+@pytest.fixture
+def publisher(log):
+    return Publisher(log, clock=Clock())
+
+
+async def test_a_job_that_is_anothers_is_dropped_at_once(publisher, log):
+    for job_id in ("mine", "gone"):
+        publisher.open(await admit(job_id))
+    log.lost.add("gone")
+    report = await publisher.handle([event("abc", "gone"), event("x", "mine")])
+    assert report.lost == ["gone"]
+    assert "gone" not in publisher
+    assert log.text("mine") == "x"
+    assert (await publisher.handle([event("d", "gone", end=LENGTH)])).finished == []
+    assert len(log.calls) == 1
+
+
+async def test_a_job_lost_with_its_last_token_is_not_finished(publisher, log):
+    publisher.open(await admit())
+    log.lost.add("job")
+    report = await publisher.handle([event("a", end=LENGTH)])
+    assert (report.finished, report.lost) == ([], ["job"])
+
+
+async def test_a_cancel_that_the_log_tells_is_passed_on_once(publisher, log):
+    publisher.open(await admit())
+    log.cancelled.add("job")
+    first = await publisher.handle([event("ab")])
+    second = await publisher.handle([event("c")])
+    assert (first.cancel, second.cancel) == ([CancelOrder("job", FinishReason.CANCELLED)], [])
+    [finished] = (await publisher.handle([event("", end=FinishReason.CANCELLED)])).finished
+    assert (finished.result.status, finished.result.text) == (JobStatus.CANCELLED, "abc")
+
+
+async def test_chunks_that_the_server_lost_are_sent_again(publisher, log):
+    publisher.open(await admit())
+    await publisher.handle([event("abcd")])
+    told = list(log.chunks["job"])
+    log.truncate("job", 1)
+    report = await publisher.handle([event("e")])  # the gap shows
+    assert (report.lost, publisher.has_pending) == ([], True)
+    await publisher.handle([event("f")])
+    assert log.chunks["job"][: len(told)] == told
+    assert log.text("job") == "abcdef"
+    assert [c.index for c in log.chunks["job"]] == list(range(6))
+    assert not publisher.has_pending
+
+
+async def test_while_the_log_is_away_nothing_loses_its_place(publisher, log):
+    for job_id in ("a", "b"):
+        publisher.open(await admit(job_id))
+    await publisher.handle([event("1", "a"), event("1", "b")])
+    log.is_down = True
+    await publisher.handle([event("2", "a")])
+    await publisher.handle([event("3", "a"), event("2", "b")])
+    assert publisher.has_pending
+    assert publisher.num_unlogged == 3
+    log.is_down = False
+    await publisher.flush()
+    assert (log.text("a"), log.text("b")) == ("123", "12")
+    assert not publisher.has_pending
+    assert publisher.num_unlogged == 0
+
+
+async def test_a_dead_log_is_not_asked_at_every_step(publisher, log):
+    publisher.open(await admit())
+    log.is_down = True
+    for letter in "abcdefgh":
+        await publisher.handle([event(letter)])
+    assert len(log.calls) < 4
+
+
+async def test_a_job_that_ends_while_the_log_is_away_is_reported(publisher, log):
+    publisher.open(await admit())
+    log.is_down = True
+    [finished] = (await publisher.handle([event("ab", end=LENGTH)])).finished
+    assert finished.result.text == "ab"
+    assert finished.final_chunk.index == 2
+    assert not publisher.has_pending
+
+
+async def test_a_lost_reply_tells_nothing_twice(publisher, log):
+    publisher.open(await admit(n=2))
+    log.loses_replies = True
+    await publisher.handle([event("ab", choice=0), event("x", choice=1, end=LENGTH)])
+    log.loses_replies = False
+    await publisher.flush()
+    await publisher.handle([event("c", choice=0)])
+    assert (log.text("job", 0), log.text("job", 1)) == ("abc", "x")
+    assert [c.index for c in log.published] == [0, 1, 2, 3]
+
+
+async def test_a_repeated_checkpoint_is_the_same_checkpoint(log):
+    """Tokens that come in the meantime must not move into a chunk that may have been logged."""
+    publisher = Publisher(log, limits=PublishLimits(checkpoint_tokens=2), clock=Clock())
+    publisher.open(await admit(stream=False, n=2))
+    log.loses_replies = True
+    await publisher.handle([event("a", choice=0), event("x", choice=1)])
+    log.loses_replies = False
+    await publisher.handle([event("b", choice=0), event("y", choice=1)])
+    await publisher.flush()
+    assert (log.text("job", 0), log.text("job", 1)) == ("ab", "xy")
+    sent = [item.chunk for call in log.calls for item in call]
+    assert len({(c.index, c.end, c.text) for c in sent}) == len({c.index for c in sent})
+
+
+async def test_a_long_backlog_goes_in_bounded_calls_and_in_order(log):
+    publisher = Publisher(log, limits=PublishLimits(max_appends=10, max_unlogged=30), clock=Clock())
+    for job_id in ("a", "b"):
+        publisher.open(await admit(job_id))
+    log.is_down = True
+    await publisher.handle([event("0123456789ABCDEF", "a"), event("0123456789ABCDEF", "b")])
+    assert publisher.is_full
+    log.is_down = False
+    log.calls.clear()
+    while publisher.has_pending:
+        await publisher.flush()
+    assert max(len(call) for call in log.calls) <= 10
+    assert log.text("a") == log.text("b") == "0123456789ABCDEF"
+    assert not publisher.is_full
+
+
+async def test_a_job_closed_during_the_call_is_left_alone(log):
+    publisher = Publisher(log, clock=Clock())
+
+    class Closing(FakeLog):
+        async def append(self, items):
+            publisher.close("job")
+            return await super().append(items)
+
+    publisher._log = Closing()
+    publisher.open(await admit())
+    report = await publisher.handle([event("a", end=LENGTH)])
+    assert (report.finished, report.lost) == ([], [])
+    assert not publisher.has_pending
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("stream", [True, False])
+async def test_whatever_goes_wrong_the_log_is_the_result(seed, stream):
+    """Random steps under random faults: at the end log and result agree, and every token is in the log once."""
+    draw = random.Random(seed)
+    log = FakeLog()
+    publisher = Publisher(log, limits=PublishLimits(checkpoint_tokens=5, max_appends=7), clock=Clock())
+    n = draw.choice([1, 1, 3])
+    publisher.open(await admit(n=n, stream=stream, stop=("zz",)))
+    finished = []
+    for step in range(60):
+        log.is_down, log.loses_replies = draw.random() < 0.2, draw.random() < 0.2
+        if draw.random() < 0.1 and log.chunks.get("job"):
+            log.truncate("job", draw.randrange(len(log.chunks["job"]) + 1))
+        text = "".join(draw.choices("abéz", k=draw.randrange(4)))
+        events = [event(text, choice=c) for c in range(n)]
+        finished += (await (publisher.flush() if draw.random() < 0.5 else publisher.handle(()))).finished
+        finished += (await publisher.handle(events if step % 2 else ())).finished
+    log.is_down = log.loses_replies = False
+    while publisher.has_pending:
+        await publisher.flush()
+    if not finished:
+        finished += (await publisher.handle([event("q", choice=c, end=LENGTH) for c in range(n)])).finished
+        assert [c.index for c in log.chunks["job"]] == sorted({c.index for c in log.chunks["job"]})
+        for choice in finished[0].result.choices:
+            assert log.text("job", choice.index) == choice.text
+            assert log.token_ids("job", choice.index) == choice.token_ids
+    assert len(finished) == 1
