@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
+from api_client.sql import SqlResults
 from rich.console import Console
 from rich.table import Table
 
 from api_client import AsyncClient
-from api_client.sql import SqlResults
 from ops.demonstration.questions import QUESTIONS, Question
 from ops.demonstration.stack import DemoError, DemoStack, Notice
 from ops.demonstration.view import View, choose_view

@@ -14,12 +14,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from api_client import Client
 from worker.embedded import EmbeddedValkey
 from worker.tether import Tether
 
 START_TIMEOUT_S = 240.0
 DRAIN_TIMEOUT_S = 15.0
-READY = "engine ready"  # the worker's log line once its model is loaded
 
 Notice = Callable[[str], None]
 
@@ -64,20 +64,22 @@ class DemoStack:
         worker = self._spawn("worker", ["worker"])
         self._undo.callback(worker.end, signal.SIGTERM, DRAIN_TIMEOUT_S)
 
-        def is_ready(seconds: float, log: str) -> bool:
-            lines = log.strip().splitlines()
-            notice(f"the worker loads its model ({seconds:.0f} s)  {lines[-1][:70] if lines else ''}")
-            return READY in log
+        with Client(self.redis_url, queue=self.queue) as client:
 
-        self._wait("worker", worker, is_ready)
+            def is_ready(seconds: float, log: str) -> bool:
+                lines = log.strip().splitlines()
+                notice(f"the worker loads its model ({seconds:.0f} s)  {lines[-1][:70] if lines else ''}")
+                return bool(client.workers())  # it reports once its engine is loaded
+
+            self._wait("worker", worker, is_ready)
 
     def _run(self, name: str, arguments: list[str], each: Callable[[float, str], object]) -> None:
         child = self._spawn(name, arguments)
         with ExitStack() as cleanup:
             cleanup.callback(child.end, signal.SIGKILL)
-            self._wait(name, child, lambda seconds, log: each(seconds, log) and False)
+            self._wait(name, child, lambda seconds, log: bool(each(seconds, log)) and False)
 
-    def _wait(self, name: str, child: Tether, is_done: Callable[[float, str], bool | object]) -> None:
+    def _wait(self, name: str, child: Tether, is_done: Callable[[float, str], bool]) -> None:
         """Until `is_done` says so, or the process has ended well; anything else is a DemoError."""
         started = time.monotonic()
         while True:

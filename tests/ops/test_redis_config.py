@@ -1,21 +1,133 @@
-"""ops/redis/redis.conf is read by a real server and means what it says."""
+"""ops/redis/: the configuration is read by a real server and means what it says; the users of the ACL file can do
+their work, all of it, and nothing else.
+"""
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import redis
+import redis.asyncio
 
+from api_client import Client
+from schemas.chunk import Chunk
+from schemas.control import WorkerStatus
+from schemas.generation import FinishReason
+from schemas.keys import Keys
+from schemas.result import JobResult, JobStatus
 from tests.support.valkey import ValkeyServer
+from worker.consume.job_stream import JobStream
+from worker.jobs import Append, Finished
 
 pytestmark = pytest.mark.redis
-CONFIG = Path(__file__).parents[2] / "ops" / "redis" / "redis.conf"
+FOLDER = Path(__file__).parents[2] / "ops" / "redis"
+QUEUE = "q"
+
+MakeValkey = Callable[..., ValkeyServer]
 
 
-def test_the_server_accepts_every_line(make_valkey: Callable[..., ValkeyServer]) -> None:
-    server = make_valkey(settings={"include": str(CONFIG)})
+def test_the_server_accepts_every_line(make_valkey: MakeValkey) -> None:
+    server = make_valkey(settings={"include": str(FOLDER / "redis.conf")})
     with server.client() as client:
         kept = client.config_get("appendonly", "appendfsync", "maxmemory-policy", "client-output-buffer-limit")
     assert kept["appendonly"] == "yes"
     assert kept["appendfsync"] == "everysec"
     assert kept["maxmemory-policy"] == "noeviction"
     assert "pubsub 16777216 4194304 20" in kept["client-output-buffer-limit"]
+
+
+@pytest.fixture
+def server(make_valkey: MakeValkey, tmp_path: Path) -> ValkeyServer:
+    rules = tmp_path / "users.acl"
+    text = (FOLDER / "users.acl").read_text()
+    other = next(line for line in text.splitlines() if line.startswith("user producer "))
+    rules.write_text(text + other.replace("user producer ", "user elsewhere ").replace("tm:", "other:") + "\n")
+    return make_valkey(settings={"aclfile": str(rules)})
+
+
+def url(server: ValkeyServer, user: str) -> str:
+    password = "change-me-producer" if user == "elsewhere" else f"change-me-{user}"
+    return f"redis://{user}:{password}@127.0.0.1:{server.port}/0"
+
+
+def client(server: ValkeyServer, user: str, **options: Any) -> Client:
+    return Client(url(server, user), queue=QUEUE, **options)
+
+
+@pytest.fixture
+async def stream(server: ValkeyServer) -> AsyncIterator[JobStream]:
+    connection = redis.asyncio.Redis.from_url(url(server, "worker"), protocol=2)
+    async with connection:
+        yield JobStream(connection, Keys(QUEUE), "w1")
+
+
+async def test_a_job_s_whole_life_needs_no_more_than_the_users_have(server: ValkeyServer, stream: JobStream) -> None:
+    await stream.open()
+    with client(server, "producer") as producer, client(server, "reader") as reader:
+        job = str(producer.submit(prompt="a", idempotency_key="k"))
+        waiting = producer.submit(prompt="b", tenant="t")
+        assert producer.submit(prompt="a", idempotency_key="k") == job
+        assert producer.cancel(waiting) == "cancelled"
+        await stream.heartbeat(WorkerStatus(worker_id="w1"))
+        taken = {delivery.job_id: delivery for delivery in await stream.claim(4)}
+        token = taken[job].token
+        (reply,) = await stream.append([Append(token, Chunk(job_id=job, index=0, token_ids=(7,), text="hi"))])
+        assert reply[0] == "ok"
+        assert reader.status(job).status is JobStatus.RUNNING
+        assert [worker.worker_id for worker in reader.workers()] == ["w1"]
+        assert reader.depth() is not None
+        final = Chunk(job_id=job, index=1, finish_reason=FinishReason.STOP, status=JobStatus.SUCCEEDED)
+        result = JobResult(job_id=job, status=JobStatus.SUCCEEDED)
+        assert await stream.finish([Finished(token, result, final)]) == [True]
+        assert reader.result(job, timeout=5).status is JobStatus.SUCCEEDED
+        assert list(reader.stream(job))[-1].is_last
+        assert producer.list() is not None
+        assert await stream.resign() >= 0
+    with server.client(username="operator", password="change-me-operator") as operator:
+        refused = [(entry["username"], entry["object"]) for entry in operator.acl_log()]
+    assert refused == [], "a user was refused something that its work needs"
+
+
+def test_a_reader_cannot_write(server: ValkeyServer) -> None:
+    with client(server, "producer") as producer, client(server, "reader") as reader:
+        job = producer.submit(prompt="a")
+        with pytest.raises(Exception, match="permission"):
+            reader.submit(prompt="b")
+        with pytest.raises(Exception, match="permission"):
+            reader.cancel(job)
+        assert producer.status(job).status is JobStatus.QUEUED
+
+
+@pytest.mark.parametrize("user", ["producer", "worker", "reader"])
+@pytest.mark.parametrize(
+    "command", ["FLUSHALL", "KEYS *", "CONFIG GET *", "MONITOR", "CLIENT LIST", "ACL LIST", "GET alien"]
+)
+def test_nobody_at_work_may_look_around_or_destroy(server: ValkeyServer, user: str, command: str) -> None:
+    with (
+        redis.Redis.from_url(url(server, user)) as connection,
+        pytest.raises(redis.exceptions.NoPermissionError),
+    ):
+        connection.execute_command(*command.split())
+
+
+def test_a_producer_cannot_claim_nor_see_other_prefixes(server: ValkeyServer) -> None:
+    with client(server, "producer") as ours, client(server, "elsewhere", prefix="other:") as theirs:
+        job = theirs.submit(prompt="secret")
+        keys = Keys(QUEUE, "other:")
+        connection = redis.Redis.from_url(url(server, "producer"))
+        for command in (
+            ("HGETALL", keys.job(job)),
+            ("XRANGE", keys.log(job), "-", "+"),
+            ("SUBSCRIBE", keys.chunks(job)),
+            ("XREADGROUP", "GROUP", "workers", "all", "STREAMS", Keys(QUEUE).base + "jobs:standard", ">"),
+        ):
+            with pytest.raises(redis.exceptions.NoPermissionError):
+                connection.execute_command(*command)
+        connection.close()
+        assert ours.submit(prompt="mine")
+
+
+def test_nobody_comes_in_without_a_name(server: ValkeyServer) -> None:
+    with server.client() as anonymous, pytest.raises(redis.exceptions.AuthenticationError):
+        anonymous.ping()
