@@ -176,7 +176,7 @@ class Admission:
             return True
         if not (config.max_long_partial_prefills and planner.threshold) or remaining <= planner.threshold:
             return False
-        long = sum(1 for s in prefilling if s.num_tokens - s.num_computed_tokens > planner.threshold)
+        long = sum(1 for s in prefilling if self._state.places[s].is_long)
         return long >= config.max_long_partial_prefills
 
     def _take(self, step: Step, place: Place, hit: Hit, forked: int) -> int | None:
@@ -204,6 +204,7 @@ class Admission:
             state.queue.charge(sequence.tenant, sequence.num_tokens - num_computed)
         counters.recomputed_tokens += max(0, place.num_lost_tokens - num_computed)
         place.num_lost_tokens = place.bypassed = 0
+        place.is_long = sequence.num_tokens - num_computed > self._planner.threshold > 0
         place.since = state.clock()
         sequence.num_computed_tokens = sequence.num_committed_tokens = num_computed
         state.start(sequence)

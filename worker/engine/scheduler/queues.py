@@ -33,6 +33,7 @@ class Place:
     leader: Sequence | None = None
     num_lost_tokens: int = 0  # computed before a soft reset
     is_counted: bool = False  # its cache hit has been reported
+    is_long: bool = False  # started with more to compute than the threshold for long prefills
 
     def __lt__(self, other: "Place") -> bool:
         return self.ticket < other.ticket

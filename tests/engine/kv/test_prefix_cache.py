@@ -1,0 +1,89 @@
+"""What goes into a hash, and the longest hit over mixed layer groups against a brute-force search."""
+
+from collections.abc import Callable
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.engine.scheduler.loop import make_sequence
+from worker.engine.kv.prefix_cache import BlockHasher, first_visible_block, longest_hit, root_hash
+
+
+def hashes(tokens: list[int], salt: str = "", model: str = "m", generation: int = 0, size: int = 4) -> list[bytes]:
+    hasher = BlockHasher(size, model)
+    hasher.generation = generation
+    return hasher.extend(make_sequence("r", tokens, cache_salt=salt))
+
+
+def test_only_full_blocks_have_hashes_of_256_bits() -> None:
+    found = hashes(list(range(10)))
+    assert [len(one) for one in found] == [32, 32]
+
+
+def test_a_hash_covers_everything_before_it() -> None:
+    first, second = hashes([1, 2, 3, 4, 5, 6, 7, 8]), hashes([9, 2, 3, 4, 5, 6, 7, 8])
+    assert first[0] != second[0]
+    assert first[1] != second[1]
+    assert first[:1] == hashes([1, 2, 3, 4])
+
+
+def test_tenant_model_and_generation_part_the_caches() -> None:
+    tokens = [1, 2, 3, 4]
+    variants = [hashes(tokens), hashes(tokens, salt="a"), hashes(tokens, model="n"), hashes(tokens, generation=1)]
+    assert len({one[0] for one in variants}) == 4
+
+
+def test_one_extra_key_cannot_pass_for_another() -> None:
+    assert root_hash("ab", 0, "c") != root_hash("a", 0, "bc")
+    assert root_hash("m", 1, "") != root_hash("m", 0, "1")
+    assert root_hash("m", 0, "generation") != root_hash("m", 0, "")
+
+
+def test_token_ids_are_not_run_together() -> None:
+    assert hashes([1, 256, 0, 0]) != hashes([1, 0, 1, 0])
+    assert hashes([1, 2**40, 3, 4]) != hashes([1, 2, 3, 4])
+
+
+def test_growing_hashes_only_what_is_new() -> None:
+    hasher = BlockHasher(2, "m")
+    sequence = make_sequence("r", [1, 2, 3])
+    first = list(hasher.extend(sequence))
+    sequence.token_ids += [4, 5]
+    assert hasher.extend(sequence)[:1] == first
+    assert len(sequence.block_hashes) == 2
+    assert sequence.block_hashes == hashes([1, 2, 3, 4, 5], size=2)
+
+
+def test_the_window_counts_the_query_itself() -> None:
+    assert first_visible_block(8, None, 4) == 0
+    assert first_visible_block(8, 5, 4) == 1  # sees 4..8
+    assert first_visible_block(8, 6, 4) == 0  # sees 3..8
+    assert first_visible_block(2, 100, 4) == 0
+
+
+def brute_force(present: list[set[int]], windows: list[int | None], limit: int, size: int) -> int:
+    for end in range(limit, 0, -1):
+        if all(
+            set(range(first_visible_block(end * size, window, size), end)) <= group
+            for group, window in zip(present, windows, strict=True)
+        ):
+            return end
+    return 0
+
+
+def lookup(group: set[int]) -> Callable[[bytes], bool]:
+    return lambda content: content[0] in group
+
+
+@given(
+    groups=st.lists(
+        st.tuples(st.sets(st.integers(0, 9)), st.sampled_from([None, 1, 2, 4, 5, 9, 17])), min_size=1, max_size=3
+    ),
+    limit=st.integers(0, 10),
+    size=st.sampled_from([1, 4]),
+)
+def test_the_longest_hit_of_mixed_groups(groups: list[tuple[set[int], int | None]], limit: int, size: int) -> None:
+    contents = [bytes([index]) for index in range(10)]
+    present, windows = [group for group, _ in groups], [window for _, window in groups]
+    found = longest_hit(contents, limit, [lookup(group) for group in present], windows, size)
+    assert found == brute_force(present, windows, limit, size)

@@ -1,0 +1,135 @@
+"""What each policy schedules, step by step: who, from where, how many tokens."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engine.scheduler.loop import Loop, make_cache, make_sequence
+from worker.engine.plan import StepPlan
+from worker.engine.sequence import SequenceStatus
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return [(seed * 7 + position * 3) % 48 + 1 for position in range(length)]
+
+
+def shape(plan: StepPlan) -> list[tuple[str, int, int]]:
+    return [(item.sequence.request_id, item.start, item.num_tokens) for item in plan.scheduled]
+
+
+def shapes(loop: Loop, steps: int) -> list[list[tuple[str, int, int]]]:
+    for _ in range(steps):
+        loop.step()
+    return [shape(plan) for plan in loop.plans[-steps:]]
+
+
+def test_fifo_runs_decodes_then_prefills_then_arrivals() -> None:
+    loop = Loop.build(max_num_batched_tokens=10)
+    loop.add(make_sequence("a", prompt(1, 4), 9))
+    loop.step()
+    loop.add(make_sequence("b", prompt(2, 14), 9), make_sequence("c", prompt(3, 5), 9))
+    assert shapes(loop, 3) == [
+        [("a", 4, 1), ("b", 0, 9)],
+        [("a", 5, 1), ("b", 9, 5), ("c", 0, 4)],
+        [("a", 6, 1), ("b", 14, 1), ("c", 4, 1)],
+    ]
+
+
+def test_prefill_first_lets_decodes_wait_for_a_running_prefill() -> None:
+    loop = Loop.build(max_num_batched_tokens=6, policy="prefill_first")
+    loop.add(make_sequence("a", prompt(1, 4), 9))
+    loop.step()
+    loop.add(make_sequence("b", prompt(2, 14), 9))
+    assert shapes(loop, 3) == [
+        [("a", 4, 1), ("b", 0, 5)],
+        [("b", 5, 6)],
+        [("b", 11, 3), ("a", 5, 1)],
+    ]
+
+
+def test_priority_starts_the_urgent_before_a_running_bulk_prefill() -> None:
+    loop = Loop.build(max_num_batched_tokens=8, policy="priority")
+    loop.add(make_sequence("bulk", prompt(1, 30), 4, priority=2))
+    loop.step()
+    loop.add(make_sequence("urgent", prompt(2, 6), 4, priority=0))
+    assert shapes(loop, 2) == [
+        [("urgent", 0, 6), ("bulk", 8, 2)],
+        [("urgent", 6, 1), ("bulk", 10, 7)],
+    ]
+
+
+def test_priority_orders_by_class_then_deadline_then_arrival() -> None:
+    loop = Loop.build(max_num_seqs=1, policy="priority")
+    now = loop.clock.now
+    loop.add(
+        make_sequence("late", prompt(1, 3), 1, priority=1),
+        make_sequence("bulk", prompt(2, 3), 1, priority=2, deadline=now + 1),
+        make_sequence("due later", prompt(3, 3), 1, priority=1, deadline=now + 60),
+        make_sequence("due soon", prompt(4, 3), 1, priority=1, deadline=now + 50),
+        make_sequence("urgent", prompt(5, 3), 1, priority=0),
+        make_sequence("later", prompt(6, 3), 1, priority=1),
+    )
+    order = [step[0][0] for step in shapes(loop, 6)]
+    assert order == ["urgent", "due soon", "due later", "late", "later", "bulk"]
+
+
+def test_more_decodes_than_budget_take_turns() -> None:
+    """A running prefill leaves room for two of three decodes in each step."""
+    loop = Loop.build(max_num_batched_tokens=4, long_prefill_token_threshold=2, policy="prefill_first")
+    for name in "abc":
+        loop.add(make_sequence(name, prompt(ord(name), 1), 20))
+    loop.step()
+    loop.add(make_sequence("long", prompt(9, 20), 1))
+    loop.step()
+    plans = shapes(loop, 6)
+    assert [plan[0] for plan in plans] == [("long", start, 2) for start in range(1, 13, 2)]
+    served = [name for plan in plans for name, _, _ in plan[1:]]
+    assert {name: served.count(name) for name in "abc"} == {"a": 4, "b": 4, "c": 4}
+
+
+def test_the_read_budget_is_kept_and_everyone_gets_a_turn() -> None:
+    loop = Loop.build(max_read_tokens=20, max_num_seqs=4)
+    for index in range(4):
+        loop.add(make_sequence(f"r{index}", prompt(index, 8), 9))
+    loop.run()
+    for plan in loop.plans:
+        reads = sum(item.start + item.num_tokens for item in plan.scheduled)
+        assert reads <= 20 or len(plan.scheduled) == 1
+    loop.assert_truth()
+    assert max(len(plan.scheduled) for plan in loop.plans) == 2
+
+
+def test_a_lone_sequence_longer_than_the_read_budget_still_runs() -> None:
+    loop = Loop.build(max_read_tokens=5)
+    loop.add(make_sequence("a", prompt(1, 30), 5))
+    loop.run()
+    loop.assert_truth()
+
+
+@pytest.mark.parametrize("policy", ["fifo", "prefill_first", "priority"])
+@pytest.mark.parametrize("budget", [1, 7, 64])
+def test_states_follow_the_life_of_a_request(policy: str, budget: int) -> None:
+    loop = Loop.build(max_num_batched_tokens=budget, policy=policy)
+    sequence = make_sequence("a", prompt(1, 12), 3)
+    loop.add(sequence)
+    seen = [sequence.status]
+    while loop.scheduler.has_work:
+        loop.step()
+        if sequence.status is not seen[-1]:
+            seen.append(sequence.status)
+    waiting, prefilling, decoding, finished = (
+        SequenceStatus.WAITING, SequenceStatus.PREFILLING, SequenceStatus.DECODING, SequenceStatus.FINISHED,
+    )  # fmt: skip
+    chunked = [waiting, prefilling, decoding, finished]
+    assert seen == (chunked if budget < 12 else [waiting, decoding, finished])
+    loop.assert_truth()
+
+
+def test_a_finished_sequence_leaves_and_a_waiting_one_joins_at_the_next_step() -> None:
+    loop = Loop.build(make_cache(), max_num_seqs=2)
+    for name, length in (("a", 1), ("b", 5), ("c", 2)):
+        loop.add(make_sequence(name, prompt(ord(name), 3), length))
+    first, second, third = shapes(loop, 3)
+    assert [name for name, _, _ in first] == ["a", "b"]
+    assert [name for name, _, _ in second] == ["b", "c"]
+    assert [name for name, _, _ in third] == ["b", "c"]

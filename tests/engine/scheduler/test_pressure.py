@@ -1,0 +1,168 @@
+"""Out of blocks: who goes, where to, and that everybody comes back and finishes."""
+
+from __future__ import annotations
+
+import pytest
+
+from schemas.generation import SamplingParams
+from tests.engine.scheduler.loop import Loop, make_cache, make_sequence
+from worker.engine.scheduler.preemption import PROTECTED_AFTER, victims_first
+from worker.engine.scheduler.queues import Place
+from worker.engine.sequence import Sequence, SequenceStatus
+
+ENDLESS = SamplingParams(max_tokens=200, ignore_eos=True)
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return [(seed * 13 + position * 5 + seed * position) % 48 + 1 for position in range(length)]
+
+
+def long_one(name: str, seed: int, length: int, max_tokens: int, **fields: object) -> Sequence:
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    return make_sequence(name, prompt(seed, length), max_tokens, params=params, **fields)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("num_host_blocks", [0, 20])
+@pytest.mark.parametrize("windows", [(None,), (None, 7)])
+@pytest.mark.parametrize("preempt", ["least_wasted", "newest", "oldest"])
+def test_a_pool_for_one_completes_64_requests(
+    is_async: bool, num_host_blocks: int, windows: tuple[int | None, ...], preempt: str
+) -> None:
+    cache = make_cache(9, windows=windows, num_host_blocks=num_host_blocks)
+    loop = Loop.build(cache, is_async=is_async, preempt=preempt, max_num_batched_tokens=16, max_num_seqs=8)
+    loop.add(*[long_one(f"r{index}", index, 9 + index % 5, 18 + index % 3) for index in range(64)])
+    loop.run(20_000)
+    loop.assert_truth()
+    assert len(loop.ends) == 64
+    assert loop.scheduler.snapshot().preemptions > 0
+
+
+def test_a_soft_reset_keeps_the_object_and_says_nothing_twice() -> None:
+    loop = Loop.build(make_cache(9), max_num_seqs=2)
+    sequences = [long_one("a", 1, 8, 20), long_one("b", 2, 8, 20)]
+    loop.add(*sequences)
+    while not loop.scheduler.snapshot().preemptions:
+        loop.step()
+    (victim,) = [s for s in sequences if s.status is SequenceStatus.WAITING]
+    assert victim.num_computed_tokens == 0
+    assert victim.num_output_tokens > 0
+    assert victim in loop.scheduler.take_released()
+    loop.run()
+    loop.assert_truth()
+    stats = loop.scheduler.snapshot()
+    assert stats.soft_resets == stats.preemptions
+    assert stats.recomputed_tokens > 0
+
+
+def test_with_a_host_pool_the_victim_is_offloaded_and_nothing_recomputed() -> None:
+    loop = Loop.build(make_cache(9, num_host_blocks=16), max_num_seqs=2)
+    loop.add(long_one("a", 1, 8, 20), long_one("b", 2, 8, 20))
+    states = set()
+    while loop.scheduler.has_work:
+        loop.step()
+        states |= {s.status for name in "ab" for s in loop.scheduler.sequences(name)}
+    loop.assert_truth()
+    stats = loop.scheduler.snapshot()
+    assert SequenceStatus.OFFLOADED in states
+    assert stats.preemptions > 0
+    assert (stats.soft_resets, stats.recomputed_tokens) == (0, 0)
+    assert stats.blocks_swapped_out > 0
+    assert stats.blocks_swapped_in > 0
+    assert loop.device.computed == 2 * (8 + 19)
+
+
+def test_a_full_host_pool_falls_back_to_a_soft_reset() -> None:
+    loop = Loop.build(make_cache(9, num_host_blocks=1), max_num_seqs=2)
+    loop.add(long_one("a", 1, 8, 20), long_one("b", 2, 8, 20))
+    loop.run()
+    loop.assert_truth()
+    assert loop.scheduler.snapshot().soft_resets > 0
+
+
+def test_an_evicted_prefix_comes_back_from_the_host() -> None:
+    loop = Loop.build(make_cache(9, num_host_blocks=16))
+    loop.add(make_sequence("a", prompt(1, 17), 1))
+    loop.run()
+    loop.add(make_sequence("b", prompt(2, 30), 1))  # needs every block: what "a" left is evicted
+    loop.run()
+    loop.add(make_sequence("a again", [*prompt(1, 16), 7], 1))
+    loop.run()
+    loop.assert_truth()
+    assert loop.events[-1].num_cached_tokens == 16
+    stats = loop.scheduler.snapshot()
+    assert (stats.evicted_blocks, stats.blocks_swapped_in) == (len(loop.plans[1].swap_out) + 4, 4)
+    assert loop.device.computed == 17 + 30 + 1
+
+
+def test_without_a_host_pool_it_is_computed_again() -> None:
+    loop = Loop.build(make_cache(9))
+    for name, seed, length in (("a", 1, 17), ("b", 2, 30), ("a again", 1, 17)):
+        loop.add(make_sequence(name, prompt(seed, length), 1))
+        loop.run()
+    assert loop.events[-1].num_cached_tokens == 0
+
+
+def places(*, committed: list[int], ranks: list[int], preemptions: list[int]) -> dict[Sequence, Place]:
+    found = {}
+    for ticket, (tokens, rank, times) in enumerate(zip(committed, ranks, preemptions, strict=True)):
+        sequence = make_sequence(str(ticket), [1])
+        sequence.num_committed_tokens, sequence.preemptions = tokens, times
+        found[sequence] = Place(sequence, ticket, 0.0, rank, 0.0)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("rule", "order"), [("newest", "3210"), ("oldest", "0123"), ("least_wasted", "2310")]
+)  # fmt: skip
+def test_the_rule_decides_within_a_class(rule: str, order: str) -> None:
+    found = places(committed=[50, 9, 4, 4 + 1], ranks=[1] * 4, preemptions=[0] * 4)
+    assert "".join(s.request_id for s in victims_first(found, found, rule)) == order  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rule", ["newest", "oldest", "least_wasted"])
+def test_the_lowest_class_goes_first_whatever_the_rule(rule: str) -> None:
+    found = places(committed=[5, 5, 5], ranks=[0, 2, 1], preemptions=[0, PROTECTED_AFTER, 0])
+    assert [s.request_id for s in victims_first(found, found, rule)] == ["1", "2", "0"]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rule", ["newest", "oldest", "least_wasted"])
+def test_who_was_preempted_often_is_spared(rule: str) -> None:
+    found = places(committed=[1, 2, 3], ranks=[1] * 3, preemptions=[PROTECTED_AFTER, 0, PROTECTED_AFTER])
+    assert [s.request_id for s in victims_first(found, found, rule)] == ["1", "2", "0"]  # type: ignore[arg-type]
+
+
+def test_bulk_is_preempted_before_interactive() -> None:
+    loop = Loop.build(make_cache(9), max_num_seqs=3, preempt="newest")
+    loop.add(long_one("bulk", 1, 4, 24, priority=2))
+    loop.step()
+    loop.add(long_one("interactive", 2, 4, 24, priority=0))
+    loop.run()
+    loop.assert_truth()
+    preempted = {event.request_id: event.preemptions for event in loop.events}
+    assert preempted["interactive"] == 0
+    assert preempted["bulk"] > 0
+
+
+def test_a_preempted_sequence_keeps_its_place_before_later_arrivals() -> None:
+    loop = Loop.build(make_cache(9), max_num_seqs=2, preempt="newest")
+    loop.add(long_one("a", 1, 8, 20), long_one("b", 2, 8, 20))
+    loop.step()
+    loop.add(*[long_one(f"later {index}", 3 + index, 8, 20) for index in range(3)])
+    loop.run()
+    finished = [event.request_id for event in loop.events if event.finish_reason]
+    assert finished[:2] == ["a", "b"]
+
+
+def test_decodes_keep_going_below_the_safety_margin_but_nothing_new_starts() -> None:
+    loop = Loop.build(make_cache(21), safety_margin=0.5)
+    loop.add(long_one("a", 1, 28, 20))  # 7 of 20 blocks
+    loop.step()
+    loop.add(long_one("b", 2, 16, 4))  # would leave 8 of 12 free
+    loop.step()
+    assert loop.scheduler.capacity().running == 1
+    loop.add(long_one("c", 3, 5, 4))  # leaves 10
+    loop.step()
+    assert [item.sequence.request_id for item in loop.plans[-1].scheduled] == ["a", "c"]
+    loop.run()
+    loop.assert_truth()
