@@ -156,18 +156,21 @@ class Worker:
         engine = asyncio.create_task(self.service.run_engine(), name="engine")
         engine.add_done_callback(lambda _task: self._stop.set())
         async with _background(self._finalizer.run()), _background(self._lease.run()), _background(self._control.run()):
-            claiming = asyncio.create_task(self._consumer.run(), name="claims")
-            self.ready.set()
-            await self._stop.wait()
-            log.info("draining: no job is claimed any more")
-            await self._consumer.stop()
-            await claiming
+            await _first(self.service.started, self._stop)
+            async with _background(self._claim()):
+                await self._stop.wait()
+                log.info("draining: no job is claimed any more")
+                await self._consumer.stop()
             await self.service.drain(self.settings.drain_seconds, self._hurry)
             await self.service.stop()
             await self._finalizer.drain(self.settings.record_drain_seconds)
         with contextlib.suppress(Unavailable):
             await self.stream.resign()
         await engine  # raises what ended it, if it was not us
+
+    async def _claim(self) -> None:
+        self.ready.set()
+        await self._consumer.run()
 
     async def _patiently(self, what: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """A dependency may start later than we do."""
@@ -292,6 +295,14 @@ def package_version() -> str:
         return version("tokenmill")
     except PackageNotFoundError:
         return "unknown"
+
+
+async def _first(*events: asyncio.Event) -> None:
+    """Until one of them is set."""
+    waits = [asyncio.create_task(event.wait()) for event in events]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for task in waits:
+        task.cancel()
 
 
 @contextlib.asynccontextmanager

@@ -22,7 +22,7 @@ from worker.engine.host import EngineDied, EngineHost
 from worker.engine.mailbox import Frame, Ready
 from worker.engine.types import EngineStats
 from worker.errors import RedisUnavailable
-from worker.jobs import Delivery, Finished
+from worker.jobs import Admitted, Delivery, Finished
 from worker.publish.publisher import Publisher, PublishReport
 from worker.quarantine import Quarantine
 from worker.record.finalizer import Finalizer
@@ -70,6 +70,7 @@ class Service:
         self._host: EngineHost | None = None
         self._admission: Admission | None = None
         self._on_frame = on_frame
+        self.started = asyncio.Event()  # the engine has been ready once: jobs may be claimed
         self._stopping = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -106,16 +107,20 @@ class Service:
         """Admit all together and submit those that can run; a bad job is answered, never dropped."""
         if self._admission is None or self._host is None:
             raise RuntimeError("jobs were claimed before the engine was there")
-        requests = []
+        admitted: list[Admitted] = []
         for outcome in await asyncio.gather(*(self._admission.admit(delivery) for delivery in deliveries)):
             if isinstance(outcome, Finished):
                 await self._finish(outcome)
             elif self._held.get(outcome.job_id) is outcome.delivery:  # not lost or given back meanwhile
-                self._publisher.open(outcome)
-                self._in_engine.add(outcome.job_id)
-                requests.append(outcome.generation)
-        if requests:
-            self._host.submit(requests)
+                admitted.append(outcome)
+        if not self.health.engine_ready:  # it died meanwhile; these never reached it
+            await self._release([job.delivery for job in admitted], crash=False)
+            return
+        for job in admitted:
+            self._publisher.open(job)
+            self._in_engine.add(job.job_id)
+        if admitted:
+            self._host.submit(job.generation for job in admitted)
 
     async def _finish(self, finished: Finished) -> None:
         self._forget(finished.result.job_id)
@@ -140,6 +145,8 @@ class Service:
                 await self._pump()
             except EngineDied as death:
                 self.health.engine_ready = False
+                if self._host is not None:
+                    await self._host.kill()
                 if death.at_start and not self.health.engine_restarts:
                     raise
                 log.error("engine died: %s", death)
@@ -155,6 +162,7 @@ class Service:
             self._admission = await self._admission_factory(ready)
         log.info("engine ready: %s", ready.description)
         self.health.engine_ready = True
+        self.started.set()
 
     async def _pump(self) -> None:
         assert self._host is not None

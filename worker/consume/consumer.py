@@ -50,6 +50,7 @@ class Consumer:
         self._on_error = on_error
         self._stopping = asyncio.Event()
         self._ended = asyncio.Event()
+        self._ended.set()
 
     def poke(self) -> None:
         """A place may have become free."""
@@ -58,6 +59,7 @@ class Consumer:
     async def run(self) -> None:
         """Until stop(). Redis being away is waited out; whatever else goes wrong is logged and survived."""
         failures = 0
+        self._ended.clear()
         try:
             while not self._stopping.is_set():
                 try:

@@ -1,0 +1,63 @@
+"""Parts of the worker die or misbehave; no job is lost, none is told twice."""
+
+import asyncio
+
+import pytest
+
+from schemas.result import JobStatus
+from tests.support.worker import client_of, database_url, running_worker
+
+pytestmark = pytest.mark.redis
+
+
+async def test_an_engine_crash_harms_only_the_guilty(redis_url, tmp_path):
+    database = database_url(tmp_path)
+    model = "synthetic?step_ms=3"
+    async with client_of(redis_url, database) as client:
+        good = [await client.submit(prompt=f"good {i}", max_tokens=60, ignore_eos=True, seed=i) for i in range(6)]
+        poison = await client.submit(prompt="[[crash]]", max_tokens=5)
+        async with running_worker(redis_url, database, in_process=True, model=model, max_num_seqs=4, max_crashes=2):
+            results = [await client.result(job, timeout=60) for job in good]
+            dead = await client.result(poison, timeout=60)
+    assert {r.status for r in results} == {JobStatus.SUCCEEDED}
+    assert {r.usage.completion_tokens for r in results} == {60}
+    assert dead.status is JobStatus.DEAD
+    assert "crash" in dead.error.message
+
+
+async def test_a_step_that_raises_fails_one_request(redis_url, tmp_path):
+    database = database_url(tmp_path)
+    async with running_worker(redis_url, database), client_of(redis_url, database) as client:
+        jobs = [await client.submit(prompt=p, max_tokens=10, ignore_eos=True) for p in ("a", "[[fail]]", "b", "c")]
+        results = [await client.result(job, timeout=30) for job in jobs]
+    assert [r.status for r in results] == [
+        JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.SUCCEEDED, JobStatus.SUCCEEDED,
+    ]  # fmt: skip
+    assert "breaks the step" in results[1].error.message
+
+
+async def test_a_drained_workers_jobs_go_on_elsewhere_without_a_seam(redis_url, tmp_path):
+    database = database_url(tmp_path)
+    model = "synthetic?step_ms=10"
+    asked = {"prompt": "hand me over", "max_tokens": 120, "ignore_eos": True, "seed": 11}
+    async with client_of(redis_url, database) as client:
+        async with running_worker(redis_url, database, worker_id="first", model=model, drain_seconds=0.0):
+            job = await client.submit(**asked)
+            chunks, under_way = [], asyncio.Event()
+            reading = asyncio.create_task(_read(client, job, chunks, under_way))
+            await asyncio.wait_for(under_way.wait(), 20)
+        assert (await client.status(job)).status is not JobStatus.SUCCEEDED
+        async with running_worker(redis_url, database, worker_id="second"):
+            result = await client.result(job, timeout=30)
+            await reading
+            undisturbed = await client.result(await client.submit(**asked), timeout=30)
+    assert result.text == undisturbed.text == "".join(c.text for c in chunks)
+    assert [c.index for c in chunks if c.token_ids] == list(range(120))
+    assert result.usage.completion_tokens == 120
+
+
+async def _read(client, job, chunks, under_way):
+    async for chunk in client.stream(job):
+        chunks.append(chunk)
+        if chunk.index == 20:
+            under_way.set()

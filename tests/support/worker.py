@@ -1,0 +1,69 @@
+"""A whole worker inside the test's event loop: real queue, real SQL, the real engine in a thread or a process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+from api_client import AsyncClient
+from worker.app import Worker
+from worker.engine.config import EngineConfig
+from worker.engine.host import EngineThread
+from worker.record import migrate
+from worker.settings import Settings, load_settings
+
+QUEUE = "q"
+
+
+def database_url(folder: Path) -> str:
+    """A migrated SQLite database."""
+    url = f"sqlite:///{folder}/tokenmill.db"
+    migrate.upgrade(url)
+    return url
+
+
+def settings(redis_url: str, database: str, **changes: Any) -> Settings:
+    """A model-free worker with short times; `changes` are settings."""
+    values: dict[str, Any] = {
+        "redis_url": redis_url, "database_url": database, "queue": QUEUE, "model": "synthetic", "num_blocks": 512,
+        "lease_seconds": 2.0, "drain_seconds": 5.0, "poll_seconds": 0.2, "log_level": "warning",
+    }  # fmt: skip
+    return load_settings(values | changes, strict=False)
+
+
+def thread_host(config: EngineConfig) -> Callable[[], EngineThread]:
+    def load() -> object:
+        from worker.engine.engine import Engine
+
+        return Engine.load(config)
+
+    return lambda: EngineThread(load)
+
+
+@contextlib.asynccontextmanager
+async def running_worker(
+    redis_url: str, database: str, *, in_process: bool = False, **changes: Any
+) -> AsyncIterator[Worker]:
+    """Ready to claim inside the block; drained after it."""
+    chosen = settings(redis_url, database, **changes)
+    worker = Worker(chosen, None if in_process else thread_host(chosen.engine_config()))
+    task = asyncio.create_task(worker.serve())
+    ready = asyncio.create_task(worker.ready.wait())
+    await asyncio.wait([task, ready], return_when=asyncio.FIRST_COMPLETED)
+    if task.done():
+        ready.cancel()
+        await task
+    try:
+        yield worker
+    finally:
+        worker.drain()
+        assert await asyncio.wait_for(task, 60) == 0
+
+
+@contextlib.asynccontextmanager
+async def client_of(redis_url: str, database: str | None = None) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(redis_url, queue=QUEUE, database=database) as client:
+        yield client
