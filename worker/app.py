@@ -52,9 +52,18 @@ def run(settings: Settings) -> int:
 
 
 class Worker:
-    """One worker process. `host_factory` replaces the engine process (tests run the engine in a thread)."""
+    """One worker process. `host_factory` replaces the engine process (tests run the engine in a thread); the
+    types of queue and store can be replaced by ones that fail on purpose.
+    """
 
-    def __init__(self, settings: Settings, host_factory: Callable[[], EngineHost] | None = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        host_factory: Callable[[], EngineHost] | None = None,
+        *,
+        stream_type: type[JobStream] = JobStream,
+        store_type: type[ResultStore] = ResultStore,
+    ) -> None:
         self.settings = settings
         self.metrics = Metrics()
         self.ready = asyncio.Event()
@@ -69,10 +78,8 @@ class Worker:
         sharded = parse_url(settings.redis_url).is_cluster
         self._redis = connect_async(settings.redis_url, REDIS_LINK)
         self._redis_control = connect_async(settings.redis_url, REDIS_LINK)
-        self.stream = JobStream(self._redis, keys, settings.worker_name, stream_options(settings), sharded=sharded)
-        self._store = ResultStore(
-            settings.database_url, queue=settings.queue_name, with_prompts=settings.record_prompts
-        )
+        self.stream = stream_type(self._redis, keys, settings.worker_name, stream_options(settings), sharded=sharded)
+        self._store = store_type(settings.database_url, queue=settings.queue_name, with_prompts=settings.record_prompts)
         self._finalizer = Finalizer(
             self._store,
             self.stream,
