@@ -41,9 +41,12 @@ def problems(request: JobRequest, now_ms: int | None = None) -> list[str]:
 
     With `now_ms`, a deadline that has passed already is a problem too.
     """
-    wrong_type = _type_problem(request)
-    if wrong_type:
-        return [wrong_type]
+    try:
+        request = _as_received(request)
+    except msgspec.ValidationError as error:
+        return [f"the request has a wrong type: {error}"]
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        return [f"the request holds a value that cannot be sent: {error or type(error).__name__}"]
     found = [*_broken_text(request)]
     if found:  # such text cannot even be measured in bytes
         return found
@@ -56,15 +59,10 @@ def problems(request: JobRequest, now_ms: int | None = None) -> list[str]:
     return found or _size_problems(request)
 
 
-def _type_problem(request: JobRequest) -> str | None:
-    """Structs do not check types when they are built in Python; only decoding does."""
-    try:
-        msgspec.convert(msgspec.to_builtins(request), JobRequest)
-    except msgspec.ValidationError as error:
-        return f"the request has a wrong type: {error}"
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        return f"the request holds a value that cannot be sent: {error or type(error).__name__}"
-    return None
+def _as_received(request: JobRequest) -> JobRequest:
+    """Structs do not check types when they are built in Python; only decoding does. Raises what that would."""
+    plain = msgspec.to_builtins(request, builtin_types=(bytes, bytearray, memoryview))
+    return msgspec.convert(plain, JobRequest)
 
 
 def _broken_text(request: JobRequest) -> Iterator[str]:

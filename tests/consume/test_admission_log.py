@@ -138,6 +138,7 @@ async def test_a_log_that_cannot_be_continued_fails_the_job(log):
     broken = type(delivery)(**{f: getattr(delivery, f) for f in delivery.__slots__} | {"log": log})
     outcome = await admission().admit(broken)
     assert isinstance(outcome, Finished)
+    assert outcome.result.error is not None
     assert (outcome.result.status, outcome.result.error.code) == (JobStatus.FAILED, "corrupt_log")
 
 
@@ -168,7 +169,7 @@ async def run(steps, stop, stream, hand_over_at):
     publisher = Publisher(log, limits=PublishLimits(checkpoint_tokens=3), clock=Clock())
     publisher.open(await admit(**params))
     given_out = [0, 0]
-    finished = []
+    finished: list[Finished] = []
     for number, step in enumerate([*steps, None]):
         if number == hand_over_at and not finished:
             request = JobRequest(job_id="job", prompt="hi", stream=stream, params=SamplingParams(n=2, stop=stop))

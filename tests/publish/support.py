@@ -1,6 +1,7 @@
 """A log in memory that answers as the append script does, and jobs to publish into it."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from schemas.chunk import Chunk
 from schemas.codec import encode
@@ -84,7 +85,7 @@ class FakeLog:
 
 
 def delivery_of(request: JobRequest, log: tuple[Chunk, ...] = (), **fields) -> Delivery:
-    values = {
+    values: dict[str, Any] = {
         "token": 1,
         "deliveries": 1,
         "crashes": 0,

@@ -69,7 +69,7 @@ def is_broken(text):
 )
 def test_text_that_was_encoded_comes_back_in_whole_characters(make, text):
     tokenizer = make()
-    ids = tokenizer._encode(text, False)
+    ids = tokenizer.encode(text)
     pieces = pieces_of(tokenizer, ids)
     assert "".join(pieces) == text == tokenizer.decode(ids)
     allowed = text.count(REPLACEMENT)
@@ -93,7 +93,7 @@ def test_what_was_told_is_never_taken_back(make):
 def test_ordinary_tokens_are_told_at_once(make):
     """Holding back is for half characters; a stream that lags by a token would be felt."""
     tokenizer = make()
-    ids = tokenizer._encode("The quick brown fox, jumps over 13 lazy dogs.", False)
+    ids = tokenizer.encode("The quick brown fox, jumps over 13 lazy dogs.")
     assert all(pieces_of(tokenizer, ids)[:-1])
 
 
@@ -121,8 +121,8 @@ def test_special_tokens_leave_no_trace_and_added_ones_do():
 
 def test_a_leading_space_is_cut_once_only():
     tokenizer = tokenizers.llama_like()
-    assert decode_all(tokenizer.detokenizer(), tokenizer._encode("  a a", False)) == "  a a"
-    assert tokenizer._tokenizer.decode(tokenizer._encode("  a a", False)) == "  a a"
+    assert decode_all(tokenizer.detokenizer(), tokenizer.encode("  a a")) == "  a a"
+    assert tokenizer._tokenizer.decode(tokenizer.encode("  a a")) == "  a a"
 
 
 def test_the_window_stays_short_whatever_comes():

@@ -117,7 +117,7 @@ def test_the_flushed_end_may_complete_a_stop_string():
 def test_a_stop_string_that_no_token_border_respects():
     tokenizer = smollm2()
     text = "Sure! Here is a list:\n1. apples\n2. pears"
-    ids = tokenizer._encode(text, False)
+    ids = tokenizer.encode(text)
     for stop in ("is a li", "!", "les\n2", "\n", "rs", " "):
         stream = stream_of(tokenizer, ids, [stop])
         assert stream.text == text[: text.find(stop)]

@@ -49,8 +49,8 @@ class Tokenizer:
     async def encode_prompt(self, text: str) -> tuple[int, ...]:
         """With the model's special tokens around it (a beginning-of-sequence token, where it has one)."""
         if len(text) > THREAD_CHARS:
-            return await asyncio.to_thread(self._encode, text, True)
-        return self._encode(text, True)
+            return await asyncio.to_thread(self.encode, text, True)
+        return self.encode(text, True)
 
     async def encode_chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Through the chat template, up to where the assistant's answer begins. Raises TemplateError."""
@@ -59,9 +59,10 @@ class Tokenizer:
         return self._encode_chat(messages)
 
     def _encode_chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        return self._encode(self.render_chat(messages), False)
+        return self.encode(self.render_chat(messages))
 
-    def _encode(self, text: str, special: bool) -> tuple[int, ...]:
+    def encode(self, text: str, special: bool = False) -> tuple[int, ...]:
+        """On the caller's thread; `special` adds the model's special tokens around it."""
         return tuple(self._tokenizer.encode(text, add_special_tokens=special))
 
     def render_chat(self, messages: Sequence[Message]) -> str:
