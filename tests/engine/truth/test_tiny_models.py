@@ -61,6 +61,7 @@ def make_engine(folder: Path, **changes: object) -> Engine:
         "dtype": "float32",
         "device": "cpu",
         "attention": "reference",
+        "fuse": False,
         "block_size": 4,
         "num_blocks": 200,
         "max_num_seqs": 8,
@@ -115,9 +116,28 @@ def test_cached_prefixes_give_the_same_tokens(name: str, answers: Callable[[str]
         assert engine.stats().cached_tokens > 0
 
 
-@pytest.mark.parametrize("backend", ["cpu"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_other_backends_give_the_same_tokens(name: str, backend: str, answers: Callable[[str], Answers]) -> None:
+def test_the_fast_path_gives_the_same_tokens(name: str, answers: Callable[[str], Answers]) -> None:
     folder, wanted = answers(name)
-    with make_engine(folder, attention=backend, block_size=16, max_num_batched_tokens=16) as engine:
+    with make_engine(folder, attention="cpu", fuse=True, block_size=16, max_num_batched_tokens=16) as engine:
         assert run(engine, wanted) == [one.answer for one in wanted]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
+def test_steps_launched_ahead_give_the_same_tokens(name: str, answers: Callable[[str], Answers]) -> None:
+    folder, wanted = answers(name)
+    with make_engine(folder, async_batching=True, max_num_batched_tokens=32, num_blocks=40) as engine:
+        assert engine.runner.is_asynchronous
+        assert run(engine, wanted) == [one.answer for one in wanted]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
+def test_drafts_change_no_token(name: str, answers: Callable[[str], Answers]) -> None:
+    """The second round's prompts hold the first round's answers, so that drafts are found and accepted."""
+    folder, wanted = answers(name)
+    again = [Expected(one.prompt + one.answer + one.prompt, (), 0.0) for one in wanted]
+    model = expected.load(folder, FAMILIES[name].attention)
+    again = [expected.generate(model, list(one.prompt), 12) for one in again]
+    with make_engine(folder, speculative_tokens=3) as engine:
+        assert run(engine, wanted + again) == [one.answer for one in wanted + again]
+        assert engine.stats().draft_tokens > 0

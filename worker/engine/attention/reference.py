@@ -43,7 +43,9 @@ class ReferenceAttention(AttentionBackend):
 
     name = "reference"
 
-    def __init__(self) -> None:
+    def __init__(self, max_scores: int = MAX_SCORES, max_gathered_tokens: int = MAX_GATHERED_TOKENS) -> None:
+        self._max_scores = max_scores
+        self._max_gathered_tokens = max_gathered_tokens
         self._layouts: list[tuple[AttentionMetadata, list[_Share]]] = []
         self._slots: list[tuple[AttentionMetadata, Tensor, Tensor]] = []
 
@@ -80,7 +82,7 @@ class ReferenceAttention(AttentionBackend):
             keys = _gather(cache[:, 0], share, query.dtype)
             values = _gather(cache[:, 1], share, query.dtype)
             queries = query[share.rows].view(share.num_seqs, share.num_queries, shape.num_heads, shape.head_dim)
-            attended = _attend_in_pieces(queries, keys, values, share.visible, shape, sinks)
+            attended = _attend_in_pieces(queries, keys, values, share.visible, shape, sinks, self._max_scores)
             output[share.rows] = attended.reshape(-1, shape.num_heads, shape.head_dim)
         return output
 
@@ -97,7 +99,7 @@ class ReferenceAttention(AttentionBackend):
         for known, layout in self._layouts:
             if known is metadata:
                 return layout
-        layout = _plan(metadata)
+        layout = _plan(metadata, self._max_gathered_tokens)
         self._layouts = [(metadata, layout), *self._layouts[: _REMEMBERED_STEPS - 1]]
         return layout
 
@@ -105,24 +107,25 @@ class ReferenceAttention(AttentionBackend):
 # ── which positions a step reads; the same for all layers of a group ──
 
 
-def _plan(metadata: AttentionMetadata) -> list[_Share]:
+def _plan(metadata: AttentionMetadata, max_tokens: int) -> list[_Share]:
     seq_lens = metadata.seq_lens_host or tuple(metadata.seq_lens.tolist())
     starts = metadata.query_start.tolist()
     query_lens = metadata.query_lens_host or tuple(b - a for a, b in itertools.pairwise(starts))
     live = [i for i, (q, s) in enumerate(zip(query_lens, seq_lens, strict=True)) if q > 0 and s > 0]
     decodes = [i for i in live if query_lens[i] == 1]
-    shares = [_plan_decodes(metadata, group, seq_lens, starts) for group in _by_length(decodes, seq_lens, metadata)]
+    groups = _by_length(decodes, seq_lens, metadata.window, max_tokens)
+    shares = [_plan_decodes(metadata, group, seq_lens, starts) for group in groups]
     shares += [_plan_chunk(metadata, i, query_lens[i], seq_lens[i], starts[i]) for i in live if query_lens[i] > 1]
     return shares
 
 
-def _by_length(decodes: list[int], seq_lens: tuple[int, ...], metadata: AttentionMetadata) -> list[list[int]]:
+def _by_length(decodes: list[int], seq_lens: tuple[int, ...], window: int | None, max_tokens: int) -> list[list[int]]:
     groups: list[list[int]] = []
     shortest = 0
     for i in sorted(decodes, key=lambda i: seq_lens[i]):
-        length = min(seq_lens[i], metadata.window or seq_lens[i])
+        length = min(seq_lens[i], window or seq_lens[i])
         is_similar = length <= max(shortest * MAX_PADDING, shortest + PADDING_SLACK)
-        if groups and is_similar and length * (len(groups[-1]) + 1) <= MAX_GATHERED_TOKENS:
+        if groups and is_similar and length * (len(groups[-1]) + 1) <= max_tokens:
             groups[-1].append(i)
         else:
             groups.append([i])
@@ -176,11 +179,17 @@ def _gather(cache: Tensor, share: _Share, dtype: torch.dtype) -> Tensor:
 
 
 def _attend_in_pieces(
-    query: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None, shape: AttentionShape, sinks: Tensor | None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor | None,
+    shape: AttentionShape,
+    sinks: Tensor | None,
+    max_scores: int,
 ) -> Tensor:
-    """A long chunk attends in pieces of its queries, so that the scores stay within MAX_SCORES."""
+    """A long chunk attends in pieces of its queries, so that the scores stay within `max_scores`."""
     num_seqs, num_queries = query.shape[:2]
-    piece = max(1, MAX_SCORES // (num_seqs * shape.num_heads * keys.shape[2]))
+    piece = max(1, max_scores // (num_seqs * shape.num_heads * keys.shape[2]))
     if piece >= num_queries:
         return _attend(query, keys, values, visible, shape, sinks)
     masks = [None] * -(-num_queries // piece) if visible is None else torch.split(visible, piece, dim=1)

@@ -23,7 +23,10 @@ MAX_STAGING_BYTES = 256 << 20  # blocks move in parts of at most this size, whic
 class Offloader:
     """`host` is None without offload; then plans must hold no swaps."""
 
-    def __init__(self, device_pool: KVCachePool, host_pool: KVCachePool | None) -> None:
+    def __init__(
+        self, device_pool: KVCachePool, host_pool: KVCachePool | None, max_staging_bytes: int = MAX_STAGING_BYTES
+    ) -> None:
+        self._max_staging_bytes = max_staging_bytes
         self._device_pool = device_pool
         self._host_pool = host_pool
         device = device_pool.tensors[0].device
@@ -46,7 +49,7 @@ class Offloader:
         for group in sorted({copy.group for copy in copies}):
             pairs = [(copy.source, copy.target) for copy in copies if copy.group == group]
             tensor = self._device_pool.tensors[group]
-            per_part = max(1, MAX_STAGING_BYTES // (tensor[0].numel() * tensor.element_size()))
+            per_part = max(1, self._max_staging_bytes // (tensor[0].numel() * tensor.element_size()))
             for start in range(0, len(pairs), per_part):
                 part = pairs[start : start + per_part]
                 yield group, [source for source, _ in part], [target for _, target in part]

@@ -65,7 +65,7 @@ class MemoryShape:
         """Peak of one layer: residual, normed input, output, beside queries, keys, values, or the MLP's inner rows."""
         kv_size = max(group.num_kv_heads * group.head_dim for group in self.groups)
         attention = 3 * self.query_size + 4 * kv_size
-        mlp = 3 * self.intermediate_size
+        mlp = 5 * self.intermediate_size  # a gelu written out keeps several rows
         return self.max_num_tokens * self.activation_bytes * (5 * self.hidden_size + max(attention, mlp))
 
     @property

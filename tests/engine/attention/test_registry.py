@@ -1,0 +1,34 @@
+"""The choice of a backend, and why the others were not taken."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from worker.engine.attention import AttentionShape, backend_names, choose, why_not
+from worker.engine.config import EngineConfigError
+
+CPU = torch.device("cpu")
+SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=64, scale=0.125)
+ODD = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=7, scale=0.3)
+
+
+def test_reference_serves_where_no_other_does() -> None:
+    assert choose("auto", CPU, torch.float32, [SHAPE, ODD], 16).name == "reference"
+    assert choose("reference", CPU, torch.float32, [SHAPE], 16).name == "reference"
+
+
+def test_an_explicit_choice_that_cannot_work_says_why() -> None:
+    with pytest.raises(EngineConfigError, match=r"'flash' cannot be used: .+"):
+        choose("flash", CPU, torch.float32, [SHAPE], 16)
+
+
+def test_one_layer_that_a_backend_cannot_serve_is_enough() -> None:
+    reason = why_not("cpu", CPU, torch.float32, [SHAPE, ODD], 16)
+    assert reason is not None
+
+
+@pytest.mark.parametrize("name", backend_names())
+def test_every_backend_answers_in_a_sentence_or_serves(name: str) -> None:
+    reason = why_not(name, CPU, torch.float32, [SHAPE], 16)
+    assert reason is None or len(reason.split()) > 2

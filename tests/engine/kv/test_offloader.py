@@ -1,0 +1,79 @@
+"""Block moves on real tensors, and the runs that make them few."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from worker.engine.attention.reference import ReferenceAttention
+from worker.engine.config import LayerGroup
+from worker.engine.kv.cache_pool import KVCachePool
+from worker.engine.kv.offloader import Offloader, runs
+from worker.engine.plan import BlockCopy, StepPlan
+
+GROUPS = (LayerGroup((0, 2), 2, 4), LayerGroup((1,), 1, 8, window=4))
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+
+
+def make_pool(num_blocks: tuple[int, int], device: str, pinned: bool = False) -> KVCachePool:
+    """Every block holds its own number."""
+    pool = KVCachePool.allocate(
+        GROUPS, num_blocks, 4, ReferenceAttention(), torch.float32, torch.device(device), pinned
+    )
+    for tensor in pool.tensors:
+        tensor += torch.arange(len(tensor), device=device).view(-1, 1, 1, 1, 1, 1)
+    return pool
+
+
+def held(tensor: torch.Tensor) -> list[float]:
+    """The number in each block, which must be the same in all of the block."""
+    flat = tensor.cpu().flatten(1)
+    assert (flat == flat[:, :1]).all()
+    return [float(value) for value in flat[:, 0]]
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize("max_staging", [1, 1 << 20])
+def test_swaps_and_copies_of_several_groups(device: str, max_staging: int) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    pool, host = make_pool((8, 6), device), make_pool((8, 6), "cpu", pinned=device == "cuda")
+    mover = Offloader(pool, host, max_staging)
+    swap_out = (*(BlockCopy(0, s, t) for s, t in ((5, 1), (2, 2), (7, 6))), BlockCopy(1, 4, 3))
+    mover.run(StepPlan(0, (), swap_out=swap_out, copies=(BlockCopy(0, 6, 5), BlockCopy(1, 1, 2))))
+    mover.run(StepPlan(1, (), swap_in=(BlockCopy(0, 1, 3), BlockCopy(0, 6, 4), BlockCopy(1, 3, 5))))
+    mover.synchronize()
+    assert held(host.tensors[0]) == [0, 5, 2, 3, 4, 5, 7, 7]
+    assert held(host.tensors[1]) == [0, 1, 2, 4, 4, 5]
+    assert held(pool.tensors[0]) == [0, 1, 2, 5, 7, 6, 6, 7]
+    assert held(pool.tensors[1]) == [0, 1, 1, 3, 4, 4]
+
+
+def test_one_step_does_out_then_copies_then_in() -> None:
+    pool, host = make_pool((4, 4), "cpu"), make_pool((4, 4), "cpu")
+    plan = StepPlan(0, (), swap_out=(BlockCopy(0, 1, 3),), copies=(BlockCopy(0, 2, 1),), swap_in=(BlockCopy(0, 3, 2),))
+    Offloader(pool, host).run(plan)
+    assert held(pool.tensors[0]) == [0, 2, 1, 3]
+
+
+def test_swaps_without_a_host_pool_are_an_error() -> None:
+    with pytest.raises(RuntimeError, match="no host pool"):
+        Offloader(make_pool((4, 4), "cpu"), None).run(StepPlan(0, (), swap_out=(BlockCopy(0, 1, 0),)))
+
+
+@pytest.mark.parametrize(
+    ("ids", "expected"),
+    [([], []), ([3], [(0, 1)]), ([3, 4, 5], [(0, 3)]), ([3, 4, 6, 7, 7, 2], [(0, 2), (2, 4), (4, 5), (5, 6)])],
+)
+def test_runs_of_consecutive_blocks(ids: list[int], expected: list[tuple[int, int]]) -> None:
+    assert list(runs(ids)) == expected
+
+
+def test_large_moves_are_few_operations() -> None:
+    """One gather and one scatter per group and direction, however many blocks."""
+    pool, host = make_pool((100, 4), "cpu"), make_pool((100, 4), "cpu")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        Offloader(pool, host).run(StepPlan(0, (), swap_out=tuple(BlockCopy(0, i, 99 - i) for i in range(1, 99))))
+    names = [event.name for event in profile.events() or ()]
+    assert names.count("aten::index_select") == 1
+    assert names.count("aten::index_copy_") == 1

@@ -1,0 +1,132 @@
+"""The arithmetic of the pools against real allocations."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.engine.truth import tiny_models
+from worker.engine.attention.reference import ReferenceAttention
+from worker.engine.config import EngineConfig, LayerGroup
+from worker.engine.kv.cache_pool import KVCachePool
+from worker.engine.kv.sizing import DoesNotFitError, MemoryShape, host_blocks, solve
+from worker.engine.model.loader import load_model
+from worker.engine.model.paged import Probe
+from worker.engine.runner_memory import memory_shape
+
+FULL = LayerGroup((0, 1, 2), 2, 16)
+SLIDING = LayerGroup((3, 4, 5, 6, 7), 2, 16, window=100)
+BIG = LayerGroup((8,), 8, 32)
+
+
+def make_shape(*groups: LayerGroup, **changes: Any) -> MemoryShape:
+    settings: dict[str, Any] = {
+        "groups": groups, "block_size": 16, "kv_bytes": 4, "activation_bytes": 4, "hidden_size": 64,
+        "intermediate_size": 128, "query_size": 64, "vocab_size": 1000, "max_num_tokens": 64, "max_num_rows": 8,
+        "max_num_seqs": 8, "max_model_len": 1024,
+    }  # fmt: skip
+    return MemoryShape(**{**settings, **changes})
+
+
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, SLIDING), (SLIDING, BIG), (FULL, SLIDING, BIG)])
+@pytest.mark.parametrize("budget", [6 << 20, 9_999_999, 50 << 20, 200 << 20])
+def test_the_pools_fill_the_budget_to_the_last_block(groups: tuple[LayerGroup, ...], budget: int) -> None:
+    shape = make_shape(*groups)
+    counts = solve(shape, budget)
+    pool = KVCachePool.allocate(groups, counts, 16, ReferenceAttention(), torch.float32, torch.device("cpu"))
+    left = budget - shape.fixed - pool.num_bytes
+    assert 0 <= left < min(shape.block_bytes(group) for group in groups)
+
+
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, SLIDING)])
+@pytest.mark.parametrize("megabytes", [6, 12, 40, 300])
+def test_every_group_holds_a_sequence_of_the_models_length(groups: tuple[LayerGroup, ...], megabytes: int) -> None:
+    shape = make_shape(*groups)
+    for group, count in zip(groups, solve(shape, megabytes << 20), strict=True):
+        assert count - 1 >= shape.blocks_for(group, shape.max_model_len)
+
+
+def test_a_sliding_group_gets_only_what_its_window_needs() -> None:
+    full, sliding = solve(make_shape(FULL, SLIDING, max_model_len=16_384, max_num_seqs=4), 200 << 20)
+    assert sliding < full / 4
+
+
+def test_groups_that_short_sequences_use_alike_get_alike() -> None:
+    """With room for so few tokens each that no sequence reaches past its window, both groups need the same."""
+    full, sliding = solve(make_shape(FULL, SLIDING, max_num_seqs=256), 24 << 20)
+    assert abs(full - sliding) <= 0.1 * full
+
+
+def test_too_little_memory_says_what_would_fit() -> None:
+    shape = make_shape(FULL)
+    one_block = shape.block_bytes(FULL)
+    with pytest.raises(DoesNotFitError) as caught:
+        solve(shape, shape.fixed + 11 * one_block)
+    assert caught.value.longest == 160  # ten blocks beside the reserved one
+    with pytest.raises(DoesNotFitError) as caught:
+        solve(shape, shape.fixed // 2)
+    assert caught.value.longest == 0
+
+
+def test_a_cap_bounds_the_pools_alone() -> None:
+    shape = make_shape(FULL)
+    assert solve(shape, 1 << 30, 4 << 20) == (int((4 << 20) // shape.block_bytes(FULL)),)
+
+
+def test_the_host_pool_is_shared_in_proportion() -> None:
+    shape = make_shape(FULL, SLIDING)
+    host = host_blocks(shape, (100, 50), 1 << 20)
+    used = sum(shape.block_bytes(group) * count for group, count in zip((FULL, SLIDING), host, strict=True))
+    assert used <= 1 << 20
+    assert host[0] in (2 * host[1], 2 * host[1] + 1)
+
+
+class PeakMemory(TorchDispatchMode):
+    """Counts the bytes of live storages that operators create, and their peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        inputs = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in inputs | self._known:
+                self._watch(tensor.untyped_storage())
+        return result
+
+    def _watch(self, storage: torch.UntypedStorage) -> None:
+        size, key = storage.nbytes(), storage._cdata
+        self._known.add(key)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._gone, key, size)
+
+    def _gone(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.live -= size
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3", "phi3"])
+def test_a_real_step_stays_within_the_estimate(name: str, tmp_path: Any) -> None:
+    """The estimate of activations and logits bounds what a step allocates, and not by an absurd factor."""
+    folder = tiny_models.save(name, tmp_path)
+    config = EngineConfig(model=str(folder), device="cpu", fuse=False, max_num_batched_tokens=128, max_num_seqs=16)
+    loaded = load_model(folder, config)
+    shape = memory_shape(loaded, config, ReferenceAttention(), torch.float32, loaded.max_model_len)
+    tokens = torch.arange(128)
+    gc.collect()
+    with PeakMemory() as memory, torch.inference_mode():
+        logits = loaded.logits(tokens, tokens, tokens[:16], Probe())
+    assert logits.shape[0] == 16
+    estimate = shape.activations + shape.logits
+    assert memory.peak <= estimate
+    assert memory.peak > estimate / 8
