@@ -11,7 +11,9 @@
 template <class T, int R, int S, bool AHEAD>
 static void score_kernel(const float *query, int64_t query_stride, const T *const *strips, const T *const *ahead,
                          int dim, float *out, int64_t out_stride) {
-    vf sums[R][S * VPS] = {};
+    vf sums[R][S * VPS];
+    for (int r = 0; r < R; ++r)
+        for (int i = 0; i < S * VPS; ++i) sums[r][i] = splat(0.0f);
     for (int d = 0; d < dim; ++d) {
         vf keys[S * VPS];
 #pragma GCC unroll 16
@@ -38,21 +40,23 @@ static void value_kernel(const float *weights, int64_t weights_stride, const T *
     vf sums[R][S * VPS];
     for (int r = 0; r < R; ++r)
         for (int i = 0; i < S * VPS; ++i) sums[r][i] = load(out + r * out_stride + i * VW);
-    for (int k = first; k < last; ++k) {
-        const T *row = strips[k / STRIP] + (k % STRIP) * dim;
-        vf values[S * VPS];
+    for (int k = first; k < last;) {
+        const int strip = k / STRIP, end = last < (strip + 1) * STRIP ? last : (strip + 1) * STRIP;
+        const T *row = strips[strip] + (k % STRIP) * dim;
+        const T *next = ahead[strip] + (k % STRIP) * dim;
+        for (; k < end; ++k, row += dim, next += dim) {
+            vf values[S * VPS];
 #pragma GCC unroll 16
-        for (int i = 0; i < S * VPS; ++i) values[i] = load(row + i * VW);
-        if (AHEAD) {
-            const T *next = ahead[k / STRIP] + (k % STRIP) * dim;
+            for (int i = 0; i < S * VPS; ++i) values[i] = load(row + i * VW);
+            if (AHEAD)
 #pragma GCC unroll 4
-            for (int s = 0; s < S; ++s) __builtin_prefetch(next + s * STRIP);
-        }
+                for (int s = 0; s < S; ++s) __builtin_prefetch(next + s * STRIP);
 #pragma GCC unroll 6
-        for (int r = 0; r < R; ++r) {
-            vf w = splat(weights[r * weights_stride + k]);
+            for (int r = 0; r < R; ++r) {
+                vf w = splat(weights[r * weights_stride + k]);
 #pragma GCC unroll 16
-            for (int i = 0; i < S * VPS; ++i) sums[r][i] = fma(w, values[i], sums[r][i]);
+                for (int i = 0; i < S * VPS; ++i) sums[r][i] = fma(w, values[i], sums[r][i]);
+            }
         }
     }
     for (int r = 0; r < R; ++r)

@@ -48,7 +48,7 @@ struct bf16 {
     uint16_t bits;
 };
 
-INLINE vf splat(float x) { return vf{} + x; }
+INLINE vf splat(float x) { return x - vf{}; }  // x − 0 is x for every x, so only the broadcast remains
 INLINE vf fma(vf a, vf b, vf c) {
 #if VW == 16
     return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -58,7 +58,7 @@ INLINE vf fma(vf a, vf b, vf c) {
     return a * b + c;  // contracted where the target has fused multiply-add, alike in every kernel
 #endif
 }
-INLINE vf select(vi mask, vf yes, vf no) { return (vf)(((vi)yes & mask) | ((vi)no & ~mask)); }
+INLINE vf select(vi mask, vf yes, vf no) { return mask ? yes : no; }
 INLINE vf larger(vf a, vf b) { return select(a > b, a, b); }
 INLINE vi lanes() {
     vi v;
