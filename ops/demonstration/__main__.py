@@ -85,8 +85,9 @@ async def _follow(client: AsyncClient, job: str, index: int, view: View) -> None
 
 def results_table(questions: Sequence[Question], results: Sequence[JobResult]) -> Table:
     table = Table(title="results (Redis, for an hour; SQL, for good)", title_justify="left")
-    for name in ("question", "state", "why it ended", "tokens", "first token ms", "total ms"):
-        table.add_column(name, justify="right" if name.endswith(("tokens", "ms")) else "left", overflow="fold")
+    for name in ("question", "state", "end", "tokens", "first token ms", "total ms"):
+        is_number = name.endswith(("tokens", "ms"))
+        table.add_column(name, justify="right" if is_number else "left", no_wrap=not is_number, overflow="ellipsis")
     for question, result in zip(questions, results, strict=True):
         usage = result.usage
         table.add_row(
@@ -124,7 +125,7 @@ def notices(console: Console) -> Iterator[Notice]:
         topic = text.split(" (")[0]
         if topic != last_topic or time.monotonic() - last_at >= PLAIN_NOTICE_INTERVAL_S:
             last_at, last_topic = time.monotonic(), topic
-            console.print(text, markup=False, highlight=False)
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     yield notice
 

@@ -67,9 +67,8 @@ class DemoStack:
         with Client(self.redis_url, queue=self.queue) as client:
 
             def is_ready(seconds: float, log: str) -> bool:
-                lines = log.strip().splitlines()
-                notice(f"the worker loads its model ({seconds:.0f} s)  {lines[-1][:70] if lines else ''}")
-                return bool(client.workers())  # it reports once its engine is loaded
+                notice(f"the worker loads its model ({seconds:.0f} s) {_last_words(log)}")
+                return any(status.model for status in client.workers())  # it names its model once it is loaded
 
             self._wait("worker", worker, is_ready)
 
@@ -77,16 +76,21 @@ class DemoStack:
         child = self._spawn(name, arguments)
         with ExitStack() as cleanup:
             cleanup.callback(child.end, signal.SIGKILL)
-            self._wait(name, child, lambda seconds, log: bool(each(seconds, log)) and False)
+
+            def is_done(seconds: float, log: str) -> bool:
+                each(seconds, log)
+                return child.process.poll() == 0
+
+            self._wait(name, child, is_done)
 
     def _wait(self, name: str, child: Tether, is_done: Callable[[float, str], bool]) -> None:
-        """Until `is_done` says so, or the process has ended well; anything else is a DemoError."""
+        """Until `is_done` says so; a process that ends before is a DemoError, and so is one that takes too long."""
         started = time.monotonic()
         while True:
             ended = not child.is_alive  # before the log is read, so that its last words are in it
             seconds = time.monotonic() - started
             log = (self.directory / f"{name}.log").read_text(encoding="utf-8", errors="replace")
-            if is_done(seconds, log) or (ended and child.process.returncode == 0):
+            if is_done(seconds, log):
                 return
             if ended or seconds > START_TIMEOUT_S:
                 what = "ended" if ended else "did not get ready"
@@ -99,7 +103,14 @@ class DemoStack:
             "TOKENMILL_DATABASE_URL": self.database_url,
             "TOKENMILL_QUEUE": self.queue,
             "TOKENMILL_MODEL": self._model,
+            "TOKENMILL_HEARTBEAT_SECONDS": "1",  # what we wait for is said with a heartbeat
         }
         command = [sys.executable, "-m", "api_client.cli", *arguments]
         with (self.directory / f"{name}.log").open("ab") as log:
             return Tether(command, at_death=signal.SIGKILL, cwd=self.directory, env=os.environ | settings, output=log)
+
+
+def _last_words(log: str) -> str:
+    """What the last line says, without its time and place."""
+    lines = log.strip().splitlines()
+    return lines[-1].rsplit(": ", 1)[-1][:60] if lines else ""
