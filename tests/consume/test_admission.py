@@ -91,6 +91,7 @@ async def test_no_limit_means_the_default_or_the_rest_of_the_length():
     for default, prompt, expected in ((None, "hi", 4094), (100, "hi", 100), (100, "x" * 4090, 6)):
         model = ServedModel(("tiny",), 4096, MODEL.vocab_size, MODEL.eos_token_ids, default)
         admitted = await Admission(byte_level(), model, clock=Clock()).admit(delivery_of(request(prompt=prompt)))
+        assert isinstance(admitted, Admitted)
         assert admitted.generation.params.max_tokens == expected
 
 

@@ -106,6 +106,14 @@ async def test_a_verdict_is_recorded_with_the_text_that_was_delivered(verdict, s
     assert untouched.result.usage.prompt_tokens == 0
 
 
+async def test_several_choices_end_with_what_was_told_of_each():
+    """One final chunk cannot tell what each of them held back."""
+    outcome = await resume(tokens("a#"), tokens("b", 2, 1), n=2, stop=("##",), verdict="cancelled")
+    assert isinstance(outcome, Finished)
+    assert [c.text for c in outcome.result.choices] == ["a", "b"]
+    assert outcome.result.choices[0].token_ids == tuple(b"a#")
+
+
 @pytest.mark.parametrize("payload", [b"\xc1", encode(JobRequest(job_id="job", params=SamplingParams(n=10**9)))])
 async def test_a_verdict_on_a_bad_request_stands(payload):
     delivery = delivery_of(JobRequest(job_id="job"), (tokens("a"),), verdict="cancelled")

@@ -94,6 +94,7 @@ class Admission:
         answer.prompt_tokens = len(prompt_ids)
         if not answer.is_finished and self._is_late(request):
             answer.end_all(FinishReason.EXPIRED)
+            answer.drop_untold()
         if answer.is_finished:
             return self._conclude(delivery, answer.status, request, answer, _error_of(answer.status, request))
         generation = self._generation(delivery, request, answer, prompt_ids, max_tokens)
@@ -206,6 +207,7 @@ class Admission:
         if answer is not None:
             answer.prompt_tokens = _logged_prompt_tokens(delivery)
             answer.end_all(reason)
+            answer.drop_untold()
         return self._conclude(delivery, status, request, answer, error)
 
     def _failed(self, delivery: Delivery, request: JobRequest | None, error: JobError) -> Finished:

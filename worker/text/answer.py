@@ -89,6 +89,12 @@ class Answer:
         for index in range(len(self.choices)):
             self.end(index, reason, with_last_token=False)
 
+    def drop_untold(self) -> None:
+        """Where no chunk will tell the text that broken-off choices held back, the answer ends before it."""
+        if len(self.choices) > 1:
+            for choice in self.choices:
+                choice.stream.rest = ""
+
     # ── reading ──
 
     @property
