@@ -50,15 +50,12 @@ def measure(running: int, waiting: int, policy: str, steps: int) -> dict[str, fl
     while scheduler.snapshot().generated_tokens < running:
         _step(scheduler)
     scheduler.add([_sequence(running + index, 100) for index in range(waiting)])
-    times = []
     gc.collect()
     gc.disable()
     try:
-        for _ in range(steps):
-            times.append(_step(scheduler))
+        times = sorted(_step(scheduler) for _ in range(steps))
     finally:
         gc.enable()
-    times.sort()
     return {
         "running": running,
         "waiting": waiting,

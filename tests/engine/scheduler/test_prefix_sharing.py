@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from schemas.generation import SamplingParams
 from tests.engine.scheduler.loop import Loop, make_cache, make_sequence
 from worker.engine.plan import StepPlan
+from worker.engine.sequence import Sequence
 
 
 def tokens(seed: int, length: int) -> list[int]:
     return [(seed * 11 + position * position * 5 + position) % 48 + 1 for position in range(length)]
 
 
-def one_token(name: str, prompt: list[int], **fields: object):  # type: ignore[no-untyped-def]
+def one_token(name: str, prompt: list[int], **fields: Any) -> Sequence:
     return make_sequence(name, prompt, 1, **fields)
 
 

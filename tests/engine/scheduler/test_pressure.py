@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from schemas.generation import SamplingParams
@@ -17,7 +19,7 @@ def prompt(seed: int, length: int) -> list[int]:
     return [(seed * 13 + position * 5 + seed * position) % 48 + 1 for position in range(length)]
 
 
-def long_one(name: str, seed: int, length: int, max_tokens: int, **fields: object) -> Sequence:
+def long_one(name: str, seed: int, length: int, max_tokens: int, **fields: Any) -> Sequence:
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     return make_sequence(name, prompt(seed, length), max_tokens, params=params, **fields)
 

@@ -146,7 +146,8 @@ class Planner:
     def chunk_limit(self, sequence: Sequence, start: int) -> int:
         """How many tokens one step may prefill of it; a lone sequence is not slowed down."""
         state = self._state
-        if self.threshold and state.num_running + len(state.queue) > 1:
+        others = state.num_running + len(state.queue) - (sequence.status is PREFILLING)
+        if self.threshold and others > 0:
             return self.threshold
         return sequence.num_tokens + sequence.num_inflight - start
 

@@ -1,0 +1,197 @@
+"""Tables, counts and copies of the KV manager, with exact numbers: blocks of 4 tokens."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engine.scheduler.loop import make_cache, make_sequence
+from worker.engine.kv.manager import KVManager
+from worker.engine.sequence import Sequence
+
+
+def manager(
+    num_blocks: int = 20, windows: tuple[int | None, ...] = (None,), host: int = 0, margin: float = 0.0
+) -> KVManager:
+    cache = make_cache(num_blocks, windows=windows, num_host_blocks=host)
+    return KVManager(cache, model_key="m", max_chunk=8, safety_margin=margin)
+
+
+def admitted(kv: KVManager, name: str, length: int) -> Sequence:
+    sequence = make_sequence(name, [ord(name) + position for position in range(length)])
+    hit = kv.find(sequence)
+    assert kv.admit(sequence, hit, None)
+    sequence.num_computed_tokens = sequence.num_committed_tokens = hit.num_tokens
+    return sequence
+
+
+def test_a_prompt_gets_all_its_blocks_at_once() -> None:
+    kv = manager()
+    sequence = admitted(kv, "a", 10)
+    assert sequence.block_tables == [[1, 2, 3]]
+    assert sequence.num_slots == 12
+    assert (kv.num_free, len(kv.pools[0].fenced)) == (16, 2)
+
+
+def test_all_groups_or_none() -> None:
+    kv = manager(6, windows=(None, None))
+    for _ in range(3):
+        kv.pools[1].allocate()
+    sequence = make_sequence("a", list(range(12)))
+    assert not kv.admit(sequence, kv.find(sequence), None)
+    assert [pool.num_free for pool in kv.pools] == [5, 2]
+    assert sequence.block_tables == []
+    small = admitted(kv, "b", 8)
+    assert not kv.grow(small, 9)
+    assert [pool.num_free for pool in kv.pools] == [3, 0]
+    assert small.num_slots == 8
+
+
+def test_findable_blocks_count_as_free_but_not_twice() -> None:
+    """4 usable blocks: two of them are the hit itself, so five blocks do not fit and four do."""
+    kv = manager(5)
+    first = admitted(kv, "a", 8)
+    kv.advance(first, 8)
+    kv.free(first, in_flight=False)
+    assert (kv.num_free, kv.pools[0].num_findable) == (4, 2)
+    for length, fits in ((17, False), (16, True)):
+        again = make_sequence("again", first.token_ids[:8] + list(range(length - 8)))
+        hit = kv.find(again)
+        assert hit.num_blocks == 2
+        assert kv.admit(again, hit, None) is fits
+        assert kv.num_free == (4 if not fits else 0)
+
+
+def test_the_safety_margin_and_headroom_are_spared() -> None:
+    kv = manager(11, margin=0.2)
+    sequence = make_sequence("a", list(range(33)))
+    assert not kv.admit(sequence, kv.find(sequence), 0), "9 of 10 would leave 1, the margin is 2"
+    assert not kv.admit(make_sequence("b", list(range(29))), kv.find(make_sequence("c", [1])), 3)
+    assert kv.admit(sequence, kv.find(sequence), None)
+
+
+def test_blocks_leave_a_window_as_it_moves() -> None:
+    kv = manager(windows=(None, 6))
+    sequence = admitted(kv, "a", 24)
+    full, sliding = sequence.block_tables
+    assert (len(full), len(sliding)) == (6, 6)
+    kv.advance(sequence, 8)  # the query at 8 sees 3..8
+    assert sliding[0] != 0
+    kv.advance(sequence, 12)  # 7..12
+    assert (sliding[0], sliding[1] != 0) == (0, True)
+    kv.advance(sequence, 20)  # 15..20
+    assert [index for index, block in enumerate(sliding) if block] == [3, 4, 5]
+    assert 0 not in full
+    assert kv.pools[1].num_free == 19 - 3
+    assert len(kv.pools[1].cached) == 6, "freed and still findable"
+
+
+def test_a_sliding_group_takes_only_what_one_step_can_reach() -> None:
+    kv = manager(40, windows=(6,))
+    sequence = admitted(kv, "a", 100)
+    assert len(sequence.block_tables[0]) == -(-(6 - 1 + 8) // 4) + 2
+
+
+def test_a_hit_in_a_sliding_group_needs_only_the_last_blocks() -> None:
+    kv = manager(windows=(None, 6))
+    first = admitted(kv, "a", 25)
+    kv.advance(first, 24)
+    kv.free(first, in_flight=False)
+    for content in first.block_hashes[:3]:
+        block = kv.pools[1].cached[content]
+        kv.pools[1].share(block)
+        kv.pools[1].forget(block)
+    again = make_sequence("again", first.token_ids)
+    hit = kv.find(again)
+    assert hit.num_blocks == 6
+    kv.admit(again, hit, None)
+    assert again.block_tables[1][:3] == [0, 0, 0]
+    assert all(again.block_tables[1][4:])
+    assert again.block_tables[0][:6] == [kv.pools[0].cached[content] for content in first.block_hashes]
+
+
+@pytest.mark.parametrize(("tokens", "shared", "copied"), [(10, 2, 1), (8, 2, 0), (3, 0, 1)])
+def test_a_fork_shares_full_blocks_and_copies_the_partial_one(tokens: int, shared: int, copied: int) -> None:
+    kv = manager(windows=(None, 8))
+    parent = admitted(kv, "a", 11)
+    kv.advance(parent, tokens)
+    child = make_sequence("child", list(parent.token_ids))
+    assert kv.fork(parent, child, tokens, None)
+    for group in range(2):
+        assert child.block_tables[group][:shared] == parent.block_tables[group][:shared]
+        assert not set(child.block_tables[group][shared:]) & set(parent.block_tables[group])
+    copies = kv.tier.take_moves().copies
+    assert [(copy.source, copy.target) for copy in copies] == [
+        (parent.block_tables[group][shared], child.block_tables[group][shared]) for group in range(2) if copied
+    ]
+
+
+def test_no_fork_from_a_parent_whose_window_has_moved_on() -> None:
+    kv = manager(windows=(4,))
+    parent = admitted(kv, "a", 20)
+    kv.advance(parent, 20)
+    assert not kv.fork(parent, make_sequence("child", list(parent.token_ids)), 6, None)
+
+
+def test_an_identical_prompt_copies_the_last_block_and_computes_one_token() -> None:
+    kv = manager()
+    first = admitted(kv, "a", 12)
+    kv.advance(first, 12)
+    again = make_sequence("again", list(first.token_ids))
+    hit = kv.find(again)
+    assert (hit.num_blocks, hit.num_tokens) == (2, 11)
+    assert kv.admit(again, hit, None)
+    assert again.block_tables[0][:2] == first.block_tables[0][:2]
+    (copy,) = kv.tier.take_moves().copies
+    assert (copy.source, copy.target) == (first.block_tables[0][2], again.block_tables[0][2])
+
+
+def test_what_a_step_in_flight_may_write_is_freed_after_it() -> None:
+    kv = manager()
+    sequence = admitted(kv, "a", 10)
+    kv.advance(sequence, 4)
+    sequence.last_step = 7
+    kv.free(sequence, in_flight=True)
+    assert kv.num_free == 17, "the committed block is free at once"
+    kv.release_deferred(7)
+    assert kv.num_free == 17
+    kv.release_deferred(8)
+    assert kv.num_free == 19
+
+
+def test_offload_and_restore_copy_what_is_visible() -> None:
+    kv = manager(windows=(None, 6), host=12)
+    sequence = admitted(kv, "a", 18)
+    kv.advance(sequence, 18)
+    assert kv.offload(sequence, in_flight=False)
+    out = kv.tier.take_moves().swap_out
+    assert [copy.group for copy in out].count(0) == 5
+    assert [copy.group for copy in out].count(1) == 2, "the query at 18 sees 13..18"
+    for pool in kv.pools:
+        pool.forget_all()
+    assert kv.restore(sequence, None)
+    moves = kv.tier.take_moves()
+    assert {(copy.group, copy.source) for copy in moves.swap_in} == {(copy.group, copy.target) for copy in out}
+    assert sequence.num_committed_tokens == 18
+    assert kv.tier.pools[0].num_free == 7, "its host blocks are read by the step that is planned"
+    kv.tier.settle(moves, kv.pools)
+    assert kv.tier.pools[0].num_free == 12
+    assert not kv.pools[0].fenced
+
+
+def test_restore_shares_what_the_device_still_has() -> None:
+    kv = manager(host=12)
+    sequence = admitted(kv, "a", 18)
+    kv.advance(sequence, 18)
+    kv.offload(sequence, in_flight=False)
+    kv.tier.take_moves()
+    assert kv.restore(sequence, None)
+    assert len(kv.tier.take_moves().swap_in) == 1, "only the partial block has no hash"
+
+
+def test_no_host_no_offload() -> None:
+    kv = manager(host=2)
+    sequence = admitted(kv, "a", 18)
+    kv.advance(sequence, 18)
+    assert not kv.offload(sequence, in_flight=False)
+    assert len(sequence.block_tables[0]) == 5
+    assert kv.tier.pools[0].num_free == 2

@@ -1,0 +1,165 @@
+"""Planning one step ahead: placeholders, ends found late, stale results, blocks that wait for a step to be over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from schemas.generation import FinishReason, SamplingParams
+from tests.engine.scheduler.fake_device import FakeDevice
+from tests.engine.scheduler.loop import Loop, make_cache, make_sequence
+from worker.engine.plan import StepOutput, StepPlan
+from worker.engine.sequence import Sequence
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return [(seed * 23 + position * 3 + seed * position) % 48 + 1 for position in range(length)]
+
+
+def endless(name: str, seed: int, length: int, max_tokens: int, **fields: Any) -> Sequence:
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    return make_sequence(name, prompt(seed, length), max_tokens, params=params, **fields)
+
+
+def ahead(*sequences: Sequence, num_blocks: int = 64, **settings: Any) -> Loop:
+    loop = Loop.build(make_cache(num_blocks), is_async=True, **settings)
+    loop.add(*sequences)
+    return loop
+
+
+def launched(loop: Loop) -> tuple[StepPlan, StepOutput]:
+    plan = loop.plan()
+    return plan, loop.device.execute(plan)
+
+
+@pytest.mark.parametrize("policy", ["fifo", "prefill_first", "priority"])
+def test_the_same_tokens_as_synchronously(policy: str) -> None:
+    said = []
+    for is_async in (False, True):
+        loop = Loop.build(make_cache(20), is_async=is_async, policy=policy, max_num_batched_tokens=9, max_num_seqs=4)
+        loop.add(*[make_sequence(f"r{index}", prompt(index, 4 + index), 20, priority=index % 3) for index in range(12)])
+        loop.run()
+        loop.assert_truth()
+        said.append(loop.tokens)
+    assert said[0] == said[1]
+
+
+def test_a_step_is_planned_on_a_token_that_nobody_knows_yet() -> None:
+    sequence = endless("a", 1, 5, 9)
+    loop = ahead(sequence)
+    first, output = launched(loop)
+    assert sequence.num_inflight == 0
+    second, _ = launched(loop)
+    assert (second.scheduled[0].start, second.scheduled[0].num_tokens) == (5, 1)
+    assert (sequence.num_tokens, sequence.num_inflight) == (5, 1)
+    loop.scheduler.commit(first, output)
+    assert (sequence.num_tokens, sequence.num_inflight, sequence.num_committed_tokens) == (6, 0, 5)
+    loop.scheduler.check_integrity()
+
+
+def test_no_step_is_planned_past_the_last_token() -> None:
+    loop = ahead(endless("a", 1, 5, 2))
+    launched(loop)
+    launched(loop)
+    assert loop.plan().is_empty
+
+
+def test_an_end_found_one_step_late_costs_one_token_and_leaves_no_trace() -> None:
+    """A stop token is seen when the next step is in flight: its result is dropped, its block freed after it."""
+    sequence = endless("a", 1, 4, 20)
+    token = _first_token(loop := ahead(sequence))
+    sequence.params = SamplingParams(max_tokens=20, ignore_eos=True, stop_token_ids=(token,))
+    first, output = launched(loop)
+    second, stale = launched(loop)
+    events = loop.scheduler.commit(first, output)
+    assert [event.finish_reason for event in events] == [FinishReason.STOP]
+    assert loop.scheduler.capacity().free_blocks == 62, "the block that the step in flight writes is not free yet"
+    loop.scheduler.check_integrity()
+    assert loop.scheduler.commit(second, stale) == []
+    assert loop.scheduler.capacity().free_blocks == 63
+    loop.scheduler.check_integrity()
+    assert sequence.output_ids == [token]
+
+
+def _first_token(loop: Loop) -> int:
+    return loop.truth["a", 0][0]
+
+
+@pytest.mark.parametrize("when", ["before the step", "in flight", "two in flight"])
+def test_a_cancelled_request_says_nothing_more_and_the_loop_goes_on(when: str) -> None:
+    """Cancelling while the step that completes a block is in flight has ended other engines' loops."""
+    loop = ahead(endless("a", 1, 3, 9), endless("b", 2, 3, 9))
+    steps = {"before the step": 0, "in flight": 1, "two in flight": 2}[when]
+    pending = [launched(loop) for _ in range(steps)]
+    events = loop.cancel("a")
+    assert [event.finish_reason for event in events] == [FinishReason.CANCELLED]
+    for plan, output in pending:
+        assert all(event.request_id == "b" for event in loop._take(loop.scheduler.commit(plan, output)))
+        loop.scheduler.check_integrity()
+    loop.run()
+    loop.assert_truth()
+    assert loop.scheduler.snapshot().blocks_free == 63
+
+
+def test_a_preempted_sequences_result_in_flight_is_stale() -> None:
+    loop = ahead(endless("a", 1, 8, 20), endless("b", 2, 8, 20), num_blocks=9)
+    loop.run()
+    loop.assert_truth()
+    stats = loop.scheduler.snapshot()
+    assert stats.preemptions > 0
+    assert stats.generated_tokens == 40, "a stale token is not counted, and not said twice"
+
+
+def test_an_id_that_comes_back_does_not_get_its_predecessors_token() -> None:
+    loop = ahead(endless("a", 1, 3, 9))
+    plan, output = launched(loop)
+    loop.cancel("a")
+    loop.ends.clear()
+    loop.add(endless("a", 5, 3, 2))
+    assert loop.scheduler.commit(plan, output) == []
+    loop.run()
+    assert loop.tokens["a", 0] == loop.truth["a", 0]
+
+
+def test_a_failed_step_takes_the_one_on_top_of_it_along() -> None:
+    loop = ahead(endless("a", 1, 5, 6), endless("b", 2, 5, 6))
+    first, _ = launched(loop)
+    second, _ = launched(loop)
+    for plan in (second, first):
+        loop.scheduler.abandon(plan)
+        loop.scheduler.check_integrity()
+    loop.device.computed = 0
+    loop.run()
+    loop.assert_truth()
+    assert loop.device.computed == 2 * (5 + 5)
+
+
+def test_no_drafts_while_running_ahead() -> None:
+    loop = Loop.build(is_async=True, proposer=lambda sequence: (1, 2, 3))
+    loop.add(endless("a", 1, 5, 6))
+    loop.run()
+    loop.assert_truth()
+    assert not any(item.draft_ids for plan in loop.plans for item in plan.scheduled)
+
+
+def test_an_output_of_another_step_is_refused() -> None:
+    loop = ahead(endless("a", 1, 5, 6))
+    plan, output = launched(loop)
+    with pytest.raises(ValueError, match="in flight"):
+        loop.scheduler.commit(plan, StepOutput(plan.step_id + 1, output.token_ids, output.logprobs, {}))
+    loop.scheduler.commit(plan, output)
+    with pytest.raises(ValueError, match="in flight"):
+        loop.scheduler.commit(plan, output)
+
+
+def test_the_fake_device_notices_a_wrong_block_table() -> None:
+    """The tests above mean something only if wrong bookkeeping is seen."""
+    loop = Loop.build()
+    a, b = endless("a", 1, 6, 5), endless("b", 2, 6, 5)
+    loop.add(a, b)
+    loop.step()
+    a.block_tables[0][0], b.block_tables[0][0] = b.block_tables[0][0], a.block_tables[0][0]
+    plan = loop.plan()
+    with pytest.raises(Exception, match="not its own"):
+        FakeDevice.execute(loop.device, plan)

@@ -1,0 +1,205 @@
+"""The priority policy over time: ageing, tenants, preempting to admit; and that nobody starves under any policy."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from schemas.generation import FinishReason, SamplingParams
+from tests.engine.scheduler.loop import Loop, make_cache, make_sequence
+from worker.engine.scheduler.queues import FifoQueue, Place, PriorityQueue, WaitingQueue
+from worker.engine.sequence import Sequence
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return [(seed * 19 + position * 11 + seed * position) % 48 + 1 for position in range(length)]
+
+
+def endless(name: str, seed: int, length: int, max_tokens: int, **fields: Any) -> Sequence:
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    return make_sequence(name, prompt(seed, length), max_tokens, params=params, **fields)
+
+
+def place(ticket: int, rank: int = 1, tenant: str = "", deadline: float | None = None, at: float = 0.0) -> Place:
+    sequence = make_sequence(str(ticket), [1], tenant=tenant, deadline=deadline)
+    return Place(sequence, ticket, at, rank, since=at)
+
+
+def drain(queue: WaitingQueue) -> str:
+    found = []
+    while (one := queue.pop()) is not None:
+        found.append(one.sequence.request_id)
+    return "".join(found)
+
+
+@pytest.mark.parametrize("queue", [FifoQueue(), PriorityQueue(30.0)])
+def test_a_queue_forgets_who_left_and_takes_back_who_was_popped(queue: WaitingQueue) -> None:
+    every = [place(ticket) for ticket in range(300)]
+    for one in every:
+        queue.push(one)
+    for one in every[3:]:
+        queue.discard(one)
+    assert len(queue) == 3
+    first = queue.pop()
+    assert first is every[0]
+    queue.put_back(first)
+    assert every[0].queued
+    queue.discard(every[1])
+    queue.push(every[1])  # left, and came again, while its old entry is still there
+    assert len(queue) == 3
+    assert drain(queue) == "012"
+    assert len(queue) == 0
+
+
+def test_ageing_moves_up_one_class_at_a_time() -> None:
+    queue = PriorityQueue(30.0)
+    old = place(0, rank=2, at=0.0)
+    queue.push(old)
+    for now, rank in ((29.0, 2), (30.0, 1), (59.0, 1), (60.0, 0), (600.0, 0)):
+        queue.refresh(now)
+        assert old.rank == rank
+    queue.push(place(1, rank=0, at=590.0))
+    assert drain(queue) == "01"
+
+
+def test_bulk_that_has_waited_goes_before_fresh_interactive_work() -> None:
+    loop = Loop.build(policy="priority", max_num_seqs=1, ageing_s=10.0)
+    loop.add(endless("bulk", 1, 4, 2, priority=2))
+    for index in range(30):
+        loop.add(endless(f"interactive {index}", 2 + index, 4, 2, priority=0))
+        loop.clock.now += 2.0
+        loop.step()
+        if ("bulk", 0) in loop.ends:
+            break
+    assert ("bulk", 0) in loop.ends
+
+
+def test_no_stream_of_deadlines_passes_for_ever() -> None:
+    queue = PriorityQueue(10.0)
+    queue.push(place(0, rank=0, at=0.0))
+    for ticket in range(1, 9):
+        now = ticket * 10.0
+        queue.push(place(ticket, rank=0, at=now, deadline=now + 5.0))
+        popped = queue.pop()
+        assert popped is not None
+        if popped.ticket == 0:
+            break
+    assert now <= 50.0
+
+
+def test_tenants_share_by_served_tokens() -> None:
+    """One tenant floods, another asks now and then: each gets half of what both want."""
+    loop = Loop.build(policy="priority", max_num_seqs=1)
+    loop.add(*[endless(f"flood {index}", index, 4, 4, tenant="flood") for index in range(20)])
+    loop.add(*[endless(f"small {index}", 50 + index, 4, 4, tenant="small") for index in range(5)])
+    loop.run()
+    finished = [event.request_id.split()[0] for event in loop.events if event.finish_reason]
+    assert finished[:10].count("small") in (4, 5)
+    assert finished[:4].count("small") == 2
+
+
+def test_a_tenant_who_pays_twice_per_request_gets_half_as_many() -> None:
+    loop = Loop.build(policy="priority", max_num_seqs=1)
+    for index in range(12):
+        loop.add(endless(f"heavy {index}", index, 8, 8, tenant="heavy"))
+        loop.add(endless(f"light {index}", 50 + index, 4, 4, tenant="light"))
+    while len(loop.ends) < 9:
+        loop.step()
+    finished = [name.split()[0] for name, _ in loop.ends]
+    assert (finished.count("light"), finished.count("heavy")) == (6, 3)
+
+
+def test_a_pause_earns_no_credit() -> None:
+    queue = PriorityQueue(30.0)
+    queue.push(place(0, tenant="busy"))
+    for _ in range(3):
+        queue.pop()
+        queue.charge("busy", 1000)
+        queue.push(place(1, tenant="busy"))
+    queue.pop()
+    for ticket in (2, 3, 4, 5):
+        queue.push(place(ticket, tenant="back" if ticket % 2 else "busy"))
+    taken = []
+    while (one := queue.pop()) is not None:
+        taken.append(one.sequence.tenant)
+        queue.charge(one.sequence.tenant, 100)
+    assert taken.count("back") == 2
+    assert taken[:2] != ["back", "back"], "it does not catch up on 3000 tokens"
+
+
+def test_interactive_takes_the_place_of_bulk_but_not_of_standard() -> None:
+    for priority, preempts in ((2, True), (1, False)):
+        loop = Loop.build(policy="priority", max_num_seqs=2)
+        loop.add(endless("a", 1, 4, 30, priority=priority), endless("b", 2, 4, 30, priority=priority))
+        loop.step()
+        loop.add(endless("now", 3, 4, 4, priority=0))
+        loop.step()
+        running = {item.sequence.request_id for item in loop.plans[-1].scheduled}
+        assert running == ({"a", "now"} if preempts else {"a", "b"})
+        loop.run()
+        loop.assert_truth()
+
+
+def test_interactive_takes_blocks_from_bulk_only_if_that_helps() -> None:
+    loop = Loop.build(make_cache(9), policy="priority")
+    loop.add(endless("standard", 1, 12, 5, priority=1), endless("bulk", 2, 8, 5, priority=2))
+    loop.step()
+    loop.add(endless("too big", 3, 25, 2, priority=0))
+    loop.step()
+    assert loop.scheduler.snapshot().preemptions == 0
+    loop.cancel("too big")
+    loop.add(endless("fits", 4, 11, 2, priority=0))
+    loop.step()
+    assert {item.sequence.request_id for item in loop.plans[-1].scheduled} == {"standard", "fits"}
+    loop.run()
+    loop.assert_truth()
+
+
+def test_fifo_does_not_preempt_to_admit() -> None:
+    loop = Loop.build(max_num_seqs=1)
+    loop.add(endless("bulk", 1, 4, 9, priority=2))
+    loop.step()
+    loop.add(endless("now", 2, 4, 4, priority=0))
+    loop.run()
+    assert loop.scheduler.snapshot().preemptions == 0
+
+
+@pytest.mark.parametrize("preempt", ["least_wasted", "newest", "oldest"])
+@pytest.mark.parametrize("policy", ["fifo", "prefill_first", "priority"])
+def test_under_unending_load_every_request_finishes(policy: str, preempt: str) -> None:
+    """More arrives than can be served, of all classes and sizes, in a tight pool; the first hundred must all end."""
+    rng = random.Random(3)
+    loop = Loop.build(
+        make_cache(17),
+        policy=policy,
+        preempt=preempt,
+        max_num_batched_tokens=12,
+        max_num_seqs=5,
+        ageing_s=20.0,
+        max_bypass=4,
+    )
+    loop.checks = False
+    count = 0
+
+    def arrive() -> None:
+        nonlocal count
+        length, answer = rng.choice([(3, 4), (9, 12), (30, 20)])
+        loop.add(endless(f"r{count}", count, length, answer, priority=count % 3, tenant=f"t{count % 4}"))
+        count += 1
+
+    for _ in range(100):
+        arrive()
+    for _ in range(6000):
+        loop.clock.now += 0.5
+        if rng.random() < 0.25:
+            arrive()
+        loop.step()
+        if all((f"r{index}", 0) in loop.ends for index in range(100)):
+            break
+    missing = [index for index in range(100) if (f"r{index}", 0) not in loop.ends]
+    assert not missing
+    assert set(loop.ends.values()) == {FinishReason.LENGTH}
+    loop.scheduler.check_integrity()
+    loop.assert_truth()
