@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from schemas.generation import SamplingParams
+from worker.engine import ranks
 from worker.engine.attention import AttentionBackend, choose
 from worker.engine.config import CacheConfig, EngineConfig
 from worker.engine.kv.cache_pool import KVCachePool
@@ -93,6 +94,8 @@ class ModelRunner:
         kv_dtype = _KV_DTYPES[config.kv_dtype]
         backend = choose(config.attention, loaded.device, kv_dtype, list(loaded.shapes), config.block_size)
         cache_config, length = size_cache(loaded, config, backend, kv_dtype, may_shorten)
+        if config.tensor_parallel:
+            cache_config = ranks.agree(cache_config)
         config = config.replace(attention=backend.name, max_model_len=length)
         pool = KVCachePool.allocate(
             loaded.groups, cache_config.num_blocks, config.block_size, backend, kv_dtype, loaded.device
@@ -139,6 +142,13 @@ class ModelRunner:
         sampled = self._sampler.sample(logits, items)
         self._previous = PreviousTokens(sampled.token_ids, _last_rows(items))
         return InFlightStep(plan, indices, sampled)
+
+    @torch.inference_mode()
+    def follow(self, plan: StepPlan) -> None:
+        """Do another rank's step beside it: the same moves and forward pass, no sampling."""
+        self._offloader.run(plan)
+        if plan.scheduled:
+            self._forward(self._inputs.build(plan))
 
     def finish(self, step: InFlightStep) -> StepOutput:
         """Wait for the step's tokens."""
@@ -187,7 +197,8 @@ def _resolved(config: EngineConfig, loaded: LoadedModel) -> EngineConfig:
         device=str(loaded.device),
         max_model_len=loaded.max_model_len,
         cuda_graphs=is_cuda if config.cuda_graphs is None else config.cuda_graphs,
-        async_batching=is_cuda if config.async_batching is None else config.async_batching,
+        async_batching=(is_cuda if config.async_batching is None else config.async_batching)
+        and not config.tensor_parallel,  # the other ranks learn of a token with the next plan
     )
 
 

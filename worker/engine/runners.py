@@ -67,6 +67,10 @@ def load_runner(config: EngineConfig, cache_dir: str | None = None, on_progress:
     """Raises EngineConfigError, or OSError where the model is not found."""
     if is_synthetic(config.model):
         return SyntheticRunner.load(config, cache_dir, on_progress)
+    if config.tensor_parallel:
+        from worker.engine.parallel import LeadingRunner
+
+        return LeadingRunner.load(config, cache_dir, on_progress)
     from worker.engine.runner import ModelRunner
 
     return ModelRunner.load(config, cache_dir=cache_dir, on_progress=on_progress)

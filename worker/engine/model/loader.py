@@ -62,11 +62,13 @@ def load_model(path: Path, config: EngineConfig) -> LoadedModel:
     progress_bars.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation=IMPLEMENTATION, trust_remote_code=remote
+            path, dtype=dtype, attn_implementation=IMPLEMENTATION, trust_remote_code=remote, **_split(config)
         )
     except ValueError as error:
         raise EngineConfigError([f"{config.model} cannot be loaded as a causal language model: {error}"]) from error
-    model = optimise(model.to(device).eval().requires_grad_(False), config)
+    if not config.tensor_parallel:  # a split model is on its devices already, and its parts are not whole layers
+        model = optimise(model.to(device), config)
+    model = model.eval().requires_grad_(False)
     keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
     probe = _probe(model, keeps_rows, device, config.model)
     traits = describe_layers(probe, text_config, config.model)
@@ -82,6 +84,18 @@ def load_model(path: Path, config: EngineConfig) -> LoadedModel:
         max_model_len=max_model_len,
         keeps_rows=keeps_rows,
     )
+
+
+def _split(config: EngineConfig) -> dict[str, Any]:
+    """What `from_pretrained` needs to split the model over the ranks, by the plan that its family brings."""
+    if not config.tensor_parallel:
+        return {}
+    try:
+        from transformers.distributed import DistributedConfig  # type: ignore[attr-defined]
+
+        return {"distributed_config": DistributedConfig(tp_plan="auto")}
+    except (ImportError, TypeError):  # older ones take the plan by itself
+        return {"tp_plan": "auto"}
 
 
 def optimise(model: nn.Module, config: EngineConfig) -> nn.Module:

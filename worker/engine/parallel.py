@@ -1,0 +1,155 @@
+"""Tensor parallelism: rank 0 plans and samples, the other ranks follow its plans.
+
+The model is split by Transformers' own plan (`tp_plan="auto"`), each rank holding some heads and their KV.
+Before each step rank 0 broadcasts what the plan says, as MessagePack in a tensor: positions, token ids,
+block tables, block moves. A follower keeps no policy; it builds the same inputs, runs the same forward
+pass (whose collectives meet rank 0's) and drops the logits. Steps are synchronous: a follower needs the
+sampled tokens, and they come with the next plan. Start it with torchrun, on every rank the same call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from schemas.generation import SamplingParams
+from worker.engine import ranks
+from worker.engine.config import EngineConfig
+from worker.engine.plan import BlockCopy, ScheduledSequence, StepPlan
+from worker.engine.runner import InFlightStep, ModelRunner
+from worker.engine.sequence import Sequence
+
+
+class _Item(msgspec.Struct, array_like=True):
+    key: int
+    epoch: int
+    start: int
+    num_tokens: int
+    draft_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]  # from `start` on, without the drafts
+    block_tables: tuple[tuple[int, ...], ...]
+    samples: bool
+
+
+class _Step(msgspec.Struct, tag="step"):
+    step_id: int
+    items: tuple[_Item, ...]
+    swap_out: tuple[tuple[int, int, int], ...]
+    copies: tuple[tuple[int, int, int], ...]
+    swap_in: tuple[tuple[int, int, int], ...]
+
+
+class _Release(msgspec.Struct, tag="release"):
+    keys: tuple[int, ...]
+
+
+class _End(msgspec.Struct, tag="end"):
+    pass
+
+
+_Message = _Step | _Release | _End
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(_Message)
+
+
+class LeadingRunner(ModelRunner):
+    """Rank 0's runner."""
+
+    _keys: dict[Sequence, int]
+    _next_key: int
+
+    @classmethod
+    def load(
+        cls, config: EngineConfig, cache_dir: str | None = None, on_progress: Callable[[str, float], None] | None = None
+    ) -> LeadingRunner:
+        """On every rank the same call: ranks above 0 follow until rank 0 closes, then exit."""
+        if ranks.join(config.device) != 0:
+            follow(ModelRunner.load(config, cache_dir, on_progress))
+            raise SystemExit(0)
+        loaded = super().load(config, cache_dir, on_progress)
+        if not isinstance(loaded, LeadingRunner):
+            raise TypeError("the loaded runner does not lead")
+        loaded._keys, loaded._next_key = {}, 0
+        return loaded
+
+    def launch(self, plan: StepPlan) -> InFlightStep:
+        if not plan.is_empty:
+            ranks.broadcast(_encoder.encode(self._describe(plan)))
+        return super().launch(plan)
+
+    def release(self, sequences: Iterable[Sequence]) -> None:
+        gone = list(sequences)
+        super().release(gone)
+        keys = tuple(self._keys.pop(sequence) for sequence in gone if sequence in self._keys)
+        if keys:
+            ranks.broadcast(_encoder.encode(_Release(keys)))
+
+    def close(self) -> None:
+        ranks.broadcast(_encoder.encode(_End()))
+        super().close()
+        ranks.leave()
+
+    def _describe(self, plan: StepPlan) -> _Step:
+        return _Step(
+            plan.step_id,
+            tuple(self._describe_item(item) for item in plan.scheduled),
+            *(_flat(copies) for copies in (plan.swap_out, plan.copies, plan.swap_in)),
+        )
+
+    def _describe_item(self, item: ScheduledSequence) -> _Item:
+        sequence = item.sequence
+        key = self._keys.get(sequence)
+        if key is None:
+            key = self._keys[sequence] = self._next_key
+            self._next_key += 1
+        stop = item.start + item.num_tokens - len(item.draft_ids)
+        return _Item(
+            key=key,
+            epoch=sequence.epoch,
+            start=item.start,
+            num_tokens=item.num_tokens,
+            draft_ids=item.draft_ids,
+            token_ids=tuple(sequence.token_ids[item.start : stop]),
+            block_tables=tuple(tuple(table) for table in sequence.block_tables),
+            samples=item.samples,
+        )
+
+
+def follow(runner: ModelRunner) -> None:
+    """Run rank 0's plans until it closes."""
+    sequences: dict[int, Sequence] = {}
+    while True:
+        message = _decoder.decode(ranks.broadcast(None))
+        match message:
+            case _Step():
+                runner.follow(_rebuild(message, sequences))
+            case _Release():
+                runner.release(sequences.pop(key) for key in message.keys if key in sequences)
+            case _End():
+                runner.close()
+                ranks.leave()
+                return
+
+
+def _rebuild(step: _Step, sequences: dict[int, Sequence]) -> StepPlan:
+    scheduled = []
+    for item in step.items:
+        sequence = sequences.get(item.key)
+        if sequence is None:
+            sequence = sequences[item.key] = Sequence(str(item.key), [], 0, SamplingParams())
+        known = sequence.token_ids
+        del known[item.start :]
+        known += [0] * (item.start - len(known))  # computed elsewhere (a cached prefix): never read here
+        known += item.token_ids
+        sequence.epoch = item.epoch
+        sequence.block_tables = [list(table) for table in item.block_tables]
+        scheduled.append(
+            ScheduledSequence(sequence, item.start, item.num_tokens, item.samples, item.draft_ids, item.epoch)
+        )
+    moves = [tuple(BlockCopy(*copy) for copy in copies) for copies in (step.swap_out, step.copies, step.swap_in)]
+    return StepPlan(step.step_id, tuple(scheduled), *moves)
+
+
+def _flat(copies: tuple[BlockCopy, ...]) -> tuple[tuple[int, int, int], ...]:
+    return tuple((copy.group, copy.source, copy.target) for copy in copies)
