@@ -6,15 +6,16 @@ it left on the server are checked against the list of those that may stay.
 
 import os
 from collections.abc import Callable, Generator, Iterator
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import pytest
 
 from tests.support.leaks import leaked_keys
 from tests.support.postgres import PostgresServer, PostgresUnavailable
 from tests.support.proxy import FaultProxy
+from tests.support.topologies import SentinelGroup, ValkeyCluster
 from tests.support.valkey import ValkeyServer
-from worker.embedded import EmbeddedServerError
+from worker.embedded import EmbeddedServerError, server_binary
 
 # Nothing above imports torch, which reads these once. Test runs share small machines, where spinning threads
 # cost more than they give; and no test may reach for the network.
@@ -23,6 +24,7 @@ for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # noqa: TID251
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # noqa: TID251
 
+Started = TypeVar("Started")
 _PASSED = pytest.StashKey[bool]()
 
 
@@ -30,6 +32,15 @@ def _missing(reason: str) -> NoReturn:
     if os.environ.get("CI", "").lower() in ("1", "true"):  # noqa: TID251 - the tests' own switch
         pytest.fail(f"CI must have it: {reason}")
     pytest.skip(reason)
+
+
+def _or_missing(make: Callable[[], Started]) -> Started:
+    """Started and to be stopped by `with`; a machine without the binary skips or fails."""
+    try:
+        server_binary()
+    except EmbeddedServerError as error:
+        _missing(str(error))
+    return make()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -128,6 +139,21 @@ def make_proxy() -> Iterator[Callable[[int], FaultProxy]]:
     yield make
     for proxy in proxies:
         proxy.stop()
+
+
+@pytest.fixture(scope="module")
+def valkey_cluster() -> Iterator[ValkeyCluster]:
+    """Three primaries without replicas; its `.url` is for our own clients. Emptied by nobody: use queue names of
+    your own."""
+    with _or_missing(ValkeyCluster) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def sentinel_group() -> Iterator[SentinelGroup]:
+    """A primary, a replica and three sentinels; `.fail_over()` kills the primary."""
+    with _or_missing(SentinelGroup) as group:
+        yield group
 
 
 @pytest.fixture(scope="session")

@@ -29,7 +29,6 @@ _DEFAULTS = {
 }
 _START_TIMEOUT_S = 20.0
 _PORT_ATTEMPTS = 5
-_READY = b"Ready to accept connections"
 
 
 class EmbeddedServerError(RuntimeError):
@@ -63,6 +62,8 @@ class EmbeddedValkey:
     `settings` are lines of the server's configuration file, over our defaults. The port is kept over
     restarts, so that clients find the server again.
     """
+
+    _ready_line = b"Ready to accept connections"
 
     def __init__(
         self,
@@ -145,9 +146,7 @@ class EmbeddedValkey:
 
     def _launch(self, binary: Path) -> bool:
         config = self.directory / "server.conf"
-        own = {"port": str(self.port), "dir": str(self.directory), "loglevel": "notice"}  # notice: see _is_ready
-        lines = (self.settings | own).items()
-        config.write_text("".join(f'{name} "{_escaped(value)}"\n' for name, value in lines), encoding="utf-8")
+        config.write_text("".join(f"{line}\n" for line in self._config_lines()), encoding="utf-8")
         command = [str(binary), str(config), *self._arguments()]
         with self.log_path.open("ab") as log:
             written_before = log.tell()
@@ -163,6 +162,10 @@ class EmbeddedValkey:
         self.halt(signal.SIGKILL)
         return False
 
+    def _config_lines(self) -> list[str]:
+        own = {"port": str(self.port), "dir": str(self.directory), "loglevel": "notice"}  # notice: see _is_ready
+        return [f'{name} "{_escaped(value)}"' for name, value in (self.settings | own).items()]
+
     def _arguments(self) -> list[str]:
         return []
 
@@ -171,7 +174,7 @@ class EmbeddedValkey:
         any reply but "loading" will do, also a refusal for want of a password."""
         with self.log_path.open("rb") as log:
             log.seek(written_before)
-            if _READY not in log.read():
+            if self._ready_line not in log.read():
                 return False
         try:
             with socket.create_connection(("127.0.0.1", self.port), timeout=1.0) as connection:

@@ -47,7 +47,9 @@ def _why_leaked(client: "redis.Redis", raw: bytes, name: str) -> str | None:
     if rest.startswith("job:"):
         state, settled = cast("list[bytes | None]", client.hmget(raw, ["state", "settled"]))
         waits_for_record = state in (b"cancelled", b"expired") and settled is None  # over, and not yet in SQL
-        return None if state in _LIVE_STATES or waits_for_record else f"is a job in state {state!r} without a time to live"
+        if state in _LIVE_STATES or waits_for_record:
+            return None
+        return f"is a job in state {state!r} without a time to live"
     if any(pattern.fullmatch(rest) for pattern in _LASTING):
         return None
     return "has no time to live and is not on the list of lasting keys"
