@@ -33,6 +33,7 @@ ALIGNED = (
     "query_start",
     "seq_lens",
     "query_stride",
+    "query_head_stride",
     "block_stride",
     "value_offset",
 )

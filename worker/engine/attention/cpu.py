@@ -30,8 +30,8 @@ class AttendArguments(ctypes.Structure):
     _fields_: ClassVar = [
         *((name, c_void_p) for name in ("query", "out", "cache", "query_start", "seq_lens", "block_table", "sinks")),
         ("workspace", c_void_p),
-        *((name, c_int64) for name in ("workspace_bytes", "query_stride", "block_stride", "value_offset")),
-        ("table_stride", c_int64),
+        *((name, c_int64) for name in ("workspace_bytes", "query_stride", "query_head_stride", "block_stride")),
+        *((name, c_int64) for name in ("value_offset", "table_stride")),
         *((name, c_int32) for name in ("num_tokens", "num_seqs", "num_heads", "num_kv_heads", "head_dim")),
         *((name, c_int32) for name in ("block_size", "window", "kv_type", "num_threads")),
         *((name, c_float) for name in ("scale", "softcap")),
@@ -43,8 +43,9 @@ class WriteArguments(ctypes.Structure):
 
     _fields_: ClassVar = [
         *((name, c_void_p) for name in ("query", "key", "value", "cos", "sin", "rotated", "cache", "slots")),
-        *((name, c_int64) for name in ("query_stride", "key_stride", "value_stride", "cos_stride")),
-        *((name, c_int64) for name in ("block_stride", "value_offset")),
+        *((name, c_int64) for name in ("query_stride", "query_head_stride", "key_stride", "key_head_stride")),
+        *((name, c_int64) for name in ("value_stride", "value_head_stride", "cos_stride", "block_stride")),
+        ("value_offset", c_int64),
         *((name, c_int32) for name in ("num_tokens", "num_heads", "num_kv_heads", "head_dim", "rotary_dim")),
         *((name, c_int32) for name in ("block_size", "kv_type", "num_threads")),
     ]
@@ -102,7 +103,8 @@ class CpuAttention(AttentionBackend):
         query, cos, sin = _rows(query), _floats(cos), _floats(sin)
         rotated = torch.empty(query.shape, dtype=torch.float32)
         arguments = self._write_arguments(key, value, cache, metadata)
-        arguments.query, arguments.query_stride = query.data_ptr(), query.stride(0)
+        arguments.query = query.data_ptr()
+        arguments.query_stride, arguments.query_head_stride = query.stride(0), query.stride(1)
         arguments.cos, arguments.sin, arguments.cos_stride = cos.data_ptr(), sin.data_ptr(), cos.stride(0)
         arguments.rotated = rotated.data_ptr()
         arguments.num_heads, arguments.rotary_dim = query.shape[1], cos.shape[-1]
@@ -129,6 +131,7 @@ class CpuAttention(AttentionBackend):
             block_table=metadata.block_table.data_ptr(),
             sinks=None if extra is None else extra.data_ptr(),
             query_stride=rows.stride(0),
+            query_head_stride=rows.stride(1),
             block_stride=cache.stride(0),
             value_offset=cache.stride(1),
             table_stride=metadata.block_table.stride(0),
@@ -170,7 +173,9 @@ class CpuAttention(AttentionBackend):
             cache=cache.data_ptr(),
             slots=metadata.slot_mapping.data_ptr(),
             key_stride=key.stride(0),
+            key_head_stride=key.stride(1),
             value_stride=value.stride(0),
+            value_head_stride=value.stride(1),
             block_stride=cache.stride(0),
             value_offset=cache.stride(1),
             num_tokens=key.shape[0],
@@ -185,11 +190,9 @@ class CpuAttention(AttentionBackend):
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Float32 `[num_tokens, heads, head_dim]` whose rows are contiguous; any stride between rows will do."""
+    """Float32 `[num_tokens, heads, head_dim]`; tokens and heads may lie in any order, as projections leave them."""
     x = x.float()
-    if x.stride(2) == 1 and x.stride(1) == x.shape[2]:
-        return x
-    return x.contiguous()
+    return x if x.stride(2) == 1 else x.contiguous()
 
 
 def _floats(x: Tensor) -> Tensor:

@@ -114,7 +114,7 @@ class TritonAttention(AttentionBackend):
         shape: AttentionShape,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        query = _packed(query)
+        query = _rows(query)
         num_tokens = query.shape[0]
         is_padded = sum(metadata.query_lens_host) != num_tokens  # rows of no sequence: no program writes them
         out = (torch.zeros if is_padded else torch.empty)(query.shape, dtype=query.dtype, device=query.device)
@@ -143,6 +143,7 @@ class TritonAttention(AttentionBackend):
             metadata.num_seqs,
             num_tokens,
             query.stride(0),
+            query.stride(1),
             cache.stride(0),
             cache.stride(1),
             metadata.block_table.stride(0),
@@ -185,7 +186,7 @@ def write_blocks(
     num_tokens, num_kv_heads, head_dim = key.shape
     if num_tokens == 0:
         return
-    key, value = _packed(key), _packed(value)
+    key, value = _rows(key), _rows(value)
     tokens = 4 if num_tokens <= 256 else 16  # of one program: enough programs for decodes, wide ones for prompts
     write_kernel[(-(-num_tokens // tokens), num_kv_heads)](
         key,
@@ -194,7 +195,9 @@ def write_blocks(
         metadata.slot_mapping,
         num_tokens,
         key.stride(0),
+        key.stride(1),
         value.stride(0),
+        value.stride(1),
         cache.stride(0),
         cache.stride(1),
         token_stride,
@@ -223,6 +226,6 @@ def _partials(query: Tensor, num_splits: int, head_pad: int) -> tuple[Tensor | N
     return values, torch.zeros((2, *size), dtype=torch.float32, device=query.device)
 
 
-def _packed(x: Tensor) -> Tensor:
-    """Heads and dimensions contiguous within a row; rows may lie apart, as in a fused projection."""
-    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+def _rows(x: Tensor) -> Tensor:
+    """A head's dimensions together; tokens and heads may lie in any order, as projections leave them."""
+    return x if x.stride(2) == 1 else x.contiguous()

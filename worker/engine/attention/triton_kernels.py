@@ -116,6 +116,7 @@ def attend_kernel(
     num_seqs,
     num_tokens,
     query_stride,
+    query_head_stride,
     block_stride,
     value_offset,
     table_stride,
@@ -150,7 +151,7 @@ def attend_kernel(
     is_row = (rows < BLOCK_TOKENS * GROUP) & (token < query_len)
     dims = tl.arange(0, HEAD_PAD)
     is_dim = dims < HEAD_DIM
-    query_at = (start + token).to(tl.int64) * query_stride + head * HEAD_DIM
+    query_at = (start + token).to(tl.int64) * query_stride + head * query_head_stride
     queries = tl.load(query + query_at[:, None] + dims[None, :], mask=is_row[:, None] & is_dim[None, :], other=0.0)
 
     last_token = tl.minimum(first_token + BLOCK_TOKENS, query_len) - 1
@@ -225,7 +226,9 @@ def write_kernel(
     slots,
     num_tokens,
     key_stride,
+    key_head_stride,
     value_stride,
+    value_head_stride,
     block_stride,
     value_offset,
     token_stride,  # between the tokens of a block
@@ -243,9 +246,8 @@ def write_kernel(
     slot = tl.load(slots + token, mask=is_token, other=0)
     at = (slot // BLOCK_SIZE) * block_stride + head * head_stride + (slot % BLOCK_SIZE) * token_stride
     at = at[:, None] + dims[None, :]
-    from_at = head * HEAD_DIM + dims[None, :]
     token_at = token.to(tl.int64)[:, None]
-    keys = tl.load(key + token_at * key_stride + from_at, mask=mask)
-    values = tl.load(value + token_at * value_stride + from_at, mask=mask)
+    keys = tl.load(key + token_at * key_stride + head * key_head_stride + dims[None, :], mask=mask)
+    values = tl.load(value + token_at * value_stride + head * value_head_stride + dims[None, :], mask=mask)
     tl.store(cache + at, keys.to(cache.dtype.element_ty), mask=mask)
     tl.store(cache + value_offset + at, values.to(cache.dtype.element_ty), mask=mask)

@@ -147,8 +147,9 @@ struct Attention {
 
     void load_query(const Unit &u, float *query) const {
         for (int t = 0; t < u.num_tokens; ++t) {
-            const float *from = a.query + (u.token + t) * a.query_stride + (int64_t)u.head * group * a.head_dim;
-            for (int i = 0; i < group * a.head_dim; ++i) *query++ = from[i] * a.scale;
+            const float *from = a.query + (u.token + t) * a.query_stride + u.head * group * a.query_head_stride;
+            for (int g = 0; g < group; ++g, from += a.query_head_stride)
+                for (int d = 0; d < a.head_dim; ++d) *query++ = from[d] * a.scale;
         }
     }
 

@@ -5,12 +5,13 @@
 #include "vectors.h"
 
 struct WriteArguments {
-    const float *query, *key, *value;  // rows of [heads, head_dim], each with a stride of its own; query may be null
+    const float *query, *key, *value;  // [num_tokens, heads, head_dim], each with strides of its own; query may be null
     const float *cos, *sin;            // [num_tokens, rotary_dim], or null: no rotation
     float *rotated;                    // [num_tokens, num_heads, head_dim]: the rotated queries
     void *cache;
     const int64_t *slots;
-    int64_t query_stride, key_stride, value_stride, cos_stride, block_stride, value_offset;
+    int64_t query_stride, query_head_stride, key_stride, key_head_stride, value_stride, value_head_stride, cos_stride;
+    int64_t block_stride, value_offset;
     int32_t num_tokens, num_heads, num_kv_heads, head_dim, rotary_dim, block_size;
     int32_t kv_type;  // 0: float32, 1: bfloat16, 2: float16
     int32_t num_threads;
@@ -36,7 +37,8 @@ void write_token(const WriteArguments &a, int token, float *key) {
     const int tokens = a.block_size % STRIP == 0 ? STRIP : a.block_size;
     T *base = (T *)a.cache + block * a.block_stride;
     for (int head = 0; head < a.num_kv_heads; ++head) {
-        const float *from = a.key + token * a.key_stride + head * dim, *value = a.value + token * a.value_stride + head * dim;
+        const float *from = a.key + token * a.key_stride + head * a.key_head_stride;
+        const float *value = a.value + token * a.value_stride + head * a.value_head_stride;
         T *strip = base + ((int64_t)head * a.block_size + (int64_t)(offset / tokens) * tokens) * dim + offset % tokens;
         T *row = base + a.value_offset + ((int64_t)head * a.block_size + offset) * dim;
         if (a.cos) {
@@ -57,7 +59,7 @@ void write_all(const WriteArguments &a) {
         write_token<T>(a, token, key);
         if (a.cos && a.query)
             for (int head = 0; head < a.num_heads; ++head)
-                rotate(a.query + token * a.query_stride + head * a.head_dim, a.cos + token * a.cos_stride,
+                rotate(a.query + token * a.query_stride + head * a.query_head_stride, a.cos + token * a.cos_stride,
                        a.sin + token * a.cos_stride, a.rotary_dim, a.head_dim,
                        a.rotated + ((int64_t)token * a.num_heads + head) * a.head_dim);
     }
