@@ -1,0 +1,195 @@
+"""The engine as its users call it, on the model-free runner: every answer is the one that a lone run gives."""
+
+import threading
+
+import pytest
+
+from schemas.generation import FinishReason, SamplingParams
+from worker.engine import Engine, EngineConfig, GenerationRequest, RequestError
+from worker.engine.engine import EngineError
+from worker.engine.scheduler import Scheduler
+from worker.engine.synthetic import END_OF_TEXT, SyntheticRunner
+
+GREEDY = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+
+
+def config(**changes):
+    return EngineConfig(**({"model": "synthetic", "num_blocks": 64, "block_size": 8, "max_num_seqs": 8} | changes))
+
+
+@pytest.fixture
+def engine():
+    with Engine.load(config()) as loaded:
+        yield loaded
+
+
+def lone(prompt, params=GREEDY):
+    """The answer of an engine that has nothing else to do."""
+    with Engine.load(config(num_blocks=512)) as alone:
+        return alone.generate_batch([prompt], [params])[0]
+
+
+PROMPTS = [[65 + i, 66, 67 + i] * (1 + 3 * i) for i in range(12)]
+
+
+def test_a_batch_comes_back_in_order_and_each_as_if_alone(engine):
+    outputs = engine.generate_batch(PROMPTS, [GREEDY] * len(PROMPTS))
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        assert output.token_ids == lone(prompt).token_ids
+        assert output.num_prompt_tokens == len(prompt)
+        assert output.finish_reason is FinishReason.LENGTH
+    engine.scheduler.check_integrity()
+
+
+def test_requests_join_and_leave_at_every_step(engine):
+    waiting = list(enumerate(PROMPTS))
+    outputs = {}
+    while waiting or engine.has_work:
+        if waiting:
+            index, prompt = waiting.pop()
+            engine.add_request(prompt, GREEDY, str(index))
+        engine.step()
+        while (found := engine._outputs.take()) is not None:
+            outputs[int(found.request_id)] = found.token_ids
+    assert outputs == {index: lone(prompt).token_ids for index, prompt in enumerate(PROMPTS)}
+
+
+def test_streaming_gives_every_token_once(engine):
+    request_id = engine.add_request(PROMPTS[0], GREEDY)
+    other = engine.add_request(PROMPTS[1], GREEDY)
+    streamed = [token for event in engine.stream(request_id) for token in event.token_ids]
+    assert tuple(streamed) == lone(PROMPTS[0]).token_ids
+    output = engine.get_result(other)
+    assert output is not None
+    assert output.token_ids == lone(PROMPTS[1]).token_ids
+
+
+def test_iterating_ends_when_nothing_is_left(engine):
+    ids = engine.add_requests(PROMPTS, GREEDY)
+    assert sorted(output.request_id for output in engine) == sorted(ids)
+    assert list(engine) == []
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_cancel_in_every_state_gives_a_result_and_frees_the_blocks(engine, steps):
+    request_id = engine.add_request(PROMPTS[11], GREEDY)
+    for _ in range(steps):
+        engine.step()
+    assert engine.cancel_request(request_id)
+    assert not engine.cancel_request(request_id)
+    output = engine.get_result(request_id)
+    assert output is not None
+    assert output.finish_reason is FinishReason.CANCELLED
+    engine.step()
+    assert engine.stats().blocks_free == engine.stats().blocks_total
+    engine.scheduler.check_integrity()
+
+
+def test_a_duplicate_id_is_refused_and_the_first_goes_on(engine):
+    engine.add_request(PROMPTS[0], GREEDY, "twin")
+    with pytest.raises(RequestError, match="twin"):
+        engine.add_request(PROMPTS[1], GREEDY, "twin")
+    output = engine.get_result("twin")
+    assert output is not None
+    assert output.token_ids == lone(PROMPTS[0]).token_ids
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params"),
+    [([], {}), ([999], {}), ([65], {"max_tokens": 5000}), ([65] * 600, {"max_tokens": 1}), ([65], {"top_k": -5})],
+)
+def test_what_cannot_run_is_refused_and_the_loop_goes_on(engine, prompt, params):
+    engine.submit([GenerationRequest(request_id="bad", prompt_ids=tuple(prompt), params=SamplingParams(**params))])
+    (event,) = engine.step()
+    assert event.finish_reason is FinishReason.ERROR
+    assert event.error
+    with pytest.raises(RequestError):
+        engine.add_request(prompt, SamplingParams(**params))
+    assert engine.generate_batch([PROMPTS[0]], GREEDY)[0].token_ids == lone(PROMPTS[0]).token_ids
+
+
+def test_a_failing_step_fails_the_guilty_request_alone(engine):
+    guilty = list(b"please [[fail]] here")
+    prompts = [*PROMPTS[:3], guilty, *PROMPTS[3:6]]
+    outputs = engine.generate_batch(prompts, GREEDY)
+    assert [output.finish_reason for output in outputs].count(FinishReason.ERROR) == 1
+    assert outputs[3].error is not None
+    assert "breaks the step" in outputs[3].error
+    for prompt, output in zip(prompts, outputs, strict=True):
+        if prompt is not guilty:
+            assert output.token_ids == lone(prompt).token_ids
+    assert engine.stats().failed_steps > 0
+    engine.scheduler.check_integrity()
+
+
+def test_stop_tokens_and_end_of_text(engine):
+    whole = lone(PROMPTS[0], SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)).token_ids
+    stop = whole[7]
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, stop_token_ids=(stop,))
+    output = engine.generate_batch([PROMPTS[0]], [params])[0]
+    assert output.token_ids == whole[: whole.index(stop) + 1]
+    assert output.finish_reason is FinishReason.STOP
+    ended = engine.generate_batch([PROMPTS[0]], SamplingParams(max_tokens=400, temperature=0))[0]
+    assert ended.finish_reason is FinishReason.STOP
+    assert ended.token_ids[-1] == END_OF_TEXT
+
+
+def test_a_resumed_answer_goes_on_as_it_would_have(engine):
+    whole = lone(PROMPTS[2]).token_ids
+    engine.submit(
+        [GenerationRequest(request_id="r", prompt_ids=tuple(PROMPTS[2]), params=GREEDY, resumed=(whole[:13],))]
+    )
+    tokens = []
+    while engine.has_work:
+        tokens += [token for event in engine.step() for token in event.token_ids]
+    assert tuple(tokens) == whole[13:]
+
+
+def test_choices_share_their_prompt_and_differ(engine):
+    params = SamplingParams(max_tokens=10, n=3, seed=4, ignore_eos=True)
+    output = engine.generate_batch([PROMPTS[8]], params)[0]
+    assert len({choice.token_ids for choice in output.choices}) == 3
+    assert output.token_ids == output.choices[0].token_ids
+    assert engine.stats().computed_tokens < 2 * len(PROMPTS[8])
+
+
+def test_stop_without_draining_ends_everything():
+    engine = Engine.load(config())
+    ids = engine.add_requests(PROMPTS, GREEDY)
+    engine.step()
+    engine.stop(drain=False)
+    reasons = {engine._outputs.take(request_id).finish_reason for request_id in ids}
+    assert reasons == {FinishReason.CANCELLED}
+
+
+def test_another_thread_may_wait_for_results(engine):
+    request_id = engine.add_request(PROMPTS[0], GREEDY)
+    found = []
+    reader = threading.Thread(target=lambda: found.append(engine._outputs.take_within(request_id, 20)))
+    reader.start()
+    while engine.has_work:
+        engine.step()
+    reader.join()
+    assert found[0].token_ids == lone(PROMPTS[0]).token_ids
+
+
+class Broken(SyntheticRunner):
+    """A device that is lost at the third step."""
+
+    __slots__ = ()
+
+    def finish(self, plan):
+        if plan.step_id >= 3:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+        return super().finish(plan)
+
+
+def test_a_lost_device_is_the_engines_error_not_a_requests():
+    runner = Broken.load(config())
+    scheduler = Scheduler(
+        runner.config, runner.cache_config, max_model_len=runner.max_model_len, eos_token_ids=runner.eos_token_ids
+    )
+    engine = Engine(runner, scheduler)
+    with pytest.raises(EngineError, match="device is lost"):
+        engine.generate_batch([PROMPTS[0]], GREEDY)
+    runner.close()
