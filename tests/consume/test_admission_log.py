@@ -71,6 +71,14 @@ async def test_an_end_in_the_log_is_the_end(log, params, reason, text):
     assert outcome.final_chunk.index == result.usage.completion_tokens
 
 
+async def test_text_that_came_with_the_last_token_is_told_with_it():
+    """The end's chunk had what was held back until then; the final chunk must not tell it again."""
+    outcome = await resume(tokens("a"), tokens("#", 1, end=LENGTH), stop=("##",), max_tokens=2)
+    assert isinstance(outcome, Finished)
+    assert outcome.result.choices[0].text_ends == (1, 2)
+    assert outcome.final_chunk.text == ""
+
+
 @pytest.mark.parametrize(
     "params", [{"ignore_eos": True}, {"min_tokens": 3}, {"max_tokens": 3}, {"stop": ("b!",)}, {"stop_token_ids": (99,)}]
 )
@@ -137,6 +145,7 @@ async def test_a_deadline_that_passed_in_mid_answer_keeps_the_text():
         (b"\xc1",),
         (encode(tokens("a")), b"noise"),
         (encode(tokens("a")), encode(tokens("c", 2))),
+        (encode(tokens("ab")), encode(tokens("b", 1))),
         (encode(tokens("a", choice=5)),),
         (encode(tokens("a", end=STOP)), encode(tokens("b", 1))),
     ],

@@ -65,6 +65,17 @@ async def test_chunks_that_the_server_lost_are_sent_again(publisher, log):
     assert not publisher.has_pending
 
 
+async def test_a_gap_is_one_warning_however_many_chunks_meet_it(publisher, log, caplog):
+    publisher.open(await admit())
+    await publisher.handle([event("ab")])
+    log.truncate("job", 1)
+    with caplog.at_level("WARNING"):
+        await publisher.handle([event("cdefg")])
+    assert [record.getMessage() for record in caplog.records] == ["the log of job job ends at 1, not at 2: sent again"]
+    await publisher.flush()
+    assert log.text("job") == "abcdefg"
+
+
 async def test_while_the_log_is_away_nothing_loses_its_place(publisher, log):
     for job_id in ("a", "b"):
         publisher.open(await admit(job_id))
@@ -152,6 +163,28 @@ async def test_a_job_closed_during_the_call_is_left_alone(log):
     report = await publisher.handle([event("a", end=LENGTH)])
     assert (report.finished, report.lost) == ([], [])
     assert not publisher.has_pending
+
+
+async def test_a_job_opened_anew_during_the_call_is_another_job():
+    class Reopening(FakeLog):
+        again = None
+
+        async def append(self, items):
+            replies = await super().append(items)
+            if self.again is not None:
+                publisher.open(self.again)
+            return replies
+
+    log = Reopening()
+    publisher = Publisher(log, clock=Clock())
+    publisher.open(await admit())
+    log.again = await admit()
+    report = await publisher.handle([event("a", end=LENGTH)])
+    assert report.finished == []
+    assert "job" in publisher
+    log.again = None
+    [finished] = (await publisher.handle([event("b", end=LENGTH)])).finished
+    assert finished.result.text == "b"
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -229,17 +229,16 @@ class Publisher:
         replies: list[tuple[AppendReply, int]],
         report: PublishReport,
     ) -> None:
-        settled: set[_Running] = set()  # lost, or to be sent again from the log's end: their other replies say the same
+        rewound: set[_Running] = set()  # to be sent again from the log's end: their other replies say the same
         for running, item, (reply, end) in zip(owners, items, replies, strict=True):
             job_id = item.chunk.job_id
-            if running in settled or self._running.get(job_id) is not running:
+            if running in rewound or self._running.get(job_id) is not running:
                 continue
             if reply is AppendReply.LOST:
-                settled.add(running)
                 self.close(job_id)
                 report.lost.append(job_id)
             elif reply is AppendReply.GAP:
-                settled.add(running)
+                rewound.add(running)
                 log.warning("the log of job %s ends at %d, not at %d: sent again", job_id, end, item.chunk.index)
                 running.chunker.seek(end)
             else:
