@@ -7,6 +7,7 @@ import pytest
 from schemas.generation import FinishReason
 from schemas.result import JobStatus
 from tests.publish.support import Clock, FakeLog, admit, event
+from worker.jobs import Admitted
 from worker.publish.publisher import CancelOrder, Publisher, PublishLimits
 
 LENGTH = FinishReason.LENGTH
@@ -167,7 +168,7 @@ async def test_a_job_closed_during_the_call_is_left_alone(log):
 
 async def test_a_job_opened_anew_during_the_call_is_another_job():
     class Reopening(FakeLog):
-        again = None
+        again: Admitted | None = None
 
         async def append(self, items):
             replies = await super().append(items)
