@@ -44,6 +44,11 @@ def of_round(workload: Workload, measured: Round) -> dict[str, float]:
         figures["batch_max"] = max(measured.batch_sizes)
     if measured.cached_tokens is not None:
         figures["cached_tokens"] = measured.cached_tokens
+    if measured.latency_s:
+        figures["latency_p50_ms"] = 1e3 * percentile(measured.latency_s, 0.5)
+        figures["latency_p99_ms"] = 1e3 * percentile(measured.latency_s, 0.99)
+    if measured.script_calls is not None and measured.batch_sizes:
+        figures["calls_per_step"] = measured.script_calls / len(measured.batch_sizes)
     return figures
 
 

@@ -116,6 +116,8 @@ class Parrot:
         if requests[0].max_tokens == 99:
             raise RuntimeError("it broke")
         return Round(1.0, [list(r.prompt) for r in requests], [0.1] * len(requests), [0.2] * len(requests))
+    def close(self):
+        print("closed in order")
 
 serve(Parrot)
 """
@@ -132,7 +134,7 @@ serve(Parrot)
         assert child.description == "says what it was told"
         assert child.run(SMALL).tokens == [[1, 2, 3], [4]]
         child.close()
-        assert "noise on standard output" in (tmp_path / "log").read_text()
+        assert (tmp_path / "log").read_text().splitlines() == ["noise on standard output", "closed in order"]
         assert child._process.returncode == 0
 
     def test_errors_become_a_sentence(self, kind: Kind, tmp_path: Path) -> None:

@@ -58,6 +58,9 @@ class Tokenmill:
             batch_sizes=batch_sizes,
         )
 
+    def close(self) -> None:
+        self._engine.stop(drain=False)
+
 
 if __name__ == "__main__":
     serve(Tokenmill)

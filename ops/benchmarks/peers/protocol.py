@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
@@ -41,12 +42,15 @@ class Round:
     computed_tokens: int | None = None  # through the model
     cached_tokens: int | None = None
     batch_sizes: list[int] = field(default_factory=list)  # sequences that got a token, per step
+    latency_s: list[float] = field(default_factory=list)  # per chunk: from the engine's frame to the subscriber
+    script_calls: int | None = None  # to the queue server
 
 
 class MeasuredEngine(Protocol):
     description: str
 
     def run(self, requests: tuple[WorkloadRequest, ...]) -> Round: ...
+    def close(self) -> None: ...
 
 
 def serve(load: Callable[[EngineOptions], MeasuredEngine]) -> None:
@@ -58,9 +62,11 @@ def serve(load: Callable[[EngineOptions], MeasuredEngine]) -> None:
         answers.write(json.dumps(value) + "\n")
         answers.flush()
 
+    finish = ExitStack()
     try:
         started = time.perf_counter()
         engine = load(EngineOptions(**json.loads(sys.stdin.readline())))
+        finish.callback(engine.close)
         answer({"ready": engine.description, "load_s": time.perf_counter() - started})
         for line in sys.stdin:
             rows = json.loads(line)
@@ -71,6 +77,8 @@ def serve(load: Callable[[EngineOptions], MeasuredEngine]) -> None:
     except Exception as error:
         answer({"error": f"{type(error).__name__}: {error}"})
         raise
+    finally:
+        finish.close()
 
 
 def encode(workload: Workload) -> str:

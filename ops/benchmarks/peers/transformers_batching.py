@@ -20,6 +20,7 @@ class TransformersBatching:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         import torch
         from transformers import AutoModelForCausalLM, __version__
+
         from worker.engine.model.store import resolve
 
         if options.threads:
@@ -80,6 +81,9 @@ class TransformersBatching:
         manager.add_request([100, 101], request_id="warm", max_new_tokens=1, eos_token_id=-1)
         while (result := manager.get_result(timeout=1)) is None or not result.is_finished():
             pass
+
+    def close(self) -> None:
+        """Each round has closed its manager."""
 
 
 if __name__ == "__main__":

@@ -64,6 +64,9 @@ class Vllm:
             batch_sizes=batch_sizes,
         )
 
+    def close(self) -> None:
+        """Its processes end with ours."""
+
 
 if __name__ == "__main__":
     serve(Vllm)

@@ -1,0 +1,174 @@
+"""The whole service as a measured engine: Valkey, a worker with its engine process, SQLite, a subscriber per job.
+
+Every part is a process of its own, as in service; the subscribers share this one. A round is timed from the
+first submit to the last subscriber's last token. Each round is a tenant of its own, so that no round finds
+the prefixes of an earlier one.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from api_client import AsyncClient
+from ops.benchmarks.peers.protocol import EngineOptions, Round, serve
+from ops.benchmarks.workload_files import WorkloadRequest
+from worker.embedded import EmbeddedValkey
+from worker.record import migrate
+from worker.tether import Tether
+
+QUEUE = "bench"
+START_TIMEOUT_S = 300.0
+
+
+class WholeWay:
+    def __init__(self, options: EngineOptions) -> None:
+        self._undo = ExitStack()
+        folder = Path(self._undo.enter_context(tempfile.TemporaryDirectory(prefix="tokenmill-bench-")))
+        self._stamps = folder / "stamps"
+        self._stamps.touch()
+        self._valkey = EmbeddedValkey(at_death=signal.SIGKILL).start()
+        self._undo.callback(self._valkey.stop)
+        self._database = f"sqlite:///{folder / 'results.db'}"
+        migrate.upgrade(self._database)
+        settings = os.environ | self._settings(options)
+        command = [sys.executable, "-m", "ops.benchmarks.peers.stamped_worker", str(self._stamps)]
+        self._worker = Tether(command, at_death=signal.SIGKILL, env=settings, output=sys.stderr.buffer)
+        self._undo.callback(self._worker.end, signal.SIGTERM)
+        self._rounds = 0
+        asyncio.run(self._wait_ready())
+        self.description = "Valkey (append-only), worker, SQLite (WAL), a subscriber per job"
+
+    def _settings(self, options: EngineOptions) -> dict[str, str]:
+        fields: Mapping[str, object] = {
+            "redis_url": self._valkey.url,
+            "database_url": self._database,
+            "queue": QUEUE,
+            "model": options.model,
+            "dtype": options.dtype,
+            "block_size": 16,
+            "max_num_batched_tokens": options.max_batch_tokens,
+            "max_num_seqs": options.max_sequences,
+            "num_threads": options.threads or None,
+            "heartbeat_seconds": 1,
+            **options.settings,
+        }
+        pool = {"num_blocks": options.pool_tokens // int(str(fields["block_size"])) + 1}
+        given = {name: value for name, value in (pool | dict(fields)).items() if value is not None}
+        return {
+            f"TOKENMILL_{name.upper()}": value if isinstance(value, str) else json.dumps(value)
+            for name, value in given.items()
+        }
+
+    async def _wait_ready(self) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        async with AsyncClient(self._valkey.url, queue=QUEUE) as client:
+            while not any(status.model for status in await client.workers()):
+                if not self._worker.is_alive or time.monotonic() > deadline:
+                    raise RuntimeError("the worker did not get ready")
+                await asyncio.sleep(0.1)
+
+    def close(self) -> None:
+        self._undo.close()
+
+    def run(self, requests: tuple[WorkloadRequest, ...]) -> Round:
+        self._rounds += 1
+        return asyncio.run(self._run(requests, f"round-{self._rounds}"))
+
+    async def _run(self, requests: tuple[WorkloadRequest, ...], tenant: str) -> Round:
+        calls_before = self._script_calls()
+        async with AsyncClient(self._valkey.url, queue=QUEUE, database=self._database) as client:
+            started = time.monotonic()
+            jobs = await client.submit_many(
+                {
+                    "prompt_ids": request.prompt,
+                    "max_tokens": request.max_tokens,
+                    "temperature": 0.0,
+                    "ignore_eos": True,
+                    "tenant": tenant,
+                }
+                for request in requests
+            )
+            readings = await asyncio.gather(*(_subscribe(client, str(job)) for job in jobs))
+            wall_s = time.monotonic() - started
+        frames = self._read_stamps({str(job) for job in jobs}, [len(reading.tokens) for reading in readings])
+        calls = self._script_calls() - calls_before
+        return _round(started, wall_s, readings, frames, calls)
+
+    def _read_stamps(self, jobs: set[str], lengths: list[int]) -> dict[str, dict[int, float]]:
+        """Per job: when the engine had so many tokens. The file is written a moment after the last chunk."""
+        deadline = time.monotonic() + 5.0
+        while True:
+            stamps: dict[str, dict[int, float]] = defaultdict(dict)
+            for line in self._stamps.read_text(encoding="ascii").splitlines():
+                when, job, count = line.split(" ")
+                if job in jobs:
+                    stamps[job][int(count)] = float(when)
+            if sorted(max(counts) for counts in stamps.values()) == sorted(lengths):
+                return stamps
+            if time.monotonic() > deadline:
+                raise RuntimeError("the worker's stamps are not complete")
+            time.sleep(0.05)
+
+    def _script_calls(self) -> int:
+        import redis
+
+        with redis.Redis.from_url(self._valkey.url) as connection:
+            stats: Any = connection.info("commandstats")
+        return int(stats.get("cmdstat_evalsha", {}).get("calls", 0))
+
+
+class Reading:
+    """What one subscriber saw: its tokens, and when it had how many."""
+
+    def __init__(self, job: str) -> None:
+        self.job = job
+        self.tokens: list[int] = []
+        self.times: dict[int, float] = {}
+
+
+async def _subscribe(client: AsyncClient, job: str) -> Reading:
+    reading = Reading(job)
+    async for chunk in client.stream(job):
+        if chunk.token_ids:
+            reading.tokens += chunk.token_ids
+            reading.times[len(reading.tokens)] = time.monotonic()
+        if chunk.error is not None:
+            raise RuntimeError(f"a job failed: {chunk.error.message}")
+    return reading
+
+
+def _round(
+    started: float, wall_s: float, readings: list[Reading], stamps: dict[str, dict[int, float]], calls: int
+) -> Round:
+    latencies = [
+        when - stamps[reading.job][count]
+        for reading in readings
+        for count, when in reading.times.items()
+        if count in stamps[reading.job]
+    ]
+    steps: dict[float, int] = defaultdict(int)
+    for counts in stamps.values():
+        for when in counts.values():
+            steps[when] += 1
+    return Round(
+        wall_s=wall_s,
+        tokens=[reading.tokens for reading in readings],
+        first_s=[min(reading.times.values()) - started for reading in readings],
+        last_s=[max(reading.times.values()) - started for reading in readings],
+        batch_sizes=list(steps.values()),
+        latency_s=latencies,
+        script_calls=calls,
+    )
+
+
+if __name__ == "__main__":
+    serve(WholeWay)

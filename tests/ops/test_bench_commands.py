@@ -1,0 +1,49 @@
+"""`ops/bench engine` and `queue` from end to end on the model-free engine: real processes, real figures, no weights."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ops.benchmarks.__main__ import main
+
+REQUESTS = [{"prompt": [65 + number, 66, 67, 68 + number], "max_tokens": 5 + number} for number in range(6)]
+
+
+@pytest.fixture
+def workload(tmp_path: Path) -> Path:
+    path = tmp_path / "letters.json"
+    path.write_text(json.dumps({"requests": REQUESTS}))
+    return path
+
+
+def measure(tmp_path: Path, *arguments: str) -> dict[str, Any]:
+    out = tmp_path / "out.json"
+    fixed = ["--model", "synthetic?step_ms=2", "--pool-tokens", "4096", "--rounds", "2", "--json", str(out)]
+    assert main([*arguments, *fixed]) == 0
+    record: dict[str, Any] = json.loads(out.read_text())
+    return record
+
+
+def test_engine(workload: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = measure(tmp_path, "engine", "--workload", str(workload), "--set", "block_size=8")
+    (result,) = record["results"]
+    first, second = result["rounds"]["tokenmill"]
+    assert first["steps"] == second["steps"] == 10  # the prompts in one step, which gives the first of 10 tokens
+    assert first["batch_max"] == 6
+    assert first["output_tok_s"] == pytest.approx(45 / first["wall_s"])
+    assert first["cached_tokens"] == second["cached_tokens"] == 0, "a round must not find the earlier one's prompts"
+    assert "output tok/s" in capsys.readouterr().out
+
+
+@pytest.mark.redis
+def test_queue(workload: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = measure(tmp_path, "queue", "--workload", str(workload))
+    (result,) = record["results"]
+    (whole, *_), (bare, *_) = result["rounds"]["whole way"], result["rounds"]["tokenmill"]
+    assert result["comparisons"]["tokenmill"]["equal_requests"] == len(REQUESTS)
+    assert 0 < whole["latency_p50_ms"] <= whole["latency_p99_ms"] < 5_000
+    assert whole["calls_per_step"] >= 1
+    assert whole["wall_s"] > 0 < bare["wall_s"]
+    assert "whole way / tokenmill" in capsys.readouterr().out
