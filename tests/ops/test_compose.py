@@ -4,11 +4,14 @@ The file is also checked against the compose specification's schema by hand when
 mistakes that a schema does not see.
 """
 
+import os
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from worker.settings import load_settings
 
 yaml = pytest.importorskip("yaml")
 ROOT = Path(__file__).parents[2]
@@ -49,6 +52,23 @@ def test_worker_profiles(compose: dict[str, Any]) -> None:
     (device,) = services["worker-gpu"]["deploy"]["resources"]["reservations"]["devices"]
     assert device["driver"] == "nvidia"
     assert "deploy" not in services["worker-cpu"]
+
+
+def test_the_worker_s_variables_are_settings_it_knows(compose: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = compose["services"]["worker-cpu"]
+    for name in [name for name in os.environ if name.startswith("TOKENMILL_")]:  # noqa: TID251 - the worker's own source
+        monkeypatch.delenv(name)
+    for name, value in worker["environment"].items():
+        default = re.fullmatch(r"\$\{\w+:-(.*)\}", str(value))
+        text = default[1] if default else re.sub(r"\$\{\w+:-(\w+)\}", r"\1", str(value))
+        monkeypatch.setenv(name, text)
+    settings = load_settings()  # strict: an unknown variable is an error
+    assert settings.queue_name == "smollm2-135m-instruct"
+    assert settings.redis_url == "redis://redis:6379/0"
+    assert settings.database_url == "postgresql+psycopg://tokenmill:tokenmill@postgres:5432/tokenmill"
+    grace = float(worker["stop_grace_period"].removesuffix("s"))
+    assert grace > settings.drain_seconds + settings.record_drain_seconds
+    assert f":{settings.metrics_port}/healthz" in worker["healthcheck"]["test"][-1]
 
 
 def test_migration_runs_once_before_the_workers(compose: dict[str, Any]) -> None:
