@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from schemas.generation import SamplingParams
+from schemas.generation import FinishReason, SamplingParams
 from tests.engine.scheduler.loop import Loop, make_cache, make_sequence
 from worker.engine.scheduler.preemption import PROTECTED_AFTER, victims_first
 from worker.engine.scheduler.queues import Place
@@ -166,5 +166,32 @@ def test_decodes_keep_going_below_the_safety_margin_but_nothing_new_starts() -> 
     loop.add(long_one("c", 3, 5, 4))  # leaves 10
     loop.step()
     assert [item.sequence.request_id for item in loop.plans[-1].scheduled] == ["a", "c"]
+    loop.run()
+    loop.assert_truth()
+
+
+def test_what_a_failed_step_was_to_copy_to_the_host_is_not_trusted() -> None:
+    """The step that needs the blocks of "a" evicts them to the host, and breaks before it has copied them."""
+    loop = Loop.build(make_cache(9, num_host_blocks=16))
+    loop.add(make_sequence("a", prompt(1, 17), 1))
+    loop.run()
+    loop.device.fails = lambda plan: bool(plan.swap_out)
+    loop.add(make_sequence("breaks", prompt(2, 30), 1))
+    loop.run()
+    assert loop.ends["breaks", 0] is FinishReason.ERROR
+    loop.add(make_sequence("a again", [*prompt(1, 16), 7], 1))
+    loop.run()
+    loop.assert_truth()
+    assert loop.events[-1].num_cached_tokens == 0
+
+
+def test_a_victim_whose_copy_failed_is_computed_again() -> None:
+    loop = Loop.build(make_cache(9, num_host_blocks=16), max_num_seqs=2)
+    loop.add(long_one("a", 1, 8, 20), long_one("b", 2, 8, 20))
+    failures = [True]
+    loop.device.fails = lambda plan: bool(plan.swap_out and failures and failures.pop())
+    while failures:
+        loop.step()
+    assert loop.scheduler.snapshot().soft_resets == 1
     loop.run()
     loop.assert_truth()
