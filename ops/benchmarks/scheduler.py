@@ -3,17 +3,15 @@
 No model: the step's result is made up. The cost must grow with the batch and not with the backlog. CPU
 time of the thread, so that the machine's other work does not count.
 
-    python -m ops.benchmarks.scheduler [--json] [--policy fifo] [--steps 200]
+    ops/bench scheduler [--policy fifo] [--steps 200] [--json FILE]
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 import time
-from collections.abc import Sequence as Seq
 
 from rich.console import Console
 from rich.table import Table
@@ -90,17 +88,13 @@ def _step(scheduler: Scheduler) -> float:
     return time.thread_time() - executed + planned - started
 
 
-def main(argv: Seq[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="ops/bench scheduler", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policy", default="fifo", choices=["fifo", "prefill_first", "priority"])
     parser.add_argument("--steps", type=int, default=200)
-    options = parser.parse_args(argv)
+
+
+def run(options: argparse.Namespace) -> dict[str, object]:
     rows = [measure(running, waiting, options.policy, options.steps) for waiting in WAITING for running in RUNNING]
-    console = Console()
-    if options.json:
-        console.print_json(json.dumps({"policy": options.policy, "steps": options.steps, "rows": rows}))
-        return 0
     table = Table(title=f"plan + commit of one step, {options.policy}, microseconds: median (99th percentile)")
     table.add_column("waiting", justify="right")
     for running in RUNNING:
@@ -108,9 +102,5 @@ def main(argv: Seq[str] | None = None) -> int:
     for waiting in WAITING:
         cells = [f"{row['median_us']:,.0f} ({row['p99_us']:,.0f})" for row in rows if row["waiting"] == waiting]
         table.add_row(f"{waiting:,}", *cells)
-    console.print(table)
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    Console().print(table)
+    return {"policy": options.policy, "steps": options.steps, "rows": rows}
