@@ -173,11 +173,11 @@ async def test_a_job_opened_anew_during_the_call_is_another_job():
         async def append(self, items):
             replies = await super().append(items)
             if self.again is not None:
-                publisher.open(self.again)
+                opened.open(self.again)
             return replies
 
     log = Reopening()
-    publisher = Publisher(log, clock=Clock())
+    opened = publisher = Publisher(log, clock=Clock())
     publisher.open(await admit())
     log.again = await admit()
     report = await publisher.handle([event("a", end=LENGTH)])

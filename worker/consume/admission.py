@@ -141,24 +141,30 @@ class Admission:
                 raise _Refused(f"{field} holds {max(ids)}, outside the vocabulary of {self._model.vocab_size} ids")
 
     async def _encode(self, request: JobRequest) -> tuple[int, ...]:
-        texts = [request.prompt or "", *(message.content for message in request.messages or ())]
-        least = sum(self._tokenizer.least_tokens(text) for text in texts)
-        if least >= self._model.max_model_len:
-            raise _Refused(f"the prompt has at least {least} tokens; {self._length_rule}", TOO_LONG)
         if request.prompt_ids is not None:
             prompt_ids = request.prompt_ids
         elif request.messages is not None:
             try:
-                prompt_ids = await self._tokenizer.encode_chat(request.messages)
+                chat = self._tokenizer.render_chat(request.messages)
             except TemplateError as error:
                 raise _Refused(str(error)) from error
+            self._refuse_absurd_length(chat)
+            prompt_ids = await self._tokenizer.encode_rendered(chat)
         else:
-            prompt_ids = await self._tokenizer.encode_prompt(request.prompt or "")
+            text = request.prompt or ""
+            self._refuse_absurd_length(text)
+            prompt_ids = await self._tokenizer.encode_prompt(text)
         if not prompt_ids:
             raise _Refused("the prompt is empty: it has no tokens")
         if len(prompt_ids) >= self._model.max_model_len:
             raise _Refused(f"the prompt has {len(prompt_ids)} tokens; {self._length_rule}", TOO_LONG)
         return prompt_ids
+
+    def _refuse_absurd_length(self, text: str) -> None:
+        """Tokenising megabytes takes seconds of a core; what can be told without is told without."""
+        least = self._tokenizer.least_tokens(text)
+        if least >= self._model.max_model_len:
+            raise _Refused(f"the prompt has at least {least} tokens; {self._length_rule}", TOO_LONG)
 
     @property
     def _length_rule(self) -> str:

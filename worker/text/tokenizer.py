@@ -48,18 +48,20 @@ class Tokenizer:
 
     async def encode_prompt(self, text: str) -> tuple[int, ...]:
         """With the model's special tokens around it (a beginning-of-sequence token, where it has one)."""
-        if len(text) > THREAD_CHARS:
-            return await asyncio.to_thread(self.encode, text, True)
-        return self.encode(text, True)
+        return await self._encode_apart(text, special=True)
+
+    async def encode_rendered(self, chat: str) -> tuple[int, ...]:
+        """What `render_chat` gave; the template has written the special tokens already."""
+        return await self._encode_apart(chat, special=False)
 
     async def encode_chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Through the chat template, up to where the assistant's answer begins. Raises TemplateError."""
-        if sum(len(message.content) for message in messages) > THREAD_CHARS:
-            return await asyncio.to_thread(self._encode_chat, messages)
-        return self._encode_chat(messages)
+        return await self.encode_rendered(self.render_chat(messages))
 
-    def _encode_chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        return self.encode(self.render_chat(messages))
+    async def _encode_apart(self, text: str, special: bool) -> tuple[int, ...]:
+        if len(text) > THREAD_CHARS:
+            return await asyncio.to_thread(self.encode, text, special)
+        return self.encode(text, special)
 
     def encode(self, text: str, special: bool = False) -> tuple[int, ...]:
         """On the caller's thread; `special` adds the model's special tokens around it."""
