@@ -1,0 +1,120 @@
+"""Asynchronous batching gives the synchronous loop's tokens: step N+1 is launched before N's tokens are read.
+
+On the CPU the real runner stands in for an asynchronous device: tokens stay in its tensors until a step
+is finished, so planning, placeholders, feeding forward and late stops are all exercised.
+"""
+
+import random
+
+import pytest
+
+from schemas.generation import FinishReason, SamplingParams
+from tests.engine.truth import tiny_models
+from worker.engine import Engine, EngineConfig
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3"])
+def folder(request, tmp_path_factory):
+    return tiny_models.save(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def engine_of(folder, **changes):
+    settings = {
+        "model": str(folder), "dtype": "float32", "device": "cpu", "num_blocks": 96, "block_size": 8,
+        "max_num_batched_tokens": 24, "max_num_seqs": 6, "num_threads": 1, "attention": "reference",
+    }  # fmt: skip
+    return Engine.load(EngineConfig(**(settings | changes)))
+
+
+def requests(seed, count=14):
+    """Prompts and parameters of every kind, and the step at which each arrives."""
+    draw = random.Random(seed)
+    made = []
+    for index in range(count):
+        prompt = [draw.randrange(3, tiny_models.VOCAB) for _ in range(draw.choice([1, 5, 18, 40]))]
+        params = SamplingParams(
+            max_tokens=draw.choice([1, 2, 9, 30]),
+            temperature=draw.choice([0.0, 0.0, 0.9]),
+            top_p=draw.choice([1.0, 0.8]),
+            repetition_penalty=draw.choice([1.0, 1.3]),
+            presence_penalty=draw.choice([0.0, 0.5]),
+            seed=index,
+            ignore_eos=draw.random() < 0.5,
+            stop_token_ids=tuple(draw.sample(range(3, tiny_models.VOCAB), 12)),
+            logprobs=draw.random() < 0.3,
+        )
+        made.append((prompt, params, draw.randrange(0, 20)))
+    return made
+
+
+def run(engine, made):
+    """Everything that each request was told, in order: (tokens, reason)."""
+    told = {}
+    step = 0
+    waiting = sorted(enumerate(made), key=lambda item: item[1][2])
+    while waiting or engine.has_work:
+        while waiting and waiting[0][1][2] <= step:
+            index, (prompt, params, _) = waiting.pop(0)
+            engine.add_request(prompt, params, str(index))
+            told[str(index)] = ([], [])
+        for event in engine.step():
+            told[event.request_id][0].extend(event.token_ids)
+            if event.finish_reason is not None:
+                told[event.request_id][1].append(event.finish_reason)
+        engine.scheduler.check_integrity()
+        step += 1
+    return told
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("num_blocks", [96, 11])
+def test_running_ahead_changes_no_token(folder, seed, num_blocks):
+    made = requests(seed)
+    plain = run(engine_of(folder), made)
+    ahead = engine_of(folder, async_batching=True, num_blocks=num_blocks)
+    assert ahead.runner.is_asynchronous
+    told = run(ahead, made)
+    assert told == plain
+    assert all(len(reasons) == 1 for _, reasons in told.values())
+    stats = ahead.stats()
+    assert stats.blocks_free == stats.blocks_total
+    if num_blocks == 11:
+        assert stats.preemptions > 0  # otherwise the small pool tested nothing
+
+
+def test_a_step_is_launched_before_the_last_one_is_read(folder):
+    engine = engine_of(folder, async_batching=True)
+    order = []
+    launch, finish = engine.runner.launch, engine.runner.finish
+
+    class Watched:
+        def __getattr__(self, name):
+            return getattr(runner, name)
+
+        def launch(self, plan):
+            order.append(("launch", plan.step_id))
+            return launch(plan)
+
+        def finish(self, step):
+            order.append(("finish", step.plan.step_id))
+            return finish(step)
+
+    runner, engine.runner = engine.runner, Watched()
+    engine.generate_batch([[5, 6, 7]], [SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)])
+    steps = [step for what, step in order if what == "finish"]
+    for step in steps[:-2]:
+        assert order.index(("launch", step + 1)) < order.index(("finish", step))
+
+
+def test_cancelling_in_flight_frees_everything(folder):
+    engine = engine_of(folder, async_batching=True)
+    ids = engine.add_requests([[9] * 20, [8] * 30, [7] * 3], SamplingParams(max_tokens=20, temperature=0))
+    for _ in range(4):
+        engine.step()
+    for request_id in ids:
+        assert engine.cancel(request_id)
+    while engine.has_work:
+        engine.step()
+    assert {engine.get_result(i).finish_reason for i in ids} == {FinishReason.CANCELLED}
+    engine.scheduler.check_integrity()
+    assert engine.stats().blocks_free == engine.stats().blocks_total
