@@ -18,6 +18,7 @@ from schemas.generation import SamplingParams
 from worker.engine import ranks
 from worker.engine.attention import AttentionBackend, choose
 from worker.engine.config import CacheConfig, EngineConfig
+from worker.engine.graphs import Capture, CudaCapture, GraphRunner
 from worker.engine.kv.cache_pool import KVCachePool
 from worker.engine.kv.offloader import Offloader
 from worker.engine.model import store
@@ -74,6 +75,7 @@ class ModelRunner:
         self._inputs = InputBuilder(cache_config, self.max_model_len, loaded.device, config.max_num_seqs)
         self._sampler = Sampler(loaded.vocab_size, loaded.device, loaded.eos_token_ids, grammars)
         self._previous: PreviousTokens | None = None
+        self.graphs: GraphRunner | None = None
 
     @classmethod
     def load(
@@ -109,7 +111,10 @@ class ModelRunner:
         info = tokenizer_info(path, loaded.vocab_size, loaded.eos_token_ids, config.trust_remote_code)
         grammars = GrammarCompiler(info) if info is not None else None
         report(f"loading {config.model}", 1.0)
-        return cls(loaded, config, cache_config, backend, pool, host_pool, grammars)
+        runner = cls(loaded, config, cache_config, backend, pool, host_pool, grammars)
+        if config.cuda_graphs and loaded.device.type == "cuda":
+            runner.use_graphs(CudaCapture(loaded.device))
+        return runner
 
     @property
     def description(self) -> str:
@@ -136,7 +141,7 @@ class ModelRunner:
         indices = tuple(index for index, item in enumerate(plan.scheduled) if item.samples)
         items = [plan.scheduled[index] for index in indices]
         self._sampler.prepare(items)
-        logits = self._forward(inputs)
+        logits = self._forward(inputs) if self.graphs is None else self.graphs.run(inputs)
         if not items:
             return InFlightStep(plan, (), None)
         sampled = self._sampler.sample(logits, items)
@@ -156,6 +161,11 @@ class ModelRunner:
             return StepOutput(step.plan.step_id, (), (), {})
         tokens, logprobs, errors = step.sampled.finish()
         return StepOutput(step.plan.step_id, tokens, logprobs, {step.indices[i]: error for i, error in errors.items()})
+
+    def use_graphs(self, capture: Capture) -> GraphRunner:
+        """From now on, steps whose shape was captured are replayed."""
+        self.graphs = GraphRunner(self._forward, self.config, self.max_model_len, capture)
+        return self.graphs
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
         step = PagedStep(self._backend, self._layers, inputs.metadata)

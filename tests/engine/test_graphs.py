@@ -1,0 +1,216 @@
+"""Padded shapes, static inputs and the cache of graphs, on a CPU: a fake graph replays by calling the function
+on the static buffers, so that wrong padding or a stale buffer is a wrong token."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.engine.support import ChunkingPlanner, make_sequence
+from tests.engine.truth import tiny_models
+from worker.engine.attention import AttentionMetadata
+from worker.engine.config import EngineConfig
+from worker.engine.graph_inputs import StaticInputs, padded_batch, padded_shape
+from worker.engine.graphs import CapturedGraph, GraphRunner
+from worker.engine.runner import ModelRunner
+from worker.engine.runner_inputs import StepInputs
+from worker.engine.sequence import Sequence
+
+
+def fake_capture(run: Callable[[], Tensor]) -> CapturedGraph:
+    output = run().clone()
+
+    def replay() -> None:
+        output.copy_(run())
+
+    return CapturedGraph(replay, output)
+
+
+def failing_capture(run: Callable[[], Tensor]) -> CapturedGraph:
+    raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def config(**changes: object) -> EngineConfig:
+    settings: dict[str, object] = {"model": "none", "q_padding_interval": 16, "kv_padding_interval": 64}
+    return EngineConfig(**{**settings, **changes})  # type: ignore[arg-type]
+
+
+def step(lens: list[tuple[int, int]], num_rows: int | None = None, first_token: int = 7) -> StepInputs:
+    """`lens`: (query tokens, tokens in the cache). Ids, slots and tables are telling numbers."""
+    num_tokens = sum(query_len for query_len, _ in lens)
+    metadata = AttentionMetadata(
+        query_start=torch.tensor([0, *(query_len for query_len, _ in lens)]).cumsum(0).int(),
+        seq_lens=torch.tensor([seq_len for _, seq_len in lens], dtype=torch.int32),
+        block_table=torch.arange(1, 1 + 5 * len(lens), dtype=torch.int32).view(len(lens), 5),
+        slot_mapping=torch.arange(100, 100 + num_tokens),
+        max_query_len=max(query_len for query_len, _ in lens),
+        max_seq_len=max(seq_len for _, seq_len in lens),
+        block_size=16,
+        window=None,
+        query_lens_host=tuple(query_len for query_len, _ in lens),
+        seq_lens_host=tuple(seq_len for _, seq_len in lens),
+    )
+    rows = metadata.query_start[1:].long() - 1
+    ids = torch.arange(first_token, first_token + num_tokens)
+    return StepInputs(ids, ids + 1000, rows if num_rows is None else rows[:num_rows], (metadata,))
+
+
+# ── shapes ──
+
+
+def test_batches_are_padded_little_where_they_are_small() -> None:
+    sizes = [padded_batch(n) for n in range(1, 1025)]
+    assert sizes[:9] == [1, 2, 4, 4, 8, 8, 8, 8, 16]
+    assert all(size >= n for n, size in enumerate(sizes, 1))
+    assert all(size <= 1.25 * n for n, size in enumerate(sizes, 1) if n >= 32)
+    assert sizes == sorted(sizes)
+    assert len(set(sizes)) < 40
+
+
+def test_a_decode_and_a_mixed_step_have_shapes_of_their_own() -> None:
+    decode = padded_shape(step([(1, 30)] * 5), config(), 512)
+    assert (decode.is_decode, decode.num_tokens, decode.num_seqs, decode.num_rows) == (True, 8, 8, 8)
+    assert (decode.max_query_len, decode.max_seq_len) == (1, 64)
+    mixed = padded_shape(step([(1, 65), (20, 20), (1, 2)], num_rows=2), config(), 512)
+    assert (mixed.is_decode, mixed.num_tokens, mixed.num_seqs, mixed.num_rows) == (False, 32, 4, 2)
+    assert (mixed.max_query_len, mixed.max_seq_len) == (32, 128)
+
+
+def test_lengths_are_not_padded_beyond_the_models() -> None:
+    assert padded_shape(step([(1, 70)]), config(), 100).max_seq_len == 100
+    assert padded_shape(step([(1, 70)]), config(kv_padding_interval=16_384), 100).max_seq_len == 100
+
+
+# ── static inputs ──
+
+
+@pytest.mark.parametrize("lens", [[(1, 30)] * 3, [(1, 30), (20, 64), (3, 3)]], ids=["decode", "mixed"])
+def test_what_a_larger_step_left_is_padding_again(lens: list[tuple[int, int]]) -> None:
+    """A step loaded after a larger one leaves the buffers as if it were the first."""
+    larger = [(1, 60)] * 4 if lens[0] == lens[-1] else [(1, 60), (26, 64), (3, 3), (1, 2)]
+    shape = padded_shape(step(lens), config(), 512)
+    assert padded_shape(step(larger), config(), 512) == shape
+    used, fresh = StaticInputs(shape, step(larger)), StaticInputs(shape, step(lens))
+    used.load(step(larger, first_token=50))
+    used.load(step(lens))
+    fresh.load(step(lens))
+    ours, theirs = used.current(), fresh.current()
+    assert torch.equal(ours.input_ids, theirs.input_ids)
+    assert torch.equal(ours.positions, theirs.positions)
+    for name in ("query_start", "seq_lens", "slot_mapping", "block_table"):
+        assert torch.equal(getattr(ours.metadata[0], name), getattr(theirs.metadata[0], name)), name
+    assert torch.equal(ours.rows[: len(lens)], step(lens).rows)
+
+
+def test_padding_of_a_decode_is_one_token_in_the_null_block() -> None:
+    static = StaticInputs(padded_shape(step([(1, 30)] * 3), config(), 512), step([(1, 30)] * 3))
+    static.load(step([(1, 30)] * 3))
+    metadata = static.current().metadata[0]
+    assert metadata.query_start.tolist() == [0, 1, 2, 3, 4]
+    assert metadata.seq_lens.tolist() == [30, 30, 30, 1]
+    assert metadata.slot_mapping.tolist() == [100, 101, 102, 0]
+    assert not metadata.block_table[3].any()
+
+
+# ── the cache of graphs ──
+
+
+class Recorder:
+    """A forward pass that answers with the sum of ids and positions at the rows; counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+
+    def __call__(self, inputs: StepInputs) -> Tensor:
+        self.calls.append(inputs.input_ids.shape[0])
+        return (inputs.input_ids + inputs.positions)[inputs.rows][:, None].float()
+
+
+def expected(inputs: StepInputs) -> Tensor:
+    return (inputs.input_ids + inputs.positions)[inputs.rows][:, None].float()
+
+
+def test_a_decode_is_captured_at_once_and_replayed_after() -> None:
+    forward = Recorder()
+    graphs = GraphRunner(forward, config(), 512, fake_capture)
+    for count, first_token in ((3, 7), (4, 20), (3, 90)):
+        inputs = step([(1, 30)] * count, first_token=first_token)
+        assert torch.equal(graphs.run(inputs), expected(inputs))
+    assert (graphs.num_captured, graphs.num_replays) == (1, 3)
+    assert set(forward.calls) == {4}
+
+
+def test_a_mixed_shape_is_captured_when_it_comes_again() -> None:
+    forward = Recorder()
+    graphs = GraphRunner(forward, config(), 512, fake_capture)
+    for count in (18, 20, 31):
+        inputs = step([(count, 40), (1, 9)])
+        assert torch.equal(graphs.run(inputs), expected(inputs))
+    assert forward.calls[0] == 19  # eager, not padded
+    assert (graphs.num_captured, graphs.num_replays) == (1, 2)
+
+
+def test_the_graph_not_used_for_longest_is_forgotten() -> None:
+    graphs = GraphRunner(Recorder(), config(max_cached_graphs=2), 512, fake_capture)
+    for count in (1, 2, 1, 8, 1, 2):
+        graphs.run(step([(1, 30)] * count))
+    assert [shape.num_seqs for shape in graphs.shapes] == [1, 2]
+    assert graphs.num_captured == 4  # 1, 2, 8 (forgets 2), and 2 again (forgets 8)
+
+
+def test_a_failing_capture_means_eager_steps_and_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    forward = Recorder()
+    graphs = GraphRunner(forward, config(), 512, failing_capture)
+    for count in (3, 3, 8):
+        inputs = step([(1, 30)] * count)
+        assert torch.equal(graphs.run(inputs), expected(inputs))
+    assert forward.calls == [3, 3, 8]
+    assert graphs.num_captured == 0
+    assert "not permitted when stream is capturing" in str(graphs.refusal)
+    assert len(caplog.records) == 1
+
+
+def test_a_step_that_samples_nothing_gives_no_rows() -> None:
+    graphs = GraphRunner(Recorder(), config(), 512, fake_capture)
+    for _ in range(2):
+        assert graphs.run(step([(20, 40), (5, 5)], num_rows=0)).shape == (0, 1)
+
+
+# ── with a model ──
+
+
+@pytest.mark.parametrize("attention", ["reference", "cpu"])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_padded_steps_give_the_same_tokens(family: str, attention: str, tmp_path: Path) -> None:
+    folder = tiny_models.save(family, tmp_path)
+    settings: dict[str, object] = {
+        "model": str(folder), "dtype": "float32", "device": "cpu", "attention": attention, "block_size": 4,
+        "num_blocks": 300, "max_num_seqs": 8, "q_padding_interval": 16, "kv_padding_interval": 32,
+    }  # fmt: skip
+    plain = ModelRunner.load(EngineConfig(**settings))  # type: ignore[arg-type]
+    graphed = ModelRunner.load(EngineConfig(**settings))  # type: ignore[arg-type]
+    for pool in graphed._pool.tensors:
+        pool.fill_(torch.nan)  # whatever a padded step reads beyond its own blocks would show
+    graphs = graphed.use_graphs(fake_capture)
+    assert answers(graphed) == answers(plain)
+    assert graphs.num_captured >= 4
+    assert graphs.num_replays > 3 * graphs.num_captured
+
+
+def answers(runner: ModelRunner) -> list[list[int]]:
+    """Prompts of many lengths in chunks of 7, answers of many lengths: batches grow and shrink."""
+    draw = random.Random(5)
+    lengths = [(draw.randint(1, 40), draw.randint(3, 40)) for _ in range(7)]
+    sequences: list[Sequence] = []
+    planner = ChunkingPlanner(runner.cache_config, 7)
+    for i, (prompt_len, max_tokens) in enumerate(lengths):
+        sequences.append(make_sequence(f"s{i}", [draw.randint(3, 300) for _ in range(prompt_len)], max_tokens))
+        planner.add(sequences[-1])
+    while not (plan := planner.plan()).is_empty:
+        planner.commit(plan, runner.execute(plan))
+    return [sequence.output_ids for sequence in sequences]

@@ -1,0 +1,129 @@
+"""Runs steps by replaying captured graphs: one per padded shape, the least recently used forgotten first.
+
+A decode's graph is captured when its shape is first seen. A mixed step's shape must come twice: most never
+do, and a capture costs many eager steps. Where capturing fails, steps run eagerly and the log says why.
+
+One set of inputs a shape is enough for launching ahead: copies, replay and whatever reads the output are
+queued on one stream in that order. An output is good until the same shape runs again.
+It knows neither the model nor what a capture is: both come in as functions.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from worker.engine.config import EngineConfig
+from worker.engine.graph_inputs import PaddedShape, StaticInputs, padded_shape
+from worker.engine.runner_inputs import StepInputs
+
+log = logging.getLogger(__name__)
+
+Forward = Callable[[StepInputs], Tensor]
+REMEMBERED_SHAPES = 1024  # mixed shapes that were seen once
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedGraph:
+    """`replay` queues the captured work; its result is then in `output`."""
+
+    replay: Callable[[], None]
+    output: Tensor
+
+
+class Capture(Protocol):
+    """Records what `run` does, having run it at least once."""
+
+    def __call__(self, run: Callable[[], Tensor]) -> CapturedGraph: ...
+
+
+class CudaCapture:
+    """CUDA graphs that share one memory pool."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Callable[[], Tensor]) -> CapturedGraph:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):  # compiles kernels and fills workspaces, which a capture may not
+            run()
+            run()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            output = run()
+        return CapturedGraph(graph.replay, output)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    inputs: StaticInputs
+    graph: CapturedGraph
+
+
+class GraphRunner:
+    """Stands in for `forward`. `num_captured` and `num_replays` count since the start."""
+
+    def __init__(self, forward: Forward, config: EngineConfig, max_model_len: int, capture: Capture) -> None:
+        self._forward = forward
+        self._config = config
+        self._max_model_len = max_model_len
+        self._capture = capture
+        self._entries: OrderedDict[PaddedShape, _Entry] = OrderedDict()
+        self._seen_once: OrderedDict[PaddedShape, None] = OrderedDict()
+        self.refusal: str | None = None  # why nothing is captured any more
+        self.num_captured = 0
+        self.num_replays = 0
+
+    @property
+    def shapes(self) -> tuple[PaddedShape, ...]:
+        """Those that have a graph, the least recently used first."""
+        return tuple(self._entries)
+
+    def run(self, inputs: StepInputs) -> Tensor:
+        """Logits `[num_rows, vocab]`."""
+        shape = padded_shape(inputs, self._config, self._max_model_len)
+        entry = self._entries.get(shape)
+        if entry is not None:
+            self._entries.move_to_end(shape)
+            entry.inputs.load(inputs)
+        elif self._is_worth_capturing(shape):
+            entry = self._captured(shape, inputs)
+        if entry is None:
+            return self._forward(inputs)
+        entry.graph.replay()
+        self.num_replays += 1
+        return entry.graph.output[: inputs.rows.shape[0]]
+
+    def _is_worth_capturing(self, shape: PaddedShape) -> bool:
+        if self.refusal is not None:
+            return False
+        if shape.is_decode or shape in self._seen_once:
+            self._seen_once.pop(shape, None)
+            return True
+        self._seen_once[shape] = None
+        if len(self._seen_once) > REMEMBERED_SHAPES:
+            self._seen_once.popitem(last=False)
+        return False
+
+    def _captured(self, shape: PaddedShape, inputs: StepInputs) -> _Entry | None:
+        static = StaticInputs(shape, inputs)
+        static.load(inputs)
+        while len(self._entries) >= self._config.max_cached_graphs:
+            self._entries.popitem(last=False)
+        try:
+            graph = self._capture(lambda: self._forward(static.current()))
+        except Exception as error:  # whatever a kernel or the driver objects to: steps run eagerly then
+            self.refusal = f"{type(error).__name__}: {error}"
+            log.warning("steps are no longer captured as graphs, they run eagerly: %s", self.refusal)
+            return None
+        self.num_captured += 1
+        entry = self._entries[shape] = _Entry(static, graph)
+        return entry
