@@ -27,7 +27,7 @@ def write_llama(path: Path) -> None:
     import gguf
 
     size, heads, inner, layers = 32, 2, 64, 2
-    tokens = ["<unk>", "<s>", "</s>", "t", "1", "t1", *(f"x{i}" for i in range(58))]
+    tokens = ["<unk>", "<s>", "</s>", "t", "1", "t1", "x", *(f"x{i}" for i in range(57))]
     writer = gguf.GGUFWriter(str(path), "llama")
     writer.add_name("tiny")
     writer.add_context_length(128)
@@ -42,7 +42,7 @@ def write_llama(path: Path) -> None:
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(tokens)
     writer.add_token_types([1] * len(tokens))
-    writer.add_token_merges(["t 1"])
+    writer.add_token_merges(["t 1", "x 1"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     random = np.random.default_rng(0)

@@ -25,9 +25,13 @@ def gguf_to_folder(source: Path, folder: Path, report: Callable[[float], None]) 
 def _convert(source: Path, folder: Path, report: Callable[[float], None]) -> None:
     where = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
     tokenizer = AutoTokenizer.from_pretrained(**where)
-    tokenizer.save_pretrained(folder)
     report(0.3)
     config = AutoConfig.from_pretrained(**where)
+    for role in ("bos", "eos"):  # some versions of Transformers read the tokenizer's own ids wrongly
+        token_id = getattr(config, f"{role}_token_id", None)
+        if isinstance(token_id, int):
+            setattr(tokenizer, f"{role}_token", tokenizer.convert_ids_to_tokens(token_id))
+    tokenizer.save_pretrained(folder)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     report(0.5)

@@ -1,0 +1,60 @@
+"""Free memory as the machine and its container tell it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engine.truth import tiny_models
+from worker.engine import runner_memory
+from worker.engine.attention.reference import ReferenceAttention
+from worker.engine.config import EngineConfig
+from worker.engine.model.loader import load_model
+
+
+def test_free_memory_is_what_the_kernel_says(tmp_path: Path) -> None:
+    table = tmp_path / "meminfo"
+    table.write_text("MemTotal:       24000000 kB\nMemAvailable:   1000 kB\n")
+    assert runner_memory._meminfo(table) == 1_024_000
+    assert runner_memory._meminfo(tmp_path / "missing") is None
+    assert runner_memory.free_memory(torch.device("cpu")) > 1 << 20
+
+
+def test_a_containers_limit_counts(tmp_path: Path) -> None:
+    assert runner_memory._cgroup_rooms(tmp_path) == []
+    (tmp_path / "memory.max").write_text("5000\n")
+    (tmp_path / "memory.current").write_text("2000\n")
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory/memory.limit_in_bytes").write_text("1000\n")
+    (tmp_path / "memory/memory.usage_in_bytes").write_text("1500\n")
+    assert runner_memory._cgroup_rooms(tmp_path) == [3000, 0]
+    (tmp_path / "memory.max").write_text("max\n")
+    assert runner_memory._cgroup_rooms(tmp_path) == [0]
+
+
+@pytest.mark.parametrize(("gib", "expected"), [(0.01, 0.01), (None, 4.0)])
+def test_on_a_cpu_the_pool_is_capped(tmp_path: Path, gib: float | None, expected: float) -> None:
+    folder = tiny_models.save("gemma3", tmp_path)
+    config = EngineConfig(model=str(folder), device="cpu", fuse=False, max_memory_gib=gib, cpu_offload_gib=0.002)
+    loaded = load_model(folder, config)
+    backend = ReferenceAttention()
+    cache, length = runner_memory.size_cache(loaded, config, backend, torch.float32, may_shorten=True)
+    shape = runner_memory.memory_shape(loaded, config, backend, torch.float32, length)
+    sizes = [shape.block_bytes(group) for group in cache.groups]
+    used = sum(size * count for size, count in zip(sizes, cache.num_blocks, strict=True))
+    on_host = sum(size * count for size, count in zip(sizes, cache.num_host_blocks, strict=True))
+    assert length == 256
+    assert 0.99 * expected < used / runner_memory.GIB <= expected
+    assert 0.9 * 0.002 < on_host / runner_memory.GIB <= 0.002
+
+
+def test_pinned_blocks_are_taken_as_they_are(tmp_path: Path) -> None:
+    folder = tiny_models.save("gemma3", tmp_path)
+    config = EngineConfig(model=str(folder), device="cpu", fuse=False, num_blocks=17)
+    cache, _ = runner_memory.size_cache(
+        load_model(folder, config), config, ReferenceAttention(), torch.float32, may_shorten=True
+    )
+    assert cache.num_blocks == (17, 17)
+    assert cache.num_host_blocks == (0, 0)

@@ -1,0 +1,125 @@
+"""Greedy float32 output equals `model.generate` on the real models that the tests can load."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from schemas.generation import SamplingParams
+from tests.engine.truth import expected
+from tests.engine.truth.expected import Expected
+from worker.engine import Engine, EngineConfig
+from worker.engine.model.store import ModelNotFoundError, resolve
+
+pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(600)]
+
+TEXT = (
+    "The old lighthouse keeper counted the ships every evening, and wrote their names into a book that nobody but the "
+    "gulls had ever read. In the village they said that he had once been a mathematician. def count(ships): total = 0 "
+    "\nfor ship in ships: total += ship.masts\nreturn total\n1, 1, 2, 3, 5, 8, 13, 21, 34 - which number comes next? "
+    "Il pleuvait sur la ville, et les lampes des cafés brillaient dans les flaques. Water boils at a lower temperature "
+    "on a mountain because the pressure of the air is lower there; therefore an egg takes longer. Dear Sir or Madam, I "
+    "am writing to you about the parcel that has not arrived. Once upon a time there were three questions: who, where, "
+    "and above all why. The capital of Norway is Oslo, the capital of Peru is"
+)
+
+
+def folder_of(name: str) -> Path:
+    try:
+        return resolve(name)
+    except ModelNotFoundError as error:
+        pytest.skip(str(error))
+
+
+def ask(engine: Engine, prompt: tuple[int, ...], max_tokens: int) -> str:
+    return engine.add_request(prompt, SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True))
+
+
+def answers_of(engine: Engine, wanted: list[Expected], steps_between: list[int]) -> list[tuple[int, ...]]:
+    ids = []
+    for one, steps in zip(wanted, steps_between, strict=True):
+        ids.append(ask(engine, one.prompt, len(one.answer)))
+        for _ in range(steps):
+            engine.step()
+    outputs = [engine.get_result(request_id) for request_id in ids]
+    engine.scheduler.check_integrity()
+    return [output.token_ids for output in outputs if output is not None]
+
+
+@pytest.mark.parametrize(("attention", "fuse"), [("reference", False), ("cpu", True)])
+def test_smollm2_answers_64_prompts_that_join_at_different_steps(
+    attention: str, fuse: bool, smollm2: tuple[Path, list[Expected]]
+) -> None:
+    folder, wanted = smollm2
+    draw = random.Random(3)
+    config = EngineConfig(
+        model=str(folder), dtype="float32", device="cpu", attention=attention, fuse=fuse, num_blocks=600,  # type: ignore[arg-type]
+        max_num_batched_tokens=96, max_num_seqs=24,
+    )  # fmt: skip
+    with Engine.load(config) as engine:
+        assert answers_of(engine, wanted, [draw.choice((0, 0, 1, 3)) for _ in wanted]) == [one.answer for one in wanted]
+        assert engine.stats().finished == 64
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> tuple[Path, list[Expected]]:
+    folder = folder_of("smollm2-135m-instruct")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer(TEXT)["input_ids"]
+    draw = random.Random(1)
+    model = expected.load(folder)
+    wanted: list[Expected] = []
+    while len(wanted) < 64:
+        start, length = draw.randrange(len(ids) - 2), draw.choice((1, 3, 8, 20, 50, 120))
+        found = expected.generate(model, ids[start : start + length], draw.choice((1, 2, 5, 9, 16, 24)))
+        if found.gap > expected.CLEAR_GAP:
+            wanted.append(found)
+    return folder, wanted
+
+
+@pytest.fixture(scope="module")
+def gemma3() -> tuple[Path, transformers.PreTrainedModel, list[int]]:
+    folder = folder_of("gemma3-270m")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    return folder, expected.load(folder), tokenizer(" ".join([TEXT] * 9))["input_ids"]
+
+
+def make_gemma(folder: Path, **changes: object) -> Engine:
+    settings: dict[str, object] = {
+        "model": str(folder), "dtype": "float32", "device": "cpu", "attention": "reference", "fuse": False,
+        "num_blocks": 420, "max_num_batched_tokens": 200, "max_num_seqs": 8,
+    }  # fmt: skip
+    return Engine.load(EngineConfig(**{**settings, **changes}))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("attention", "fuse"), [("reference", False), ("cpu", True)])
+def test_gemma3_answers_prompts_around_and_far_beyond_its_window(
+    attention: str, fuse: bool, gemma3: tuple[Path, transformers.PreTrainedModel, list[int]]
+) -> None:
+    folder, model, ids = gemma3
+    wanted = [expected.generate(model, ids[:length], 12) for length in (5, 490, 505, 515, 1100, 1601)]
+    assert min(one.gap for one in wanted) > expected.CLEAR_GAP / 4
+    with make_gemma(folder, attention=attention, fuse=fuse) as engine:
+        assert [group.window for group in engine.runner.cache_config.groups] == [512, None]
+        assert answers_of(engine, wanted, [2] * len(wanted)) == [one.answer for one in wanted]
+
+
+def test_gemma3_writes_an_answer_that_crosses_its_window_several_times(
+    gemma3: tuple[Path, transformers.PreTrainedModel, list[int]],
+) -> None:
+    """An answer is greedy iff each of its tokens is the best one after those before it: one dense pass tells."""
+    folder, model, ids = gemma3
+    prompt = tuple(ids[:30])
+    with make_gemma(folder, attention="cpu", fuse=True, num_blocks=80) as engine:
+        output = engine.get_result(ask(engine, prompt, 1100))
+        assert engine.capacity().free_blocks == 79, "a window's blocks that are passed come back"
+    assert output is not None
+    assert len(output.token_ids) == 1100
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt + output.token_ids])).logits[0, len(prompt) - 1 : -1]
+    chosen = logits.gather(1, torch.tensor(output.token_ids)[:, None]).squeeze(1)
+    assert float((logits.amax(dim=1) - chosen).max()) < 1e-3
