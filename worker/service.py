@@ -23,7 +23,7 @@ from worker.engine.mailbox import Frame, Ready
 from worker.engine.types import EngineStats
 from worker.errors import RedisUnavailable
 from worker.jobs import Admitted, Delivery, Finished
-from worker.publish.publisher import Publisher, PublishReport
+from worker.publish.publisher import Publisher, PublishReport, RetryOrder
 from worker.quarantine import Quarantine
 from worker.record.finalizer import Finalizer
 
@@ -67,6 +67,7 @@ class Service:
         self._quarantine = Quarantine(max_num_seqs)
         self._held: dict[str, Delivery] = {}  # every job in hand: claimed and not yet finished or given back
         self._in_engine: set[str] = set()
+        self._retries: list[RetryOrder] = []
         self._host: EngineHost | None = None
         self._admission: Admission | None = None
         self._on_frame = on_frame
@@ -171,6 +172,8 @@ class Service:
             self.health.stats = frame.stats
             if frame.events or self._publisher.has_pending:
                 await self._act_on(await self._publisher.handle(frame.events))
+            if self._retries:
+                await self._give_back_retries()
             if len(self._quarantine):
                 await self._start(self._quarantine.admit([]))
             self._on_frame(frame)
@@ -181,6 +184,18 @@ class Service:
         for cancel in report.cancel:
             self.cancel(cancel.job_id, cancel.reason, cancel.choice)
         self.drop(report.lost)
+        self._retries += report.retry
+
+    async def _give_back_retries(self) -> None:
+        """Failed jobs that may run again; while Redis is away they stay in hand."""
+        with contextlib.suppress(RedisUnavailable):
+            while self._retries:
+                order = self._retries[0]
+                delivery = self._held.get(order.job_id)
+                if delivery is not None:
+                    await self._stream.retry(order.job_id, delivery.token, order.delay_ms, order.reason)
+                    self._forget(order.job_id)
+                self._retries.pop(0)
 
     # ── ends that come from outside ──
 

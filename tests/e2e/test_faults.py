@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from schemas.job import RetryPolicy
 from schemas.result import JobStatus
 from tests.support.worker import client_of, database_url, running_worker
 
@@ -34,6 +35,18 @@ async def test_a_step_that_raises_fails_one_request(redis_url, tmp_path):
         JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.SUCCEEDED, JobStatus.SUCCEEDED,
     ]  # fmt: skip
     assert "breaks the step" in results[1].error.message
+
+
+async def test_a_failure_that_may_pass_is_retried_by_the_jobs_own_policy(redis_url, tmp_path):
+    database = database_url(tmp_path)
+    policy = RetryPolicy(max_attempts=3, backoff_ms=100)
+    async with running_worker(redis_url, database), client_of(redis_url, database) as client:
+        once = await client.submit(prompt="[[fail]]", max_tokens=5, retry=RetryPolicy(max_attempts=1))
+        often = await client.submit(prompt="[[fail]]", max_tokens=5, retry=policy)
+        first, last = await client.result(once, timeout=30), await client.result(often, timeout=30)
+    assert (first.status, first.attempt) == (JobStatus.FAILED, 1)
+    assert (last.status, last.attempt) == (JobStatus.FAILED, 3)
+    assert last.finished_ms - last.created_ms >= 300  # 100 and 200 ms of backoff
 
 
 async def test_a_drained_workers_jobs_go_on_elsewhere_without_a_seam(redis_url, tmp_path):

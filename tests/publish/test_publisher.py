@@ -3,9 +3,10 @@
 import pytest
 
 from schemas.generation import FinishReason
+from schemas.job import RetryPolicy
 from schemas.result import JobStatus
 from tests.publish.support import CREATED_MS, EOS, Clock, FakeLog, admit, event, logprobs
-from worker.publish.publisher import CancelOrder, Publisher, PublishLimits
+from worker.publish.publisher import CancelOrder, Publisher, PublishLimits, RetryOrder
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 
@@ -148,8 +149,21 @@ async def test_logprobs_travel_with_their_tokens_when_wanted(publisher, log):
     assert {c.logprobs for c in log.chunks["without"]} == {None}
 
 
+ONCE = RetryPolicy(max_attempts=1)
+
+
+async def test_an_error_that_may_pass_is_given_back_by_the_jobs_policy(publisher, log):
+    publisher.open(await admit(retry=RetryPolicy(max_attempts=2, backoff_ms=70)))
+    await publisher.handle([event("ab")])
+    report = await publisher.handle([event("", end=FinishReason.ERROR, error="boom", error_code="engine_error")])
+    assert report.retry == [RetryOrder("job", 70, "boom")]
+    assert report.finished == []
+    assert "job" not in publisher
+    assert [c.finish_reason for c in log.chunks["job"]] == [None, None]  # the log stays open for the next attempt
+
+
 async def test_an_error_fails_the_job_with_its_code_and_keeps_the_text(publisher, log):
-    publisher.open(await admit())
+    publisher.open(await admit(retry=ONCE))
     await publisher.handle([event("ab")])
     broken = event(
         "", end=FinishReason.ERROR, error="the model failed on this request: boom", error_code="engine_error"
@@ -165,7 +179,7 @@ async def test_an_error_fails_the_job_with_its_code_and_keeps_the_text(publisher
 
 
 async def test_an_error_of_one_choice_stops_the_others(publisher):
-    publisher.open(await admit(n=2))
+    publisher.open(await admit(n=2, retry=ONCE))
     await publisher.handle([event("a", choice=0), event("b", choice=1)])
     report = await publisher.handle([event("", choice=1, end=FinishReason.ERROR, error="boom")])
     assert report.cancel == [CancelOrder("job", FinishReason.ERROR, None)]

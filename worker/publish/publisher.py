@@ -46,10 +46,20 @@ class CancelOrder:
     choice: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class RetryOrder:
+    """The job failed in a way that may not happen again: it goes on, from where its log ends, after a pause."""
+
+    job_id: str
+    delay_ms: int
+    reason: str
+
+
 @dataclass(slots=True)
 class PublishReport:
     """What came of one call: jobs at their end, what the engine must stop, jobs that are another worker's now."""
 
+    retry: list[RetryOrder] = field(default_factory=list)
     finished: list[Finished] = field(default_factory=list)
     cancel: list[CancelOrder] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
@@ -144,10 +154,16 @@ class Publisher:
     def _take(self, running: _Running, event: TokenEvent, report: PublishReport) -> None:
         answer, job_id = running.job.answer, event.request_id
         if event.finish_reason is FinishReason.ERROR and self._concerns(running, event):
-            running.error = JobError(event.error_code or "engine_error", event.error or "the engine failed")
+            code = event.error_code or "engine_error"
+            running.error = JobError(code, event.error or "the engine failed", retryable=code == "engine_error")
             if len(answer.choices) > 1:
                 report.cancel.append(CancelOrder(job_id, FinishReason.ERROR))
-            answer.end_all(FinishReason.ERROR)
+            order = retry_order(running.job, running.error)
+            if order is not None:
+                report.retry.append(order)
+                self.close(job_id)
+            else:
+                answer.end_all(FinishReason.ERROR)
             return
         choice = answer.choices[event.choice]
         if choice.finish_reason is not None:
@@ -263,3 +279,12 @@ class Publisher:
             log.warning("the log cannot be reached (%s): chunks wait", error)
         self._failures += 1
         self._retry_at = time.monotonic() + pause
+
+
+def retry_order(job: Admitted, error: JobError) -> RetryOrder | None:
+    """By the request's own policy: backoff × 2^(attempts so far − 1), capped; None when it has failed for good."""
+    policy, attempt = job.request.retry, job.delivery.attempt
+    if not error.retryable or attempt >= policy.max_attempts:
+        return None
+    delay_ms = min(policy.max_backoff_ms, policy.backoff_ms * 2 ** min(attempt - 1, 30))
+    return RetryOrder(job.job_id, delay_ms, error.message)
