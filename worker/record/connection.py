@@ -96,6 +96,7 @@ async def in_thread(call: Callable[[], T], timeout_s: float) -> T:
 
     threading.Thread(target=run, name="sql", daemon=True).start()
     try:
-        return await asyncio.wait_for(future, timeout_s)
+        async with asyncio.timeout(timeout_s):  # not wait_for: Python 3.11's can swallow a cancellation
+            return await future
     except TimeoutError as error:
         raise StoreUnavailable(f"the SQL store did not answer within {timeout_s:g} s") from error

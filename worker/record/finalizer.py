@@ -131,7 +131,8 @@ class Finalizer:
         while len(self) and (left := deadline - time.monotonic()) > 0:
             self._changed.clear()
             try:
-                await asyncio.wait_for(self._changed.wait(), left)
+                async with asyncio.timeout(left):
+                    await self._changed.wait()
             except TimeoutError:
                 break
         if held := self.held_ids:

@@ -94,7 +94,8 @@ class Stage(Generic[T]):
         while not self._waiting:
             self._arrived.clear()
             try:
-                await asyncio.wait_for(self._arrived.wait(), self._backoff.longest_s if self._later else None)
+                async with asyncio.timeout(self._backoff.longest_s if self._later else None):
+                    await self._arrived.wait()
             except TimeoutError:
                 pass
             else:

@@ -1,0 +1,86 @@
+"""One row that a database cannot hold never keeps the others waiting."""
+
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, event, exc
+
+from schemas import ChoiceResult, Usage
+from schemas.codec import decode_result
+from tests.record.support import counts, finished, rows
+from worker.record import ResultStore
+from worker.record.connection import open_engine
+
+
+def _nul(job_id: str) -> Any:
+    return finished(job_id, choices=(ChoiceResult(text="a\x00b", token_ids=(1,)),), metadata={"k\x00": "v\x00"})
+
+
+@pytest.mark.postgres
+async def test_nul_is_replaced_where_the_database_refuses_it(postgres_url: str) -> None:
+    from worker.record.migrate import upgrade
+
+    upgrade(postgres_url)
+    store = ResultStore(postgres_url, queue="q")
+    group = [finished(f"good-{number}") for number in range(20)]
+    report = await store.record([*group[:7], _nul("bad"), *group[7:]])
+    assert len(report.written) == 21
+    assert set(report.cleaned) == {"bad"}
+    assert "NUL" in report.cleaned["bad"]
+    row = rows(postgres_url, "SELECT text, metadata, result FROM jobs WHERE id = 'bad'")[0]
+    assert row["text"] == "a\ufffdb"
+    assert row["metadata"] == {"k\ufffd": "v\ufffd"}
+    assert decode_result(bytes(row["result"])).text == "a\x00b"  # the producer gets what was generated
+    assert counts(postgres_url) == (21, 21, 21, 21)
+    await store.close()
+
+
+async def test_numbers_beyond_the_columns_are_cut_and_the_result_kept(store: ResultStore, url: str) -> None:
+    huge = finished("huge", attempt=2**40, usage=Usage(prompt_tokens=2**63, preemptions=2**40, total_ms=2**62))
+    report = await store.record([finished("a"), huge, finished("b")])
+    assert report.written == {"a", "b", "huge"}
+    assert counts(url) == (3, 3, 3, 3)
+    assert rows(url, "SELECT prompt_tokens AS n FROM usage WHERE job_id = 'huge'")[0]["n"] == 2**63 - 1
+
+
+async def test_many_bad_rows_among_good_ones(store: ResultStore, url: str) -> None:
+    group = [_nul(f"job-{number:03d}") if number % 9 == 0 else finished(f"job-{number:03d}") for number in range(100)]
+    report = await store.record(group)
+    assert len(report.written) == 100
+    assert counts(url) == (100, 100, 100, 100)
+
+
+def _refuse(engine: Engine, job_id: str, *, unless_bare: bool) -> None:
+    """A database that finds something wrong with one job's row, as a constraint would."""
+
+    @event.listens_for(engine, "before_cursor_execute")
+    def refuse(_connection: Any, _cursor: Any, statement: str, parameters: Any, *_rest: Any) -> None:
+        values = [str(value) for value in (parameters.values() if isinstance(parameters, dict) else parameters)]
+        if "INSERT INTO jobs" in statement and job_id in values:
+            if unless_bare and not any("Blue light" in value for value in values):
+                return
+            raise exc.IntegrityError("check constraint", None, Exception("refused"))
+
+
+async def test_a_row_is_recorded_bare_when_its_contents_are_refused(sqlite_url: str) -> None:
+    engine = open_engine(sqlite_url)
+    _refuse(engine, "odd", unless_bare=True)
+    store = ResultStore(sqlite_url, queue="q", engine=engine)
+    report = await store.record([finished("a"), finished("odd"), finished("z")])
+    assert report.written == {"a", "odd", "z"}
+    row = rows(sqlite_url, "SELECT text, state, result FROM jobs WHERE id = 'odd'")[0]
+    assert row["text"] is None
+    assert decode_result(row["result"]).text.startswith("Blue light")
+    assert counts(sqlite_url) == (3, 3, 3, 3)
+    await store.close()
+
+
+async def test_a_row_that_is_refused_in_every_form_is_reported_and_the_others_stand(sqlite_url: str) -> None:
+    engine = open_engine(sqlite_url)
+    _refuse(engine, "never", unless_bare=False)
+    store = ResultStore(sqlite_url, queue="q", engine=engine)
+    report = await store.record([finished(f"job-{number}") for number in range(30)] + [finished("never")])
+    assert len(report.written) == 30
+    assert set(report.refused) == {"never"}
+    assert counts(sqlite_url) == (30, 30, 30, 30)
+    await store.close()

@@ -1,0 +1,213 @@
+"""Real databases, real deaths: a job's rows are there exactly once, and it is acknowledged only after them."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from sqlalchemy import Engine, event, exc
+
+from tests.record.support import FakeRedis, counts, finished
+from tests.support.postgres import PostgresServer
+from worker.errors import StoreUnavailable
+from worker.record import Finalizer, FinalizerLimits, ResultStore
+from worker.record.connection import open_engine
+from worker.record.migrate import upgrade
+from worker.record.stage import Backoff
+
+FAST = FinalizerLimits(record_backoff=Backoff(first_s=0.02, longest_s=0.2))
+
+
+@pytest.mark.parametrize("moment", ["before-commit", "after-commit", "after-acknowledge"])
+def test_killed_at_each_moment_and_done_again(url: str, tmp_path: Path, moment: str) -> None:
+    acknowledged = tmp_path / "acknowledged"
+    acknowledged.touch()
+
+    def run(when: str) -> int:
+        command = [sys.executable, "-m", "tests.record.killed", url, str(acknowledged), when]
+        return subprocess.run(command, timeout=60, check=False).returncode
+
+    assert run(moment) == -signal.SIGKILL
+    known = set(acknowledged.read_text().split())
+    there = counts(url)[0]
+    assert len(known) <= there, "acknowledged before it was recorded"
+    assert there == {"before-commit": 0, "after-commit": there, "after-acknowledge": there}[moment]
+    assert (moment == "before-commit") == (there == 0)
+    assert run("never") == 0  # the redelivery
+    assert counts(url) == (10, 10, 10, 10)
+    assert set(acknowledged.read_text().split()) == {f"job-{number}" for number in range(10)}
+
+
+async def _finish_all(store: ResultStore, count: int, while_running: Any = None) -> tuple[Finalizer, FakeRedis]:
+    redis = FakeRedis()
+    finalizer = Finalizer(store, redis, FAST)
+    task = asyncio.create_task(finalizer.run())
+    for number in range(count):
+        await finalizer.submit(finished(f"job-{number}"))
+    try:
+        if while_running is not None:
+            await while_running(finalizer, redis)
+        assert await finalizer.drain(30) == []
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await store.close()
+    return finalizer, redis
+
+
+@pytest.mark.postgres
+@pytest.mark.parametrize("crash", [False, True])
+async def test_postgres_stops_and_comes_back(own_postgres: PostgresServer, crash: bool) -> None:
+    url = own_postgres.create_database()
+    upgrade(url)
+    store = ResultStore(url, queue="q")
+    await store.record([finished("before")])
+    await asyncio.to_thread(own_postgres.halt, signal.SIGQUIT if crash else signal.SIGINT)
+
+    async def repair(finalizer: Finalizer, redis: FakeRedis) -> None:
+        await asyncio.sleep(0.3)
+        assert finalizer.stats.record_failures >= 2
+        assert "password" not in finalizer.stats.last_error
+        assert not redis.done
+        await asyncio.to_thread(own_postgres.start)
+
+    _, redis = await _finish_all(store, 50, repair)
+    assert len(redis.done) == 50
+    assert counts(url) == (51, 51, 51, 51)
+
+
+def freeze(server: PostgresServer, number: int) -> None:
+    """SIGSTOP or SIGCONT for every process of the server."""
+    main = int((server.data_directory / "postmaster.pid").read_text().split()[0])
+    children = Path(f"/proc/{main}/task/{main}/children").read_text().split()
+    for process in (main, *map(int, children)):
+        os.kill(process, number)
+
+
+@pytest.mark.postgres
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the processes in /proc")
+async def test_a_frozen_postgres_costs_a_timeout_not_the_worker(own_postgres: PostgresServer) -> None:
+    url = own_postgres.create_database()
+    upgrade(url)
+    store = ResultStore(url, queue="q", answer_timeout_s=0.3)
+    await store.record([finished("before")])
+    freeze(own_postgres, signal.SIGSTOP)
+    with pytest.raises(StoreUnavailable, match="did not answer within"):
+        await store.record([finished("during")])
+    freeze(own_postgres, signal.SIGCONT)
+    for thread in threading.enumerate():
+        if thread.name == "sql":  # the abandoned call comes back and returns its connection
+            await asyncio.to_thread(thread.join, 10)
+    await store.close()
+    store = ResultStore(url, queue="q")
+    report = await store.record([finished("during")])  # perhaps the late commit came through
+    assert report.written | set(report.existing) == {"during"}
+    _, redis = await _finish_all(store, 5)
+    assert counts(url) == (7, 7, 7, 7)
+    assert len(redis.done) == 5
+
+
+@pytest.mark.postgres
+async def test_the_victim_of_a_deadlock_tries_again(postgres_url: str) -> None:
+    upgrade(postgres_url)
+    columns = "id, queue, model, tenant, priority, state, attempts, worker_id, created_ms, started_ms, finished_ms"
+    statement = f"INSERT INTO jobs ({columns}) VALUES (%s, 'q', 'm', 'other', 'bulk', 'failed', 1, 'w', 0, 0, 0)"
+    other = await psycopg.AsyncConnection.connect(postgres_url.replace("+psycopg", ""))
+    await other.execute("SET deadlock_timeout = '20s'")  # so that the store's side notices first, and is the victim
+    await other.execute(statement, ["job-5"])
+
+    async def cross(finalizer: Finalizer, _redis: FakeRedis) -> None:
+        await asyncio.sleep(0.3)  # the store holds job-0 … job-4 and waits for job-5
+        await asyncio.wait_for(other.execute(statement, ["job-0"]), 15)
+        await asyncio.sleep(0.1)
+        assert "deadlock" in finalizer.stats.last_error
+        await other.rollback()
+
+    try:
+        _, redis = await _finish_all(ResultStore(postgres_url, queue="q"), 10, cross)
+    finally:
+        await other.close()
+    assert len(redis.done) == 10
+    assert counts(postgres_url) == (10, 10, 10, 10)
+
+
+async def test_sqlite_on_a_full_disk_waits_until_there_is_room(sqlite_url: str) -> None:
+    engine = open_engine(sqlite_url)
+    limits = [30]
+
+    @event.listens_for(engine, "begin")
+    def full(connection: Any) -> None:
+        connection.exec_driver_sql(f"PRAGMA max_page_count = {limits[0]}")  # SQLite's own "disk is full"
+
+    async def make_room(finalizer: Finalizer, redis: FakeRedis) -> None:
+        await asyncio.sleep(0.3)
+        assert "full" in finalizer.stats.last_error
+        assert len(redis.done) == counts(sqlite_url)[0] < 400
+        limits[0] = 100_000
+
+    _, redis = await _finish_all(ResultStore(sqlite_url, queue="q", engine=engine), 400, make_room)
+    assert len(redis.done) == 400
+    assert counts(sqlite_url) == (400, 400, 400, 400)
+
+
+async def test_a_locked_sqlite_is_waited_for(sqlite_url: str) -> None:
+    engine = open_engine(sqlite_url)
+
+    @event.listens_for(engine, "begin")
+    def impatient(connection: Any) -> None:
+        connection.exec_driver_sql("PRAGMA busy_timeout = 20")
+
+    holder = open_engine(sqlite_url)
+    lock = holder.connect()
+    lock.exec_driver_sql("BEGIN EXCLUSIVE")
+
+    async def unlock(finalizer: Finalizer, _redis: FakeRedis) -> None:
+        await asyncio.sleep(0.2)
+        assert "locked" in finalizer.stats.last_error
+        lock.rollback()
+        lock.close()
+
+    _, redis = await _finish_all(ResultStore(sqlite_url, queue="q", engine=engine), 5, unlock)
+    holder.dispose()
+    assert len(redis.done) == 5
+
+
+class _DriverError(Exception):
+    def __init__(self, sqlstate: str) -> None:
+        super().__init__(f"could not extend file: {sqlstate}")
+        self.sqlstate = sqlstate
+
+
+@pytest.mark.parametrize("sqlstate", ["53100", "40001", "25006", "57P01", "08006", "55P03", "53300"])
+async def test_what_passes_by_itself_is_retried_as_a_whole(sqlite_url: str, sqlstate: str) -> None:
+    """PostgreSQL's codes for: disk full, serialization, read-only, shutdown, connection, lock, too many clients."""
+    engine: Engine = open_engine(sqlite_url)
+    tries = []
+
+    @event.listens_for(engine, "before_cursor_execute")
+    def fail(_connection: Any, _cursor: Any, statement: str, *_rest: Any) -> None:
+        if "INSERT INTO usage" in statement:
+            tries.append(1)
+            if len(tries) <= 3:
+                raise exc.OperationalError(statement, None, _DriverError(sqlstate))
+
+    finalizer, redis = await _finish_all(ResultStore(sqlite_url, queue="q", engine=engine), 8)
+    assert finalizer.stats.record_failures == 3
+    assert len(redis.done) == 8
+    assert counts(sqlite_url) == (8, 8, 8, 8)
+
+
+async def test_a_missing_table_waits_and_says_what_to_do(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/empty.db"
+    store = ResultStore(url, queue="q")
+    with pytest.raises(StoreUnavailable, match="run `tokenmill db upgrade`"):
+        await store.record([finished("a")])
+    upgrade(url)
+    assert (await store.record([finished("a")])).written == {"a"}
+    await store.close()

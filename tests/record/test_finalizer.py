@@ -1,0 +1,229 @@
+"""The order of a job's end, under failures of either side. No database: the store is a fake with a plan."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import pytest
+
+from schemas import ChoiceResult
+from tests.record.support import FakeRedis, finished
+from worker.errors import StoreUnavailable
+from worker.jobs import Finished
+from worker.record import Finalizer, FinalizerLimits, RecordReport
+from worker.record.stage import Backoff
+
+FAST = Backoff(first_s=0.001, longest_s=0.01)
+
+
+@dataclass
+class FakeStore:
+    """A Recorder: the first write of an id counts."""
+
+    recorded: dict[str, Finished] = field(default_factory=dict)
+    groups: list[int] = field(default_factory=list)
+    down: bool = False
+    fail: int = 0
+    refuse: set[str] = field(default_factory=set)
+    gate: asyncio.Event | None = None
+
+    async def record(self, finished: Sequence[Finished]) -> RecordReport:
+        self.groups.append(len(finished))
+        if self.gate is not None:
+            await self.gate.wait()
+        if self.down or self.fail > 0:
+            self.fail -= 1
+            raise StoreUnavailable("the SQL store failed: connection refused")
+        report = RecordReport()
+        for item in finished:
+            job_id = item.result.job_id
+            if job_id in self.refuse:
+                report.refused[job_id] = "refused"
+            elif job_id in self.recorded:
+                report.existing[job_id] = self.recorded[job_id].result
+            else:
+                self.recorded[job_id] = item
+                report.written.add(job_id)
+        return report
+
+
+@dataclass
+class Rig:
+    store: FakeStore = field(default_factory=FakeStore)
+    redis: FakeRedis = field(default_factory=FakeRedis)
+    lost: list[str] = field(default_factory=list)
+    told: list[str] = field(default_factory=list)
+
+    @asynccontextmanager
+    async def running(self, **limits: object) -> AsyncIterator[Finalizer]:
+        finalizer = Finalizer(
+            self.store,
+            self.redis,
+            FinalizerLimits(record_backoff=FAST, acknowledge_backoff=FAST, **limits),  # type: ignore[arg-type]
+            on_lost=self.lost.extend,
+            on_recorded=lambda jobs: self.told.extend(job.result.job_id for job in jobs),
+        )
+        task = asyncio.create_task(finalizer.run())
+        try:
+            yield finalizer
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.fixture
+def rig() -> Rig:
+    return Rig()
+
+
+async def _submit(finalizer: Finalizer, count: int, start: int = 0) -> None:
+    for number in range(start, start + count):
+        await finalizer.submit(finished(f"job-{number}"))
+
+
+def _intake_stops(finalizer: Finalizer) -> bool:
+    return finalizer.is_full
+
+
+async def test_a_job_is_acknowledged_after_it_was_recorded(rig: Rig) -> None:
+    async with rig.running() as finalizer:
+        await _submit(finalizer, 5)
+        assert await finalizer.drain(5) == []
+    assert list(rig.redis.done) == [f"job-{number}" for number in range(5)] == rig.told
+    assert set(rig.redis.done) == set(rig.store.recorded)
+    assert (finalizer.stats.recorded, finalizer.stats.acknowledged, finalizer.stats.lost) == (5, 5, 0)
+
+
+async def test_what_waits_is_written_as_one_group(rig: Rig) -> None:
+    rig.store.gate = asyncio.Event()
+    async with rig.running(max_group=40) as finalizer:
+        await _submit(finalizer, 1)
+        await asyncio.sleep(0.01)
+        await _submit(finalizer, 100, start=1)
+        rig.store.gate.set()
+        assert await finalizer.drain(5) == []
+    assert rig.store.groups == [1, 40, 40, 20]
+
+
+async def test_nothing_is_acknowledged_while_sql_is_down_and_all_of_it_afterwards(rig: Rig) -> None:
+    rig.store.down = True
+    async with rig.running() as finalizer:
+        await _submit(finalizer, 30)
+        await asyncio.sleep(0.05)
+        assert not rig.redis.calls
+        assert finalizer.stats.record_down_since is not None
+        assert finalizer.stats.record_failures > 2
+        rig.store.down = False
+        assert await finalizer.drain(5) == []
+    assert len(rig.redis.done) == 30
+    assert finalizer.stats.record_down_since is None
+
+
+async def test_sql_goes_on_while_redis_is_down(rig: Rig) -> None:
+    rig.redis.fail_before = 10**9
+    async with rig.running() as finalizer:
+        await _submit(finalizer, 10)
+        await asyncio.sleep(0.02)
+        await _submit(finalizer, 10, start=10)
+        await asyncio.sleep(0.02)
+        assert len(rig.store.recorded) == 20
+        assert len(finalizer) == 20
+        assert finalizer.stats.acknowledge_down_since is not None
+        rig.redis.fail_before = 0
+        assert await finalizer.drain(5) == []
+    assert len(rig.redis.done) == 20
+
+
+async def test_a_lost_reply_repeats_the_acknowledgement_and_nothing_else(rig: Rig) -> None:
+    rig.redis.fail_after = 3
+    async with rig.running() as finalizer:
+        await _submit(finalizer, 8)
+        assert await finalizer.drain(5) == []
+    assert len(rig.redis.done) == 8
+    assert finalizer.stats.recorded == 8
+    assert finalizer.stats.recorded_before == 0
+
+
+async def test_the_buffer_fills_and_intake_waits(rig: Rig) -> None:
+    rig.store.down = True
+    async with rig.running(max_buffered=10) as finalizer:
+        await _submit(finalizer, 9)
+        assert not _intake_stops(finalizer)
+        await asyncio.wait_for(finalizer.wait_for_room(), 1)
+        await _submit(finalizer, 3, start=9)  # running jobs still end
+        assert _intake_stops(finalizer)
+        waiting = asyncio.create_task(finalizer.wait_for_room())
+        await asyncio.sleep(0.03)
+        assert not waiting.done()
+        rig.store.down = False
+        await asyncio.wait_for(waiting, 5)
+        assert not _intake_stops(finalizer)
+        assert await finalizer.drain(5) == []
+
+
+async def test_jobs_of_other_workers_are_reported(rig: Rig) -> None:
+    rig.redis.outdated = {"job-1", "job-3"}
+    async with rig.running() as finalizer:
+        await _submit(finalizer, 5)
+        assert await finalizer.drain(5) == []
+    assert rig.lost == ["job-1", "job-3"]
+    assert (finalizer.stats.acknowledged, finalizer.stats.lost) == (3, 2)
+
+
+async def test_a_job_that_breaks_every_acknowledgement_does_not_hold_the_others(rig: Rig) -> None:
+    rig.redis.poison = {"job-17"}
+    async with rig.running() as finalizer:
+        await _submit(finalizer, 64)
+        left = await finalizer.drain(1)
+        assert left == ["job-17"]
+        assert len(rig.redis.done) == 63
+        rig.redis.poison = set()
+        assert await finalizer.drain(5) == []
+
+
+async def test_a_job_that_sql_refuses_is_kept_and_tried_again(rig: Rig) -> None:
+    rig.store.refuse = {"job-2"}
+    async with rig.running() as finalizer:
+        await _submit(finalizer, 5)
+        assert await finalizer.drain(0.1) == ["job-2"]
+        assert "job-2" not in rig.redis.done
+        rig.store.refuse = set()
+        assert await finalizer.drain(5) == []
+    assert "job-2" in rig.redis.done
+    assert finalizer.stats.refused >= 2
+
+
+async def test_a_redelivered_job_ends_in_redis_as_it_stands_in_sql(rig: Rig) -> None:
+    first = finished("job-0", worker_id="dead-worker")
+    rig.store.recorded["job-0"] = first
+    async with rig.running() as finalizer:
+        await finalizer.submit(finished("job-0", token=2, choices=(ChoiceResult(text="something else"),)))
+        assert await finalizer.drain(5) == []
+    told = rig.redis.done["job-0"]
+    assert told.result == first.result
+    assert told.token == 2  # under our lease
+    assert told.final_chunk.usage == first.result.usage
+    assert rig.told == []  # it was counted when it was recorded
+
+
+async def test_what_is_in_hand_when_the_worker_is_cancelled_is_still_reported(rig: Rig) -> None:
+    rig.store.gate = asyncio.Event()
+    async with rig.running() as finalizer:
+        await _submit(finalizer, 3)
+        await asyncio.sleep(0.01)
+        await _submit(finalizer, 2, start=3)
+    assert sorted(finalizer.held_ids) == [f"job-{number}" for number in range(5)]
+
+
+async def test_a_hook_that_fails_changes_nothing(rig: Rig) -> None:
+    def broken(_jobs: list[Finished]) -> None:
+        raise RuntimeError("metrics are broken")
+
+    finalizer = Finalizer(rig.store, rig.redis, on_recorded=broken)
+    task = asyncio.create_task(finalizer.run())
+    await _submit(finalizer, 3)
+    assert await finalizer.drain(5) == []
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert [len(call) for call in rig.redis.calls] == [3]

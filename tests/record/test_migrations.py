@@ -1,0 +1,107 @@
+"""The revisions and the tables say the same, on both databases, and a start refuses only what is too old."""
+
+import threading
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+
+from tests.record.support import reading, rows
+from worker.errors import SchemaOutdated, StoreUnavailable
+from worker.record import ResultStore
+from worker.record.connection import open_engine
+from worker.record.migrate import standing, upgrade
+from worker.record.tables import metadata
+
+
+def test_the_migrated_schema_equals_the_tables(url: str) -> None:
+    with reading(url) as connection:
+        context = MigrationContext.configure(connection, opts={"compare_type": True, "target_metadata": metadata})
+        assert compare_metadata(context, metadata) == []
+
+
+def test_primary_keys_and_columns_are_those_of_the_tables(url: str) -> None:
+    """What alembic does not compare: primary keys, nullability of every column, column order."""
+    with reading(url) as connection:
+        inspector = sa.inspect(connection)
+        for table in metadata.tables.values():
+            found = inspector.get_columns(table.name)
+            assert [(c["name"], c["nullable"]) for c in found] == [(c.name, c.nullable) for c in table.columns]
+            key = inspector.get_pk_constraint(table.name)["constrained_columns"]
+            assert key == [column.name for column in table.primary_key.columns]
+
+
+def test_upgrading_twice_changes_nothing(empty_url: str) -> None:
+    before, after = upgrade(empty_url)
+    assert before is None
+    assert upgrade(empty_url) == (after, after)
+
+
+def test_several_upgrades_at_once(empty_url: str) -> None:
+    outcomes: list[object] = []
+
+    def run() -> None:
+        try:
+            outcomes.append(upgrade(empty_url))
+        except Exception as error:
+            outcomes.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(map(str, outcomes)) == ["('0001', '0001')"] * 3 + ["(None, '0001')"]
+
+
+async def test_a_start_on_an_empty_database_names_the_command(empty_url: str) -> None:
+    store = ResultStore(empty_url, queue="q")
+    with pytest.raises(SchemaOutdated, match="tokenmill db upgrade"):
+        await store.check()
+    upgrade(empty_url)
+    await store.check()
+    await store.close()
+
+
+async def test_a_database_of_a_newer_version_is_fine(url: str) -> None:
+    """A rolling upgrade: the database goes first, workers of both versions run on it."""
+    engine = open_engine(url)
+    with engine.begin() as connection:
+        connection.execute(sa.text("UPDATE alembic_version SET version_num = '9999'"))
+        connection.execute(sa.text("ALTER TABLE jobs ADD COLUMN invented_later INTEGER"))
+    engine.dispose()
+    store = ResultStore(url, queue="q")
+    await store.check()
+    await store.close()
+    assert upgrade(url) == ("9999", "9999")
+
+
+async def test_a_database_that_is_away_is_waited_for() -> None:
+    store = ResultStore("postgresql://nobody@127.0.0.1:1/none", queue="q")
+    with pytest.raises(StoreUnavailable, match="cannot be reached"):
+        await store.check()
+    await store.close()
+
+
+def test_the_way_back(url: str) -> None:
+    from alembic import command
+
+    from worker.record.migrate import configuration
+
+    engine = open_engine(url)
+    with engine.begin() as connection:
+        config = configuration()
+        config.attributes["connection"] = connection
+        command.downgrade(config, "base")
+    with engine.connect() as connection:
+        assert sa.inspect(connection).get_table_names() == ["alembic_version"]
+        assert standing(connection).is_behind
+    engine.dispose()
+
+
+def test_the_folder_of_a_new_sqlite_file_is_made(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/new/folder/tokenmill.db"
+    upgrade(url)
+    assert rows(url, "SELECT count(*) AS n FROM jobs") == [{"n": 0}]
