@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, ValidationError, create_model
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from api_client.connections import parse_url
 from worker.engine.config import EngineConfig, EngineConfigError
 from worker.errors import SettingsError
 
@@ -216,10 +217,12 @@ def _semantic_problems(settings: Settings, given: Mapping[str, object]) -> list[
         for sentence in error.problems:
             name, _, rest = sentence.partition(" ")
             found.append(f"{spelt(name)} {rest}")
-    for name, schemes in (("redis_url", _REDIS_SCHEMES), ("database_url", _DATABASE_SCHEMES)):
-        value = getattr(settings, name)
-        if (problem := _url_problem(value, schemes)) is not None:
-            found.append(f"{spelt(name)} {problem}, not {_masked(value)!r}")
+    for name, problem in (
+        ("redis_url", _redis_problem(settings.redis_url)),
+        ("database_url", _database_problem(settings.database_url)),
+    ):
+        if problem is not None:
+            found.append(f"{spelt(name)}: {problem}, not {_masked(getattr(settings, name))!r}")
     if settings.heartbeat_interval > settings.lease_seconds / 2:
         found.append(
             f"{spelt('heartbeat_seconds')} ({settings.heartbeat_interval:g}) must be at most half of "
@@ -235,19 +238,21 @@ def _semantic_problems(settings: Settings, given: Mapping[str, object]) -> list[
     return found
 
 
-_REDIS_SCHEMES = ("redis", "rediss", "unix", "redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster")
-_DATABASE_SCHEMES = ("sqlite", "postgresql", "postgres", "postgresql+psycopg", "sqlite+pysqlite")
-
-
-def _url_problem(value: str, schemes: tuple[str, ...]) -> str | None:
+def _redis_problem(url: str) -> str | None:
     try:
-        parts = urlsplit(value)
-        _ = parts.port
-    except ValueError as error:
-        return f"must be a URL ({error})"
-    if parts.scheme not in schemes:
-        return f"must begin with {' or '.join(scheme + '://' for scheme in schemes[:3])}"
-    if parts.scheme.startswith("sqlite") and not parts.path.strip("/"):
+        endpoint = parse_url(url)
+        if endpoint.kind == "single":
+            _ = urlsplit(url).port
+    except ValueError as error:  # ConfigurationError is one
+        return str(error).split(", not ")[0]
+    return None
+
+
+def _database_problem(url: str) -> str | None:
+    scheme, separator, rest = url.partition("://")
+    if not separator or scheme.partition("+")[0] not in ("sqlite", "postgresql", "postgres"):
+        return "must begin with sqlite:/// or postgresql://"
+    if scheme.startswith("sqlite") and rest.split("?")[0].strip("/") in ("", ":memory:"):
         return "must name a file, as in sqlite:///tokenmill.db"
     return None
 
