@@ -6,7 +6,7 @@ from typing import Any
 from schemas.chunk import Chunk
 from schemas.codec import encode
 from schemas.generation import FinishReason, SamplingParams, TokenLogprob
-from schemas.job import JobRequest
+from schemas.job import JobRequest, RetryPolicy
 from tests.support.tokenizers import byte_level
 from worker.consume.admission import Admission, ServedModel
 from worker.engine.types import TokenEvent
@@ -97,9 +97,15 @@ def delivery_of(request: JobRequest, log: tuple[Chunk, ...] = (), **fields) -> D
     return Delivery(job_id=request.job_id, payload=encode(request), log=tuple(encode(c) for c in log), **values)
 
 
-async def admit(job_id: str = "job", log: tuple[Chunk, ...] = (), stream: bool = True, **params) -> Admitted:
+async def admit(
+    job_id: str = "job",
+    log: tuple[Chunk, ...] = (),
+    stream: bool = True,
+    retry: RetryPolicy = RetryPolicy(),
+    **params,
+) -> Admitted:
     """A job with the prompt "hi" (two tokens of the byte-level tokenizer)."""
-    request = JobRequest(job_id=job_id, prompt="hi", stream=stream, params=SamplingParams(**params))
+    request = JobRequest(job_id=job_id, prompt="hi", stream=stream, retry=retry, params=SamplingParams(**params))
     admitted = await Admission(byte_level(), MODEL, clock=Clock()).admit(delivery_of(request, log))
     assert isinstance(admitted, Admitted), admitted
     return admitted
