@@ -101,11 +101,13 @@ async def admit(
     job_id: str = "job",
     log: tuple[Chunk, ...] = (),
     stream: bool = True,
-    retry: RetryPolicy = RetryPolicy(),
+    retry: RetryPolicy | None = None,
     **params,
 ) -> Admitted:
     """A job with the prompt "hi" (two tokens of the byte-level tokenizer)."""
-    request = JobRequest(job_id=job_id, prompt="hi", stream=stream, retry=retry, params=SamplingParams(**params))
+    request = JobRequest(
+        job_id=job_id, prompt="hi", stream=stream, retry=retry or RetryPolicy(), params=SamplingParams(**params)
+    )
     admitted = await Admission(byte_level(), MODEL, clock=Clock()).admit(delivery_of(request, log))
     assert isinstance(admitted, Admitted), admitted
     return admitted
