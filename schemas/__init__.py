@@ -6,6 +6,18 @@ from schemas.job import JobRequest, Message, Priority, RetryPolicy
 from schemas.result import ChoiceResult, JobError, JobResult, JobStatus, Usage
 
 __all__ = [
-    "ChoiceResult", "Chunk", "FinishReason", "JobError", "JobRequest", "JobResult", "JobStatus", "Message",
-    "Priority", "ResponseFormat", "RetryPolicy", "SamplingParams", "TokenLogprob", "Usage",
+    "ChoiceResult",
+    "Chunk",
+    "FinishReason",
+    "JobError",
+    "JobRequest",
+    "JobResult",
+    "JobStatus",
+    "Message",
+    "Priority",
+    "ResponseFormat",
+    "RetryPolicy",
+    "SamplingParams",
+    "TokenLogprob",
+    "Usage",
 ]

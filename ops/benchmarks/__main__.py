@@ -21,7 +21,6 @@ COMMANDS = {
     "queue": "the whole way: Valkey, pub/sub, log and SQL around the engine",
     "scheduler": "the cost of one plan and commit, by batch and by backlog",
     "sampler": "the sampler alone, by what the requests ask for",
-    "sampler": "the cost of drawing a batch's tokens, by kind of request",
     "attention": "the attention backends beside one another, and what they read per second",
     "simulate": "goodput and latency under load, on a cost model",
     "gpu": "share of the roofline on a CUDA device",

@@ -72,8 +72,6 @@ def test_resumed_tokens_follow_the_prompt_and_ended_choices_do_not_run_again():
 
 
 def test_a_resumed_answer_at_its_limit_is_refused():
-    request = GenerationRequest(
-        request_id="r", prompt_ids=(1,), params=SamplingParams(max_tokens=2), resumed=((5, 6),)
-    )
+    request = GenerationRequest(request_id="r", prompt_ids=(1,), params=SamplingParams(max_tokens=2), resumed=((5, 6),))
     with pytest.raises(RequestError, match="limit is 2"):
         Intake(100, 16).admit(request)

@@ -19,6 +19,7 @@ from typing import Any
 
 from schemas.generation import FinishReason, SamplingParams
 from worker.engine.config import EngineConfig
+from worker.engine.faults import is_device_lost, refusal_event, sentence_of
 from worker.engine.intake import Intake
 from worker.engine.outputs import Outputs
 from worker.engine.plan import StepOutput, StepPlan
@@ -75,7 +76,7 @@ class Engine:
             try:
                 self._enqueue(request, batch)
             except RequestError as error:
-                self._early.append(_refusal(request.request_id, error))
+                self._early.append(refusal_event(request.request_id, error))
         self._schedule(batch)
 
     def add_request(
@@ -154,7 +155,7 @@ class Engine:
         try:
             self.scheduler.add(sequences)
         except RequestError as error:
-            self._early += [_refusal(s.request_id, error, s.choice) for s in sequences]
+            self._early += [refusal_event(s.request_id, error, s.choice) for s in sequences]
 
     def _new_id(self) -> str:
         return f"request-{next(self._ids)}"
@@ -228,7 +229,7 @@ class Engine:
             raise EngineError(f"the device is lost: {error}") from error
         sequences = [item.sequence for item in plan.scheduled]
         if len(sequences) == 1:
-            return self.scheduler.fail(sequences[0], f"the model failed on this request: {_sentence(error)}")
+            return self.scheduler.fail(sequences[0], f"the model failed on this request: {sentence_of(error)}")
         if not sequences:
             raise EngineError(f"a step without sequences failed: {error}") from error
         middle = len(sequences) // 2
@@ -255,8 +256,8 @@ class Engine:
             if error is None:
                 self._schedule(sequences)
             else:
-                refusal = RequestError(f"response_format cannot be used: {_sentence(error)}")
-                self._early += [_refusal(s.request_id, refusal, s.choice) for s in sequences]
+                refusal = RequestError(f"response_format cannot be used: {sentence_of(error)}")
+                self._early += [refusal_event(s.request_id, refusal, s.choice) for s in sequences]
 
     # ── reading ──
 
@@ -332,25 +333,3 @@ class Engine:
 
     def __exit__(self, kind: object, *_: object) -> None:
         self.stop(drain=kind is None)
-
-
-def _refusal(request_id: str, error: RequestError, choice: int = 0) -> TokenEvent:
-    return TokenEvent(
-        request_id=request_id,
-        choice=choice,
-        finish_reason=FinishReason.ERROR,
-        error=str(error),
-        error_code=error.code,
-    )
-
-
-def _sentence(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
-def is_device_lost(error: Exception) -> bool:
-    """After a device-side assert or an illegal access every later call on the device fails too."""
-    text = str(error).lower()
-    signs = ("device-side assert", "illegal memory access", "unspecified launch failure", "device lost", "ecc error")
-    return any(sign in text for sign in signs)
