@@ -214,3 +214,22 @@ def answers(runner: ModelRunner) -> list[list[int]]:
     while not (plan := planner.plan()).is_empty:
         planner.commit(plan, runner.execute(plan))
     return [sequence.output_ids for sequence in sequences]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_captured_graphs_give_the_eager_tokens_on_cuda(family: str, tmp_path: Path) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    folder = tiny_models.save(family, tmp_path)
+    settings: dict[str, object] = {
+        "model": str(folder), "dtype": "float32", "device": "cuda", "attention": "triton", "block_size": 4,
+        "num_blocks": 300, "max_num_seqs": 8, "q_padding_interval": 16, "kv_padding_interval": 32,
+    }  # fmt: skip
+    eager = ModelRunner.load(EngineConfig(**settings, cuda_graphs=False))  # type: ignore[arg-type]
+    graphed = ModelRunner.load(EngineConfig(**settings, cuda_graphs=True))  # type: ignore[arg-type]
+    assert eager.graphs is None
+    assert graphed.graphs is not None
+    assert answers(graphed) == answers(eager)
+    assert graphed.graphs.refusal is None
+    assert graphed.graphs.num_replays > 3 * graphed.graphs.num_captured

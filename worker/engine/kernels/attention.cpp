@@ -259,10 +259,12 @@ struct Attention {
                 work(plan.items[i], next < plan.num_items ? &plan.items[next] : nullptr, scratch);
                 i = next;
             }
+            if (plan.has_partials) {
 #pragma omp barrier
-#pragma omp for schedule(dynamic, 4)
-            for (int n = 0; n < plan.num_units; ++n)
-                if (plan.units[n].partials >= 0) fold_partials(plan.units[n], scratch);
+#pragma omp for schedule(dynamic, 4) nowait
+                for (int n = 0; n < plan.num_units; ++n)
+                    if (plan.units[n].partials >= 0) fold_partials(plan.units[n], scratch);
+            }
         }
     }
 };
@@ -295,6 +297,7 @@ extern "C" int64_t tokenmill_attend(const AttendArguments *arguments) {
     plan.scratch = (float *)(a.workspace + place[3]);
     planner.all(&plan, scarce);
     plan.num_units = (int32_t)planner.num_units, plan.num_items = (int32_t)planner.num_items;
+    plan.has_partials = planner.partials > 0;
     const int64_t row = (int64_t)a.num_heads * a.head_dim, used = a.num_seqs ? a.query_start[a.num_seqs] : 0;
     if (used < a.num_tokens) memset(a.out + used * row, 0, (a.num_tokens - used) * row * sizeof(float));
     if (a.kv_type == 0) attend<float>(a, plan);

@@ -39,6 +39,7 @@ struct Plan {
     float *partials, *scratch;
     int64_t scratch_floats;  // of each thread
     int32_t num_units, num_items, next;
+    bool has_partials;
 };
 
 INLINE int64_t aligned(int64_t bytes) { return (bytes + 63) & ~(int64_t)63; }
