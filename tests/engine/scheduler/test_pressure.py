@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -195,3 +196,71 @@ def test_a_victim_whose_copy_failed_is_computed_again() -> None:
     assert loop.scheduler.snapshot().soft_resets == 1
     loop.run()
     loop.assert_truth()
+
+
+@pytest.mark.parametrize("policy", ["fifo", "prefill_first", "priority"])
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("windows", [(None,), (None, 8), (8,)])
+@pytest.mark.parametrize("num_host_blocks", [0, 12])
+def test_everything_at_once_in_a_tight_pool(
+    policy: str, is_async: bool, windows: tuple[int | None, ...], num_host_blocks: int
+) -> None:
+    """Shared prompts, choices that fork, preemption, offload: once a fork's parent came back in the fork's own step."""
+    rng = random.Random(1)
+    cache = make_cache(12, windows=windows, num_host_blocks=num_host_blocks)
+    loop = Loop.build(cache, is_async=is_async, policy=policy, max_num_batched_tokens=16, max_num_seqs=6)
+    shared = [rng.randrange(1, 50) for _ in range(13)]
+    for index in range(30):
+        own = [rng.randrange(1, 50) for _ in range(rng.randrange(1, 14))]
+        ids = (shared if index % 2 else []) + own
+        lengths = [rng.randrange(1, 12) for _ in range(3 if index % 5 == 0 else 1)]
+        loop.add(
+            *[
+                make_sequence(f"r{index}", ids, length, choice=choice, seed=choice, priority=index % 3)
+                for choice, length in enumerate(lengths)
+            ]
+        )
+        if index % 3 == 0:
+            loop.step()
+    loop.run()
+    loop.assert_truth()
+
+
+def test_who_was_preempted_comes_back_only_with_room_to_grow() -> None:
+    """Else it would be the next victim, over and over: without that room these six are preempted ten times."""
+    loop = Loop.build(make_cache(20), max_num_seqs=6)
+    loop.add(*[long_one(f"r{index}", index, 4 + index % 3, 30) for index in range(6)])
+    loop.run()
+    loop.assert_truth()
+    assert loop.scheduler.snapshot().preemptions <= 6
+
+
+def test_no_fork_from_a_sibling_that_comes_back_in_the_same_step() -> None:
+    """Its partial block is copied in after the step's forks have been copied."""
+    loop = Loop.build(make_cache(40, num_host_blocks=16), policy="priority", max_num_seqs=2)
+    loop.add(long_one("other", 9, 5, 4, priority=1))
+    loop.step()
+    params = SamplingParams(max_tokens=9, ignore_eos=True)
+    loop.add(*[make_sequence("r", prompt(1, 10), 9, choice=c, seed=c, priority=2, params=params) for c in range(2)])
+    loop.step()  # the first choice has the second row
+    loop.add(long_one("now", 5, 5, 2, priority=0))
+    loop.step()  # and loses it
+    first, second = loop.scheduler.sequences("r")
+    assert (first.status, second.status) == (SequenceStatus.OFFLOADED, SequenceStatus.WAITING)
+    loop.step()  # "other" and "now" end
+    loop.step()
+    assert loop.plans[-1].swap_in
+    assert [item.sequence for item in loop.plans[-1].scheduled] == [first]
+    loop.run()
+    loop.assert_truth()
+
+
+def test_a_failed_step_leaves_nothing_registered() -> None:
+    loop = Loop.build()
+    loop.scheduler.add([long_one("a", 1, 20, 4)])
+    plan = loop.scheduler.plan()
+    pool = loop.scheduler.kv.pools[0]
+    assert len(pool.cached) == len(pool.fenced) == 5
+    loop.scheduler.abandon(plan)
+    assert (pool.cached, pool.fenced) == ({}, {})
+    loop.scheduler.check_integrity()

@@ -28,10 +28,9 @@ class Step:
         self.tokens -= num_tokens
 
     def remove(self, sequence: Sequence) -> None:
-        """Take back what was planned for a sequence that is preempted after all."""
+        """Take back what was planned for a sequence that is preempted after all; preempting sets its counters."""
         for index, item in enumerate(self.items):
             if item.sequence is sequence:
                 del self.items[index]
-                sequence.num_computed_tokens = item.start
                 self.tokens += item.num_tokens
                 return
