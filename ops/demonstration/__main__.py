@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
-from api_client.sql import SqlResults
 from rich.console import Console
 from rich.table import Table
 
 from api_client import AsyncClient
+from api_client.sql import SqlResults
 from ops.demonstration.questions import QUESTIONS, Question
 from ops.demonstration.stack import DemoError, DemoStack, Notice
 from ops.demonstration.view import View, choose_view
@@ -103,11 +103,13 @@ def results_table(questions: Sequence[Question], results: Sequence[JobResult]) -
 
 def usage_table(database_url: str) -> Table:
     table = Table(title="usage, read from SQL", title_justify="left")
-    for name in ("tenant", "jobs", "prompt tokens", "cached tokens", "completion tokens"):
+    for name in ("tenant", "jobs", "prompt tokens", "cached tokens", "completion tokens", "mean first token ms"):
         table.add_column(name, justify="left" if name == "tenant" else "right")
-    for row in SqlResults(database_url).usage():
-        numbers = (row.jobs, row.prompt_tokens, row.cached_tokens, row.completion_tokens)
-        table.add_row(row.tenant, *(str(number) for number in numbers))
+    results = SqlResults(database_url)
+    for row in results.usage(by=("tenant",)):
+        numbers = (row.jobs, row.prompt_tokens, row.cached_tokens, row.completion_tokens, round(row.mean_ttft_ms))
+        table.add_row(row.group[0], *(str(number) for number in numbers))
+    results.close()
     return table
 
 
