@@ -24,6 +24,7 @@ so that each script touches one slot of a cluster.
 | `tm:{q}:meta` | hash: counters, limits and settings of the queue and its tenants | scripts, operators | for ever |
 """
 
+import re
 from dataclasses import dataclass
 
 from schemas.job import Priority
@@ -104,3 +105,9 @@ class Keys:
     @property
     def meta(self) -> str:
         return f"{self.base}meta"
+
+
+def queue_of(model: str) -> str:
+    """The queue of a model when none is named: its last path part, in lower case, without odd characters."""
+    name = re.split(r"[/\\]", model.rstrip("/\\"))[-1].removesuffix(".gguf").lower()
+    return re.sub(r"[^a-z0-9._-]+", "-", name).strip("-") or "default"

@@ -22,6 +22,8 @@ from pydantic import Field, ValidationError, create_model
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from api_client.connections import parse_url
+from api_client.errors import ConfigurationError
+from schemas.keys import queue_of
 from worker.engine.config import EngineConfig, EngineConfigError
 from worker.errors import SettingsError
 
@@ -128,12 +130,6 @@ def _text(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return "none" if value is None else str(value)
-
-
-def queue_of(model: str) -> str:
-    """The queue that serves a model when none is named: its last path part, in lower case, without odd characters."""
-    name = re.split(r"[/\\]", model.rstrip("/\\"))[-1].removesuffix(".gguf").lower()
-    return re.sub(r"[^a-z0-9._-]+", "-", name).strip("-") or "default"
 
 
 def load_settings(overrides: Mapping[str, object] | None = None, *, strict: bool = True) -> Settings:
@@ -244,7 +240,8 @@ def _redis_problem(url: str) -> str | None:
         if endpoint.kind == "single":
             _ = urlsplit(url).port
     except ValueError as error:  # ConfigurationError is one
-        return str(error).split(", not ")[0]
+        words = str(error).split(", not ")[0]
+        return words if isinstance(error, ConfigurationError) else f"is not a URL ({words})"
     return None
 
 
