@@ -84,10 +84,12 @@ async def _follow(client: AsyncClient, job: str, index: int, view: View) -> None
 
 
 def results_table(questions: Sequence[Question], results: Sequence[JobResult]) -> Table:
-    table = Table(title="results (Redis, for an hour; SQL, for good)", title_justify="left")
-    for name in ("question", "state", "end", "tokens", "first token ms", "total ms"):
-        is_number = name.endswith(("tokens", "ms"))
-        table.add_column(name, justify="right" if is_number else "left", no_wrap=not is_number, overflow="ellipsis")
+    table = Table(title="results (Redis, for an hour; SQL, for good)", title_justify="left", expand=True)
+    table.add_column("question", ratio=1, no_wrap=True, overflow="ellipsis")
+    for name, width in (("state", 9), ("end", 6)):
+        table.add_column(name, min_width=width, no_wrap=True)
+    for name in ("tokens", "first ms", "total ms"):
+        table.add_column(name, justify="right", min_width=len(name), no_wrap=True)
     for question, result in zip(questions, results, strict=True):
         usage = result.usage
         table.add_row(

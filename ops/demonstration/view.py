@@ -19,7 +19,7 @@ from rich.text import Text
 
 from ops.demonstration.questions import Question
 
-PANEL_TEXT_LINES = 9
+MIN_TEXT_LINES, MAX_TEXT_LINES = 2, 9
 MIN_PANEL_WIDTH = 36
 LINE_WIDTH = 90
 
@@ -74,12 +74,15 @@ class Panels:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         per_row = max(1, min(3, options.max_width // MIN_PANEL_WIDTH))
         width = options.max_width // per_row
-        panels = [self._panel(answer, width) for answer in self._answers]
+        num_rows = -(-len(self._answers) // per_row)
+        height = (console.height - 2) // num_rows  # the status line, and the cursor's below it
+        num_lines = max(MIN_TEXT_LINES, min(MAX_TEXT_LINES, height - 2))
+        panels = [self._panel(answer, width, num_lines) for answer in self._answers]
         yield Group(Columns(panels, width=width, padding=0), self._status())
 
-    def _panel(self, answer: Answer, width: int) -> Panel:
+    def _panel(self, answer: Answer, width: int, num_lines: int) -> Panel:
         lines = textwrap.wrap(answer.text, width - 4, drop_whitespace=True) or [""]
-        shown = lines[-PANEL_TEXT_LINES:]
+        shown = lines[-num_lines:]
         colour = {"queued": "dim", "running": "cyan", "succeeded": "green"}.get(answer.state, "red")
         return Panel(
             Text("\n".join(shown)),
@@ -89,7 +92,7 @@ class Panels:
             subtitle_align="right",
             border_style=colour,
             width=width,
-            height=PANEL_TEXT_LINES + 2,
+            height=num_lines + 2,
         )
 
     def _status(self) -> Text | Spinner:

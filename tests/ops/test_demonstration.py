@@ -2,6 +2,7 @@
 
 import io
 
+import pytest
 from rich.console import Console
 
 from ops.demonstration.questions import Question
@@ -10,9 +11,9 @@ from ops.demonstration.view import Lines, Panels, choose_view
 QUESTIONS = (Question("Why?", "a", "standard"), Question("How?", "b", "bulk"))
 
 
-def console(*, terminal: bool, width: int = 100) -> tuple[Console, io.StringIO]:
+def console(*, terminal: bool, width: int = 100, height: int = 40) -> tuple[Console, io.StringIO]:
     out = io.StringIO()
-    return Console(file=out, force_terminal=terminal, width=width, height=40, legacy_windows=False), out
+    return Console(file=out, force_terminal=terminal, width=width, height=height, legacy_windows=False), out
 
 
 def test_the_view_fits_the_output() -> None:
@@ -54,7 +55,10 @@ def test_panels_show_the_end_of_every_answer_and_the_sum() -> None:
     assert "1 answers open" in text
 
 
-def test_panels_fit_narrow_terminals() -> None:
-    target, out = console(terminal=False, width=30)
+@pytest.mark.parametrize(("width", "height"), [(30, 12), (80, 24), (200, 60)])
+def test_panels_fit_the_terminal(width: int, height: int) -> None:
+    target, out = console(terminal=False, width=width, height=height)
     target.print(Panels(QUESTIONS, target))
-    assert max(len(line) for line in out.getvalue().splitlines()) <= 30
+    lines = out.getvalue().splitlines()
+    assert max(len(line) for line in lines) <= width
+    assert len(lines) < height
