@@ -93,6 +93,16 @@ def test_one_openmp_runtime_in_the_process(tmp_path: Path, source: Path, toolcha
     assert runtimes == [str(loaded_openmp())]
 
 
+def test_another_packages_openmp_is_not_mistaken_for_torchs() -> None:
+    """sentencepiece maps a runtime of its own, before or after torch."""
+    pytest.importorskip("sentencepiece")
+    expected = str(loaded_openmp())
+    for order in ("torch, sentencepiece", "sentencepiece, torch"):
+        script = f"import {order}; from worker.engine.kernels.toolchain import loaded_openmp as f; print(f())"
+        result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+        assert result.stdout.strip() == expected
+
+
 def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(KernelUnavailableError, match="no folder"):

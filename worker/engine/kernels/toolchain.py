@@ -6,6 +6,7 @@ very file that torch has loaded is linked, not the compiler's own. Knows nothing
 
 from __future__ import annotations
 
+import ctypes
 import platform
 import shutil
 import subprocess
@@ -57,14 +58,21 @@ def find_toolchain(march: str = "native", compilers: tuple[str, ...] = COMPILERS
 
 
 def loaded_openmp() -> Path:
-    """The OpenMP runtime that is mapped into this process; importing torch maps its own."""
-    import torch  # noqa: F401
+    """The OpenMP runtime that torch runs on. Other packages bring copies of their own (sentencepiece does)."""
+    import torch
 
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        # Looked up in torch's own dependencies, whatever else is in this process.
+        address = ctypes.cast(library.omp_get_max_threads, ctypes.c_void_p).value or 0
+    except (OSError, AttributeError) as error:
+        raise KernelUnavailableError(f"torch has no OpenMP runtime that a kernel could share: {error}") from error
     for line in Path("/proc/self/maps").read_text().splitlines():
-        path = line.split(maxsplit=5)[-1]
-        if Path(path).name.startswith(("libgomp", "libiomp5", "libomp")):
+        span, *_, path = line.split(maxsplit=5)
+        first, last = (int(end, 16) for end in span.split("-"))
+        if first <= address < last and path.startswith("/"):
             return Path(path)
-    raise KernelUnavailableError("torch has no OpenMP runtime that a kernel could share")
+    raise KernelUnavailableError("torch's OpenMP runtime is no file of its own")
 
 
 def _cpu_flags() -> str:
