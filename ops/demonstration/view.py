@@ -78,7 +78,7 @@ class Panels:
         height = (console.height - 2) // num_rows  # the status line, and the cursor's below it
         num_lines = max(MIN_TEXT_LINES, min(MAX_TEXT_LINES, height - 2))
         panels = [self._panel(answer, width, num_lines) for answer in self._answers]
-        yield Group(Columns(panels, width=width, padding=0), self._status())
+        yield Group(Columns(panels, width=width, padding=0), self._status(console))
 
     def _panel(self, answer: Answer, width: int, num_lines: int) -> Panel:
         lines = textwrap.wrap(answer.text, width - 4, drop_whitespace=True) or [""]
@@ -95,15 +95,14 @@ class Panels:
             height=num_lines + 2,
         )
 
-    def _status(self) -> Text | Spinner:
+    def _status(self, console: Console) -> Text:
         seconds = time.monotonic() - self._started
         tokens = sum(answer.num_tokens for answer in self._answers)
         open_answers = sum(answer.state in ("queued", "running") for answer in self._answers)
         line = f"{tokens} tokens in {seconds:.1f} s, {tokens / max(seconds, 0.1):.0f} tokens/s"
-        if not open_answers:
-            return Text(line)
-        self._spinner.update(text=f"{line}, {open_answers} answers open")
-        return self._spinner
+        if open_answers:
+            line = f"{self._spinner.render(console.get_time())} {line}, {open_answers} answers open"
+        return Text(line, no_wrap=True, overflow="ellipsis")
 
 
 class Lines:
