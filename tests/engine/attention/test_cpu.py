@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import platform
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -177,6 +180,19 @@ def test_a_nan_of_the_model_is_not_hidden(backend: CpuAttention) -> None:
     result = attend(backend, problem, cache)
     assert result[0].isnan().all()
     assert result[1].isfinite().all()
+
+
+def test_without_a_compiler_the_choice_falls_on_the_reference_and_says_why(tmp_path: Path) -> None:
+    script = (
+        "import torch; from worker.engine.attention import AttentionShape, choose\n"
+        "shapes = [AttentionShape(4, 2, 64, 0.1), AttentionShape(4, 2, 128, 0.1)]\n"
+        "print(choose('auto', torch.device('cpu'), torch.float32, shapes, 16).name)"
+    )
+    bare = ("env", "-i", f"HOME={tmp_path}", "PATH=/nonexistent", f"PYTHONPATH={Path.cwd()}")
+    command = [*bare, sys.executable, "-c", script]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert result.stdout.strip() == "reference"
+    assert result.stderr.count("no C++ compiler found") == 1
 
 
 @pytest.mark.parametrize(

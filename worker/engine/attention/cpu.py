@@ -8,8 +8,10 @@ keys in strips of `[head_dim, 16 tokens]`, values `[token, head_dim]`; only its 
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
 from ctypes import c_float, c_int32, c_int64, c_void_p
+from functools import lru_cache
 from pathlib import Path
 from typing import ClassVar
 
@@ -19,6 +21,8 @@ from torch import Tensor
 from worker.engine.attention.base import AttentionBackend, AttentionMetadata, AttentionShape
 from worker.engine.kernels.library import load
 from worker.engine.kernels.toolchain import KernelUnavailableError
+
+log = logging.getLogger(__name__)
 
 KV_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MAX_HEAD_DIM = 512
@@ -51,6 +55,18 @@ class WriteArguments(ctypes.Structure):
     ]
 
 
+@lru_cache
+def missing_kernel() -> str | None:
+    """Why there is no kernel here; asked once a process, since compiling may take long to fail."""
+    try:
+        load("attention")
+        load("cache_write")
+    except KernelUnavailableError as error:
+        log.warning("no CPU attention kernel, attention in plain torch is several times slower: %s", error)
+        return str(error)
+    return None
+
+
 class CpuAttention(AttentionBackend):
     """Holds the loaded kernels and, per thread, a workspace that grows to the largest step seen."""
 
@@ -71,12 +87,7 @@ class CpuAttention(AttentionBackend):
             return f"the cpu kernel does not store keys and values as {dtype}"
         if shape.head_dim % 8 or not 8 <= shape.head_dim <= MAX_HEAD_DIM:
             return f"the cpu kernel takes head sizes that are multiples of 8 up to {MAX_HEAD_DIM}, not {shape.head_dim}"
-        try:
-            load("attention")
-            load("cache_write")
-        except KernelUnavailableError as error:
-            return str(error)
-        return None
+        return missing_kernel()
 
     def block_shape(self, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         return num_kv_heads, block_size, head_dim
