@@ -188,7 +188,7 @@ def _xgrammar_compile(tokenizer_info: Any) -> Compile:
     def compile_source(kind: str, source: str) -> Any:
         if kind == "json":
             # a model that likes white space could otherwise write nothing else
-            return compiler.compile_json_schema(source, strict_mode=True, max_whitespace_cnt=32)
+            return compiler.compile_json_schema(source, any_whitespace=False, strict_mode=True)
         if kind == "regex":
             return compiler.compile_regex(source)
         return compiler.compile_grammar(xgrammar.Grammar.from_ebnf(source))
