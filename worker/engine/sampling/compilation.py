@@ -187,7 +187,7 @@ def _xgrammar_compile(tokenizer_info: Any) -> Compile:
 
     def compile_source(kind: str, source: str) -> Any:
         if kind == "json":
-            # a model that likes white space could otherwise write nothing else
+            # white space that a small model likes too much could otherwise fill its answer
             return compiler.compile_json_schema(source, any_whitespace=False, strict_mode=True)
         if kind == "regex":
             return compiler.compile_regex(source)
