@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from schemas.generation import SamplingParams
+from schemas.generation import ResponseFormat, SamplingParams
 from tests.engine.truth import expected
 from tests.engine.truth.expected import Expected
 from worker.engine import Engine, EngineConfig
@@ -123,3 +124,24 @@ def test_gemma3_writes_an_answer_that_crosses_its_window_several_times(
         logits = model(torch.tensor([prompt + output.token_ids])).logits[0, len(prompt) - 1 : -1]
     chosen = logits.gather(1, torch.tensor(output.token_ids)[:, None]).squeeze(1)
     assert float((logits.amax(dim=1) - chosen).max()) < 1e-3
+
+
+def test_structured_output_obeys_its_schema(smollm2: tuple[Path, list[Expected]]) -> None:
+    folder, wanted = smollm2
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 12}, "masts": {"type": "integer", "maximum": 9}},
+        "required": ["name", "masts"],
+        "additionalProperties": False,
+    }
+    config = EngineConfig(model=str(folder), dtype="float32", device="cpu", num_blocks=200)
+    with Engine.load(config) as engine:
+        assert engine.runner.can_structure
+        params = SamplingParams(temperature=0.0, max_tokens=60, response_format=ResponseFormat(json_schema=schema))
+        [output, plain] = engine.generate_batch(
+            [wanted[0].prompt, wanted[1].prompt],
+            [params, SamplingParams(temperature=0.0, max_tokens=len(wanted[1].answer), ignore_eos=True)],
+        )
+    text = transformers.AutoTokenizer.from_pretrained(folder).decode(list(output.token_ids), skip_special_tokens=True)
+    assert set(json.loads(str(text))) == {"name", "masts"}
+    assert plain.token_ids == wanted[1].answer
