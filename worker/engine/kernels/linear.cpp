@@ -4,9 +4,8 @@
 // from memory once and in order. Each output is one chain of fused multiply-adds over k: a row's result
 // depends neither on how many rows are in the batch nor on the thread that computes it, bit for bit.
 
-#include "vectors.h"
+#include "epilogue.h"
 
-#define NR (2 * VW)
 #if VW == 16
 #define MR 12
 #elif VW == 8 || defined(__aarch64__)
@@ -14,8 +13,6 @@
 #else
 #define MR 4
 #endif
-
-enum Epilogue { PLAIN = 0, ADD = 1, SWIGLU = 2, GEGLU_TANH = 3 };
 
 struct LinearArguments {
     const float *x, *weight, *bias;  // [m, k] rows, packed panels, [n] or null
@@ -36,51 +33,11 @@ struct NormArguments {
 
 namespace {
 
-INLINE vf sigmoid(vf x) {
-    const vf capped = larger(select(x > splat(80.0f), splat(80.0f), x), splat(-80.0f));
-    return splat(1.0f) / (splat(1.0f) + vexp(-capped));
-}
-
-INLINE vf gate(vf g, vf up, int epilogue) {
-    if (epilogue == SWIGLU) return g * sigmoid(g) * up;
-    // tanh(z) = 2·sigmoid(2z) − 1
-    const vf z = splat(0.7978845608f) * (g + splat(0.044715f) * g * g * g);
-    return splat(0.5f) * g * (splat(2.0f) * sigmoid(z + z)) * up;
-}
-
 struct Tile {
-    const float *x, *panel, *bias, *residual;
-    float *y;
-    int64_t x_stride, y_stride, k;
-    int width;  // columns of the panel that exist
-    int epilogue;
+    const float *x, *panel;
+    int64_t x_stride, k;
+    Output out;
 };
-
-INLINE void finish_row(const Tile &t, vf a, vf b, int64_t row) {
-    float *y = t.y + row * t.y_stride;
-    if (t.epilogue >= SWIGLU) {
-        if (t.bias) a += load(t.bias), b += load(t.bias + VW);
-        store(y, gate(a, b, t.epilogue));
-        return;
-    }
-    if (t.width == NR) {
-        if (t.bias) a += load(t.bias), b += load(t.bias + VW);
-        if (t.epilogue == ADD) {
-            const float *residual = t.residual + row * t.y_stride;
-            a += load(residual), b += load(residual + VW);
-        }
-        store(y, a);
-        store(y + VW, b);
-        return;
-    }
-    float whole[NR];
-    store(whole, a);
-    store(whole + VW, b);
-    for (int j = 0; j < t.width; ++j) {
-        float value = whole[j] + (t.bias ? t.bias[j] : 0.0f);
-        y[j] = t.epilogue == ADD ? value + t.residual[row * t.y_stride + j] : value;
-    }
-}
 
 template <int R>
 void tile(const Tile &t) {
@@ -100,7 +57,7 @@ void tile(const Tile &t) {
         }
     }
 #pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) finish_row(t, acc[r][0], acc[r][1], r);
+    for (int r = 0; r < R; ++r) finish_row(t.out, acc[r][0], acc[r][1], r);
 }
 
 typedef void (*TileFunction)(const Tile &);
@@ -114,7 +71,7 @@ const TileFunction TILES[] = {nullptr, tile<1>, tile<2>, tile<3>, tile<4>,
 };
 
 // Panels of one row: four at a time, since one chain of additions per column would wait on its own latency.
-void one_row(const LinearArguments &a, Tile t, int64_t first, int64_t last, int64_t step) {
+void one_row(const LinearArguments &a, const Output &whole, int64_t first, int64_t last) {
     const int64_t panel_size = a.k * NR;
     int64_t p = first;
     for (; p + 4 <= last && (p + 4) * NR <= a.n; p += 4) {
@@ -132,38 +89,20 @@ void one_row(const LinearArguments &a, Tile t, int64_t first, int64_t last, int6
                 acc[q][1] = fma(x, load(column + VW), acc[q][1]);
             }
         }
-        for (int q = 0; q < 4; ++q) {
-            t.y = a.y + (p + q) * step;
-            t.bias = a.bias ? a.bias + (p + q) * NR : nullptr;
-            t.residual = a.residual ? a.residual + (p + q) * step : nullptr;
-            t.width = NR;
-            finish_row(t, acc[q][0], acc[q][1], 0);
-        }
+        for (int q = 0; q < 4; ++q) finish_row(at_panel(whole, p + q, a.n), acc[q][0], acc[q][1], 0);
     }
-    for (; p < last; ++p) {
-        t.panel = a.weight + p * panel_size;
-        t.y = a.y + p * step;
-        t.bias = a.bias ? a.bias + p * NR : nullptr;
-        t.residual = a.residual ? a.residual + p * step : nullptr;
-        t.width = (int)(a.n - p * NR < NR ? a.n - p * NR : NR);
-        tile<1>(t);
-    }
+    for (; p < last; ++p) tile<1>({a.x, a.weight + p * panel_size, a.x_stride, a.k, at_panel(whole, p, a.n)});
 }
 
-void many_rows(const LinearArguments &a, Tile t, int64_t first, int64_t last, int64_t step) {
+void many_rows(const LinearArguments &a, const Output &whole, int64_t first, int64_t last) {
     const int64_t tiles = (a.m + MR - 1) / MR, base = a.m / tiles, extra = a.m % tiles;
     for (int64_t p = first; p < last; ++p) {
-        t.panel = a.weight + p * a.k * NR;
-        t.bias = a.bias ? a.bias + p * NR : nullptr;
-        t.width = (int)(a.n - p * NR < NR ? a.n - p * NR : NR);
-        int64_t row = 0;
+        Tile t{a.x, a.weight + p * a.k * NR, a.x_stride, a.k, at_panel(whole, p, a.n)};
         for (int64_t index = 0; index < tiles; ++index) {
             const int64_t rows = base + (index < extra);
-            t.x = a.x + row * a.x_stride;
-            t.y = a.y + row * a.y_stride + p * step;
-            t.residual = a.residual ? a.residual + row * a.y_stride + p * step : nullptr;
             TILES[rows](t);
-            row += rows;
+            t.x += rows * t.x_stride;
+            t.out = below(t.out, rows);
         }
     }
 }
@@ -209,14 +148,14 @@ extern "C" void tokenmill_pack(const float *weight, float *packed, int64_t n, in
 // y = epilogue(x · weightᵀ + bias). Gated epilogues want panels of VW gate columns beside VW up columns.
 extern "C" void tokenmill_linear(const LinearArguments *arguments) {
     const LinearArguments &a = *arguments;
-    const int64_t panels = (a.n + NR - 1) / NR, step = a.epilogue >= SWIGLU ? VW : NR;
+    const int64_t panels = (a.n + NR - 1) / NR;
     const int threads = a.num_threads < panels ? a.num_threads : (int)panels;
+    const Output whole{a.y, a.bias, a.residual, a.y_stride, NR, a.epilogue};
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int part = 0; part < threads; ++part) {
         const int64_t first = panels * part / threads, last = panels * (part + 1) / threads;
-        Tile t{a.x, nullptr, nullptr, nullptr, a.y, a.x_stride, a.y_stride, a.k, NR, a.epilogue};
-        if (a.m == 1) one_row(a, t, first, last, step);
-        else many_rows(a, t, first, last, step);
+        if (a.m == 1) one_row(a, whole, first, last);
+        else many_rows(a, whole, first, last);
     }
 }
 

@@ -90,7 +90,7 @@ class FusedAttention(nn.Module):
     ) -> tuple[Tensor, None]:
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
         packed = self._qkv(rows).view(rows.shape[0], -1, self.head_dim)
-        query, key, value = packed.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+        query, key, value = torch.split(packed, [self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         cos, sin = (table.reshape(rows.shape[0], -1) for table in position_embeddings)

@@ -10,20 +10,17 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from worker.engine.kernels.linear import Epilogue, LinearKernels
 from worker.engine.kernels.toolchain import KernelUnavailableError
+from worker.engine.model.fused.agreement import agree, call_attention
 from worker.engine.model.fused.modules import FusedAttention, FusedMLP, FusedNorm, PackedLinear
 
 log = logging.getLogger(__name__)
 
-TOLERANCE = 2e-4  # of the largest value; float32 sums in another order differ by some 1e-6
-_ROWS = 3
 _ACTIVATIONS = {
     "SiLU": Epilogue.SWIGLU,
     "SiLUActivation": Epilogue.SWIGLU,
@@ -32,10 +29,10 @@ _ACTIVATIONS = {
 }
 
 
-def swap_modules(model: nn.Module) -> Counter[str]:
+def swap_modules(model: nn.Module, load: Callable[[], LinearKernels] = LinearKernels) -> Counter[str]:
     """Swap in place what fits; the count of stand-ins by kind. Nothing where no compiler is at hand."""
     try:
-        kernels = LinearKernels()
+        kernels = load()
     except KernelUnavailableError as error:
         log.warning("the model runs on torch's own linear layers: %s", error)
         return Counter()
@@ -58,7 +55,7 @@ def _children(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
 
 
 def _linear(kernels: LinearKernels, module: nn.Module) -> nn.Module | None:
-    if type(module) is not nn.Linear or module.weight.dtype != torch.float32:
+    if not isinstance(module, nn.Linear) or module.weight.dtype != torch.float32:
         return None
     return _if_equal(module, PackedLinear(kernels, module), module.in_features)
 
@@ -68,11 +65,8 @@ def _norm(kernels: LinearKernels, module: nn.Module) -> nn.Module | None:
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if "RMSNorm" not in type(module).__name__ or not isinstance(weight, Tensor) or not isinstance(eps, float):
         return None
-    for offset in (0.0, 1.0):
-        found = _if_equal(module, FusedNorm(kernels, weight, eps, offset), weight.shape[0])
-        if found is not None:
-            return found
-    return None
+    candidates = (FusedNorm(kernels, weight, eps, offset) for offset in (0.0, 1.0))
+    return next((norm for norm in candidates if agree(module, norm, weight.shape[0])), None)
 
 
 def _mlp(kernels: LinearKernels, module: nn.Module) -> nn.Module | None:
@@ -90,13 +84,18 @@ def _mlp(kernels: LinearKernels, module: nn.Module) -> nn.Module | None:
 def _gate_and_up(module: nn.Module) -> tuple[Tensor, Tensor] | None:
     """Two projections, or one that holds both halves (Phi)."""
     both = getattr(module, "gate_up_proj", None)
-    if isinstance(both, nn.Linear) and both.bias is None:
+    if isinstance(both, nn.Linear) and not _has_bias(both):
         gate, up = both.weight.chunk(2, dim=0)
         return gate, up
     gate_proj, up_proj = getattr(module, "gate_proj", None), getattr(module, "up_proj", None)
-    if isinstance(gate_proj, nn.Linear) and isinstance(up_proj, nn.Linear) and gate_proj.bias is up_proj.bias is None:
-        return gate_proj.weight, up_proj.weight
-    return None
+    if not isinstance(gate_proj, nn.Linear) or not isinstance(up_proj, nn.Linear):
+        return None
+    return None if _has_bias(gate_proj) or _has_bias(up_proj) else (gate_proj.weight, up_proj.weight)
+
+
+def _has_bias(linear: nn.Linear) -> bool:
+    bias: Tensor | None = linear.bias  # torch's annotation leaves the None out
+    return bias is not None
 
 
 def _attention(kernels: LinearKernels, module: nn.Module) -> nn.Module | None:
@@ -108,7 +107,7 @@ def _attention(kernels: LinearKernels, module: nn.Module) -> nn.Module | None:
         return None
     weight, bias, query_size, key_size = projections
     rotary_dim = _rotary_dim(module)
-    call = _attention_call(module, weight.shape[1], rotary_dim)
+    call = call_attention(module, weight.shape[1], rotary_dim)
     if call is None:
         return None
     candidate = FusedAttention(
@@ -118,7 +117,7 @@ def _attention(kernels: LinearKernels, module: nn.Module) -> nn.Module | None:
         (query_size // head_dim, key_size // head_dim),
         call.extras,
     )
-    found = _attention_call(candidate, weight.shape[1], rotary_dim)
+    found = call_attention(candidate, weight.shape[1], rotary_dim)
     return candidate if found is not None and found.agrees_with(call) else None
 
 
@@ -133,8 +132,7 @@ def _qkv(module: nn.Module) -> tuple[Tensor, Tensor | None, int, int] | None:
     linears = [part for part in parts if isinstance(part, nn.Linear)]
     if len(linears) != 3 or linears[1].out_features != linears[2].out_features:
         return None
-    biases = [part.bias for part in linears]
-    present = [bias for bias in biases if bias is not None]
+    present = [part.bias for part in linears if _has_bias(part)]
     if present and len(present) != 3:
         return None
     weight = _join([part.weight for part in linears])
@@ -145,50 +143,6 @@ def _join(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(tuple(parts))
 
 
-# ── agreement with the original ──
-
-
-def _if_equal(original: nn.Module, candidate: nn.Module, width: int) -> nn.Module | None:
-    rows = _random(_ROWS, width)[None]
-    return candidate if _agree(lambda: original(rows), lambda: candidate(rows)) else None
-
-
-@dataclass(slots=True)
-class _Call:
-    """A step that keeps what attention was called with and answers with a function of it; then the module's output."""
-
-    seen: list[Tensor] = field(default_factory=list)
-    extras: dict[str, Any] = field(default_factory=dict)
-
-    def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float, extras: dict[str, Any]
-    ) -> Tensor:
-        self.seen = [query, key, value, torch.tensor([scale])]
-        self.extras = {name: extra for name, extra in extras.items() if extra is not None}
-        return query * 2.0 + value.mean(dim=1, keepdim=True)
-
-    def agrees_with(self, other: _Call) -> bool:
-        """Equal queries, keys, values, scale and further arguments reached the cache, and equal rows came out."""
-        pairs = zip(self.seen, other.seen, strict=True)
-        same = self.extras.keys() == other.extras.keys()
-        return same and all(_close(a, b) for a, b in pairs)
-
-
-@torch.inference_mode()
-def _attention_call(module: nn.Module, width: int, rotary_dim: int) -> _Call | None:
-    """None where the module cannot be called like the usual attention of a decoder."""
-    angles = _random(_ROWS, rotary_dim // 2).repeat(1, 2)[None]
-    call = _Call()
-    arguments = {"hidden_states": _random(_ROWS, width)[None], "position_embeddings": (angles.cos(), angles.sin())}
-    try:
-        out: Tensor = module(**arguments, attention_mask=None, past_key_values=None, paged=call)[0]
-    except Exception as error:
-        log.debug("not fused: %s", error)
-        return None
-    call.seen.append(out)
-    return call
-
-
 def _rotary_dim(module: nn.Module) -> int:
     config = getattr(module, "config", None)
     rope = getattr(config, "rope_parameters", None) or {}
@@ -197,22 +151,5 @@ def _rotary_dim(module: nn.Module) -> int:
     return int(head_dim * factor)
 
 
-@torch.inference_mode()
-def _agree(original: Callable[[], Tensor], candidate: Callable[[], Tensor]) -> bool:
-    try:
-        expected = original()
-        return _close(expected, candidate())
-    except Exception as error:  # a signature of its own: this module stays as it is
-        log.debug("not fused: %s", error)
-        return False
-
-
-def _close(a: Tensor, b: Tensor) -> bool:
-    if a.shape != b.shape:
-        return False
-    bound = TOLERANCE * max(1e-6, float(a.abs().max()))
-    return bool((a - b).abs().max() <= bound)
-
-
-def _random(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+def _if_equal(original: nn.Module, candidate: nn.Module, width: int) -> nn.Module | None:
+    return candidate if agree(original, candidate, width) else None

@@ -1,0 +1,209 @@
+"""Swapped modules: what is swapped in which family, that the engine's numbers stay, and what is left alone."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
+
+from schemas.generation import SamplingParams
+from tests.engine.truth import tiny_models
+from worker.engine import Engine, EngineConfig
+from worker.engine.kernels.linear import LinearKernels
+from worker.engine.kernels.toolchain import KernelUnavailableError
+from worker.engine.model.fused import swap_modules
+from worker.engine.model.paged import IMPLEMENTATION, register
+
+MODULES = {
+    "llama": {"FusedAttention": 4, "FusedMLP": 4, "FusedNorm": 9, "PackedLinear": 1},
+    "mistral": {"FusedAttention": 4, "FusedMLP": 4, "FusedNorm": 9, "PackedLinear": 1},
+    "qwen2": {"FusedAttention": 4, "FusedMLP": 4, "FusedNorm": 9, "PackedLinear": 1},
+    "qwen3": {"FusedAttention": 4, "FusedMLP": 4, "FusedNorm": 17, "PackedLinear": 1},
+    "gemma2": {"FusedAttention": 4, "FusedMLP": 4, "FusedNorm": 17, "PackedLinear": 1},
+    "gemma3": {"FusedAttention": 4, "FusedMLP": 4, "FusedNorm": 25, "PackedLinear": 1},
+    "phi3": {"FusedAttention": 4, "FusedMLP": 4, "FusedNorm": 9, "PackedLinear": 1},
+    "phi3_partial": {"FusedAttention": 4, "FusedMLP": 4, "FusedNorm": 9, "PackedLinear": 1},
+    "mixtral": {"FusedAttention": 4, "FusedNorm": 9, "PackedLinear": 1},
+    "gpt2": {"PackedLinear": 1},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiler() -> None:
+    try:
+        LinearKernels()
+    except KernelUnavailableError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def of(name: str) -> Path:
+        if name not in made:
+            folder = tmp_path_factory.mktemp(name)
+            made[name] = _save_partial_phi(folder) if name == "phi3_partial" else tiny_models.save(name, folder)
+        return made[name]
+
+    return of
+
+
+def _save_partial_phi(folder: Path) -> Path:
+    """Half of each head's dimensions are rotated."""
+    torch.manual_seed(5)
+    config = tiny_models.FAMILIES["phi3"].config()
+    config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    model = transformers.Phi3ForCausalLM(config)
+    assert model.model.rotary_emb.inv_freq.shape == (4,), "heads of 16 of which 8 are rotated"
+    model.save_pretrained(folder)
+    return folder
+
+
+def load(folder: Path) -> nn.Module:
+    register()
+    model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation=IMPLEMENTATION
+    )
+    return model.eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_what_is_swapped(name: str, folder_of: Callable[[str], Path]) -> None:
+    model = load(folder_of(name))
+    assert swap_modules(model) == Counter(MODULES[name])
+    assert not [module for module in model.modules() if isinstance(module, nn.Linear)]
+
+
+def answers(folder: Path, fuse: bool, attention: str) -> list[tuple[tuple[int, ...], Tensor]]:
+    """Greedy tokens of ragged prompts in chunks, and the highest log-probabilities at each of them."""
+    config = EngineConfig(
+        model=str(folder), dtype="float32", device="cpu", attention=attention, fuse=fuse, block_size=4, num_blocks=200,  # type: ignore[arg-type]
+        max_num_batched_tokens=24, max_num_seqs=8,
+    )  # fmt: skip
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, top_logprobs=20)
+    with Engine.load(config) as engine:
+        outputs = engine.generate_batch([list(range(3, 3 + n)) for n in (1, 5, 30, 41)], [params] * 4)
+    found = []
+    for output in outputs:
+        assert output.error is None
+        assert output.logprobs is not None
+        tops = torch.tensor([[value for _, value in one.top] for one in output.logprobs])
+        found.append((output.token_ids, tops))
+    return found
+
+
+@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("attention", ["reference", "cpu"])
+def test_the_engine_gives_the_same_numbers(name: str, attention: str, folder_of: Callable[[str], Path]) -> None:
+    plain = answers(folder_of(name), False, "reference")
+    fused = answers(folder_of(name), True, attention)
+    assert [tokens for tokens, _ in fused] == [tokens for tokens, _ in plain]
+    for (_, found), (_, wanted) in zip(fused, plain, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+class NormWithBias(LlamaRMSNorm):
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        out: Tensor = super().forward(hidden_states)
+        return out + 0.01
+
+
+class NormWithItsOwnEps(LlamaRMSNorm):
+    """Only rows that are nearly zero can tell."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        scale = torch.rsqrt(hidden_states.pow(2).mean(-1, keepdim=True) + 4 * self.variance_epsilon)
+        return self.weight * hidden_states * scale
+
+
+class ClampedMLP(LlamaMLP):
+    """Only large rows can tell."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        product = self.act_fn(self.gate_proj(x)).clamp(max=7.0) * self.up_proj(x)
+        out: Tensor = self.down_proj(product)
+        return out
+
+
+class ExactGeluMLP(LlamaMLP):
+    """The activation is named like one that is known and is another."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(nn.functional.gelu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class ClippedAttention(LlamaAttention):
+    """Only large queries can tell."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(hidden_states.clamp(-8.0, 8.0), *args, **kwargs)
+
+
+class RepeatingAttention(LlamaAttention):
+    """The right queries, keys and values, and another way out."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out, weights = super().forward(*args, **kwargs)
+        return out * 1.01, weights
+
+
+class BiasedLinear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 1e-3
+
+
+@pytest.mark.parametrize(
+    ("twist", "path", "kind"),
+    [
+        (NormWithBias, "model.norm", "FusedNorm"),
+        (NormWithItsOwnEps, "model.norm", "FusedNorm"),
+        (ClampedMLP, "model.layers.1.mlp", "FusedMLP"),
+        (ExactGeluMLP, "model.layers.1.mlp", "FusedMLP"),
+        (ClippedAttention, "model.layers.2.self_attn", "FusedAttention"),
+        (RepeatingAttention, "model.layers.2.self_attn", "FusedAttention"),
+        (BiasedLinear, "lm_head", "PackedLinear"),
+    ],
+)
+def test_a_module_with_a_twist_is_left_alone(
+    twist: type[nn.Module], path: str, kind: str, folder_of: Callable[[str], Path]
+) -> None:
+    model = load(folder_of("llama"))
+    twisted = model.get_submodule(path)
+    twisted.__class__ = twist
+    swapped = swap_modules(model)
+    assert model.get_submodule(path) is twisted
+    assert swapped[kind] == MODULES["llama"][kind] - 1
+
+
+def test_an_unknown_activation_is_left_alone(folder_of: Callable[[str], Path]) -> None:
+    model = load(folder_of("llama"))
+    model.get_submodule("model.layers.0.mlp").act_fn = nn.ReLU()
+    swapped = swap_modules(model)
+    assert swapped["FusedMLP"] == 3
+    assert swapped["PackedLinear"] == 4, "its three products and the head"
+
+
+def test_without_a_compiler_the_model_runs_as_it_is(
+    folder_of: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_kernels() -> LinearKernels:
+        raise KernelUnavailableError("no C++ compiler found (looked for g++)")
+
+    model = load(folder_of("llama"))
+    before = {name: type(module) for name, module in model.named_modules()}
+    with caplog.at_level(logging.INFO):
+        assert not swap_modules(model, load=no_kernels)
+    assert {name: type(module) for name, module in model.named_modules()} == before
+    assert [record.getMessage() for record in caplog.records] == [
+        "the model runs on torch's own linear layers: no C++ compiler found (looked for g++)"
+    ]

@@ -1,0 +1,72 @@
+// What is done to a row of a linear layer's sums before it is stored, alike for every kind of weight.
+//
+// Weights lie in panels of NR columns; a tile of rows × one panel ends here as two vectors per row. Gated
+// epilogues take VW gate columns beside VW up columns and store VW results.
+#pragma once
+
+#include "vectors.h"
+
+#define NR (2 * VW)
+
+enum Epilogue { PLAIN = 0, ADD = 1, SWIGLU = 2, GEGLU_TANH = 3 };
+
+// Where a tile's first row goes; bias and residual may be null. `width`: columns of the panel that exist.
+struct Output {
+    float *y;
+    const float *bias, *residual;
+    int64_t y_stride;  // the residual's too
+    int width, epilogue;
+};
+
+INLINE Output at_panel(Output out, int64_t panel, int64_t n) {
+    const int64_t column = panel * (out.epilogue >= SWIGLU ? VW : NR);
+    out.y += column;
+    if (out.bias) out.bias += panel * NR;
+    if (out.residual) out.residual += column;
+    out.width = (int)(n - panel * NR < NR ? n - panel * NR : NR);
+    return out;
+}
+
+INLINE Output below(Output out, int64_t rows) {
+    out.y += rows * out.y_stride;
+    if (out.residual) out.residual += rows * out.y_stride;
+    return out;
+}
+
+INLINE vf sigmoid(vf x) {
+    const vf capped = larger(select(x > splat(80.0f), splat(80.0f), x), splat(-80.0f));
+    return splat(1.0f) / (splat(1.0f) + vexp(-capped));
+}
+
+INLINE vf gate(vf g, vf up, int epilogue) {
+    if (epilogue == SWIGLU) return g * sigmoid(g) * up;
+    // tanh(z) = 2·sigmoid(2z) − 1
+    const vf z = splat(0.7978845608f) * (g + splat(0.044715f) * g * g * g);
+    return splat(0.5f) * g * (splat(2.0f) * sigmoid(z + z)) * up;
+}
+
+INLINE void finish_row(const Output &t, vf a, vf b, int64_t row) {
+    float *y = t.y + row * t.y_stride;
+    if (t.epilogue >= SWIGLU) {
+        if (t.bias) a += load(t.bias), b += load(t.bias + VW);
+        store(y, gate(a, b, t.epilogue));
+        return;
+    }
+    if (t.width == NR) {
+        if (t.bias) a += load(t.bias), b += load(t.bias + VW);
+        if (t.epilogue == ADD) {
+            const float *residual = t.residual + row * t.y_stride;
+            a += load(residual), b += load(residual + VW);
+        }
+        store(y, a);
+        store(y + VW, b);
+        return;
+    }
+    float whole[NR];
+    store(whole, a);
+    store(whole + VW, b);
+    for (int j = 0; j < t.width; ++j) {
+        float value = whole[j] + (t.bias ? t.bias[j] : 0.0f);
+        y[j] = t.epilogue == ADD ? value + t.residual[row * t.y_stride + j] : value;
+    }
+}

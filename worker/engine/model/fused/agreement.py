@@ -1,0 +1,84 @@
+"""Does a stand-in give the numbers of the module that it would replace?
+
+Both are run on the same random rows, small, usual and large ones: an epsilon shows on small rows, a clamp
+on large ones. Attention modules are run with a step that records what reached the cache. A module that
+cannot be called this way agrees with nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+log = logging.getLogger(__name__)
+
+TOLERANCE = 2e-4  # of a row's largest value; float32 sums in another order differ by some 1e-6
+_SIZES = (0.003, 0.1, 1.0, 1.0, 40.0)
+
+
+@torch.inference_mode()
+def agree(original: Callable[[Tensor], Tensor], candidate: Callable[[Tensor], Tensor], width: int) -> bool:
+    """Hidden states `[1, num_tokens, width]` in, the same out of both?"""
+    rows = random_rows(width)
+    try:
+        return close(original(rows), candidate(rows.clone()))
+    except Exception as error:  # a signature of its own: this module stays as it is
+        log.debug("not fused: %s", error)
+        return False
+
+
+def close(a: Tensor, b: Tensor) -> bool:
+    """Row by row, so that large rows do not hide what is wrong with small ones."""
+    if a.shape != b.shape:
+        return False
+    bound = TOLERANCE * a.abs().amax(dim=-1).clamp_min(1e-12)
+    return bool(((a - b).abs().amax(dim=-1) <= bound).all())
+
+
+def random_rows(width: int) -> Tensor:
+    """`[1, num_tokens, width]`; the same on every call."""
+    rows = torch.randn(len(_SIZES), width, generator=torch.Generator().manual_seed(1))
+    return (rows * torch.tensor(_SIZES)[:, None])[None]
+
+
+@dataclass(slots=True)
+class AttentionCall:
+    """A step that keeps what attention was called with and answers with a function of it; then the module's output."""
+
+    seen: list[Tensor] = field(default_factory=list)
+    extras: dict[str, Any] = field(default_factory=dict)
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float, extras: dict[str, Any]
+    ) -> Tensor:
+        self.seen = [query, key, value, torch.tensor([scale])]
+        self.extras = {name: extra for name, extra in extras.items() if extra is not None}
+        return query * 2.0 + value.mean(dim=1, keepdim=True)
+
+    def agrees_with(self, other: AttentionCall) -> bool:
+        """Equal queries, keys, values, scale and further arguments reached the cache, and equal rows came out."""
+        if self.extras.keys() != other.extras.keys() or len(self.seen) != len(other.seen):
+            return False
+        return all(close(a, b) for a, b in zip(self.seen, other.seen, strict=True))
+
+
+@torch.inference_mode()
+def call_attention(module: nn.Module, width: int, rotary_dim: int) -> AttentionCall | None:
+    """None where the module cannot be called like the usual attention of a decoder."""
+    rows = random_rows(width)
+    angles = torch.randn(rows.shape[1], rotary_dim // 2, generator=torch.Generator().manual_seed(2))
+    angles = angles.repeat(1, 2)[None]
+    call = AttentionCall()
+    arguments = {"hidden_states": rows, "position_embeddings": (angles.cos(), angles.sin())}
+    try:
+        out: Tensor = module(**arguments, attention_mask=None, past_key_values=None, paged=call)[0]
+    except Exception as error:
+        log.debug("not fused: %s", error)
+        return None
+    call.seen.append(out)
+    return call
