@@ -25,13 +25,14 @@ from api_client.connections import parse_url
 from api_client.errors import ConfigurationError
 from schemas.keys import queue_of
 from worker.engine.config import EngineConfig, EngineConfigError
+from worker.engine_help import ENGINE_HELP
 from worker.errors import SettingsError
 
 PREFIX = "TOKENMILL_"
 DEFAULT_MODEL = "smollm2-135m-instruct"
 # Variables that ops/ scripts and the command line read, and that are no settings of a worker.
 _OTHERS_VARIABLES = frozenset({"TOKENMILL_BENCH_SETUP"})
-_ENGINE_FIELDS = tuple(field.name for field in dataclasses.fields(EngineConfig))
+ENGINE_FIELDS = tuple(field.name for field in dataclasses.fields(EngineConfig))
 _CONFIG = SettingsConfigDict(
     env_prefix=PREFIX,
     env_ignore_empty=True,
@@ -49,7 +50,12 @@ else:  # one field for each of EngineConfig's, so that the two can never drift a
         "_EngineFields",
         __base__=BaseSettings,
         **{
-            field.name: (_hints[field.name], Field(DEFAULT_MODEL if field.name == "model" else field.default))
+            field.name: (
+                _hints[field.name],
+                Field(
+                    DEFAULT_MODEL if field.name == "model" else field.default, description=ENGINE_HELP.get(field.name)
+                ),
+            )
             for field in dataclasses.fields(EngineConfig)
         },
     )
@@ -114,7 +120,7 @@ class Settings(_EngineFields):
         return self.heartbeat_seconds or self.lease_seconds / 3
 
     def engine_config(self) -> EngineConfig:
-        return EngineConfig(**{name: getattr(self, name) for name in _ENGINE_FIELDS})
+        return EngineConfig(**{name: getattr(self, name) for name in ENGINE_FIELDS})
 
     def public(self) -> dict[str, object]:
         """Every value, for people and logs, passwords masked."""
@@ -130,6 +136,12 @@ def _text(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return "none" if value is None else str(value)
+
+
+def child_environment(settings: Settings) -> dict[str, str]:
+    """Our environment, with these settings in place of ours: for a child that loads them again."""
+    rest = {name: value for name, value in os.environ.items() if not name.upper().startswith(PREFIX)}
+    return rest | settings.variables()
 
 
 def load_settings(overrides: Mapping[str, object] | None = None, *, strict: bool = True) -> Settings:

@@ -1,0 +1,24 @@
+"""The `tokenmill` command. Commands that need the worker come from whoever registers them, see plugins.py."""
+
+import typer
+
+from api_client.cli import dead, jobs, submit, top, usage
+from api_client.cli.plugins import CommandGroup
+
+app = typer.Typer(
+    name="tokenmill",
+    cls=CommandGroup,
+    help="Generation jobs for language models, through a queue: submit, follow, fetch, count.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+for _module in (submit, jobs, usage, dead, top):
+    _module.register(app)
+
+
+def main() -> None:
+    app(prog_name="tokenmill")
+
+
+__all__ = ["app", "main"]

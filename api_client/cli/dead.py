@@ -1,0 +1,68 @@
+"""`dead list` and `dead redrive`: jobs that were set aside, with what they failed of, and their way back."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from api_client.cli.output import ago, emit, err, out, say, table
+from api_client.cli.target import Json, Target, connected
+from api_client.errors import InvalidRequest
+
+
+def register(app: typer.Typer) -> None:
+    group = typer.Typer(help="Jobs that were set aside after too many crashes or claims.", no_args_is_help=True)
+    group.command("list")(connected(list_dead))
+    group.command("redrive")(connected(redrive))
+    app.add_typer(group, name="dead")
+
+
+def list_dead(
+    target: Target,
+    *,
+    limit: Annotated[int, typer.Option("--limit", "-l", min=1, help="At most so many.")] = 50,
+    history: Annotated[bool, typer.Option("--history", help="Each crash before the end.")] = False,
+    json: Json = False,
+) -> None:
+    """What is set aside, the newest first, and why."""
+    with target.client() as client:
+        found = client.dead(limit)
+    if json:
+        emit(found)
+    elif not found:
+        err().print("[dim]no dead jobs[/dim]")
+    elif not history:
+        table(["JOB", "DIED", "ERROR"], ((job.job_id, ago(job.died_ms), job.error) for job in found))
+    else:
+        for job in found:
+            out().print(f"[bold]{job.job_id}[/bold] {ago(job.died_ms)}: ", job.error, markup=True, sep="")
+            for line in job.history:
+                say(f"    {line}\n")
+
+
+def redrive(
+    target: Target,
+    job: Annotated[list[str] | None, typer.Argument(help="Ids of the jobs.", metavar="[JOB]...")] = None,
+    *,
+    everything: Annotated[bool, typer.Option("--all", help="Every dead job, the oldest first.")] = False,
+    limit: Annotated[int, typer.Option("--limit", "-l", min=1, help="With --all: at most so many.")] = 1000,
+    json: Json = False,
+) -> None:
+    """Return dead jobs to the queue, as if new: with their log, if it still exists."""
+    if bool(job) == everything:
+        raise InvalidRequest(["give the ids of jobs, or --all"])
+    with target.client() as client:
+        revived = list(client.redrive(job or None, limit))
+    missing = [job_id for job_id in job or [] if job_id not in revived]
+    if json:
+        emit({"redriven": revived, "not_dead": missing})
+    else:
+        for job_id in revived:
+            say(f"{job_id} redriven\n")
+        for job_id in missing:
+            say(f"{job_id} is not a dead job\n")
+        if not job and not revived:
+            err().print("[dim]no dead jobs[/dim]")
+    if missing:
+        raise typer.Exit(1)

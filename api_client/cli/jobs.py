@@ -1,0 +1,188 @@
+"""`status`, `result`, `cancel` for one job, `jobs` for many."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from api_client.cli.follow import show_answer
+from api_client.cli.output import ago, clock, complain, emit, err, out, say, seconds, state, table
+from api_client.cli.target import Job, Json, Target, connected
+from api_client.errors import TokenmillError
+from api_client.records import JobInfo
+from api_client.sql import JobRow
+from schemas.result import JobStatus
+
+Listed = JobInfo | JobRow
+
+
+class State(StrEnum):
+    """JobStatus, and the two groups that one asks for most."""
+
+    OPEN = "open"
+    ENDED = "ended"
+    SCHEDULED = "scheduled"
+    QUEUED = "queued"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+    DEAD = "dead"
+
+
+def register(app: typer.Typer) -> None:
+    for command in (status, result, cancel, jobs):
+        app.command()(connected(command))
+
+
+def status(target: Target, job: Job, *, json: Json = False) -> None:
+    """How a job stands: from the queue, or from SQL once the queue has forgotten it."""
+    with target.client() as client:
+        info = client.status(job)
+    if json:
+        emit(info)
+        return
+    for name, value in _facts(info):
+        out().print(Text(f"{name:<10}", style="dim"), value)
+
+
+def result(
+    target: Target,
+    job: Job,
+    *,
+    timeout: Annotated[float | None, typer.Option(help="Wait at most so many seconds; 0: not at all.")] = None,
+    json: Json = False,
+) -> None:
+    """Wait for a job's end and print its answer. Exits with 1 when it has none."""
+    with target.client() as client:
+        end = client.result(job, timeout)
+    if json:
+        emit(end)
+    else:
+        show_answer(end)
+    if end.status is not JobStatus.SUCCEEDED:
+        if not json:
+            complain(f"job {job} {end.status.value}" + (f": {end.error.message}" if end.error else ""))
+        raise typer.Exit(1)
+
+
+def cancel(
+    target: Target,
+    job: Annotated[list[str], typer.Argument(help="Ids of the jobs.", metavar="JOB...")],
+    *,
+    json: Json = False,
+) -> None:
+    """Stop jobs that wait or run; what a running one has generated is kept."""
+    with target.client() as client:
+        outcomes = {job_id: client.cancel(job_id) for job_id in job}
+    if json:
+        emit(outcomes)
+        return
+    for job_id, outcome in outcomes.items():
+        words = outcome if outcome in ("cancelled", "cancelling") else f"is over already: {outcome}"
+        say(f"{job_id} {words}\n")
+
+
+def jobs(
+    target: Target,
+    *,
+    wanted: Annotated[
+        State | None,
+        typer.Option("--status", "--state", help="Only these; open: not over yet. [default: open, then ended]"),
+    ] = None,
+    tenant: Annotated[str | None, typer.Option(help="Only this tenant's.")] = None,
+    batch: Annotated[str | None, typer.Option(help="Only this batch's; ended ones.")] = None,
+    limit: Annotated[int, typer.Option("--limit", "-l", min=1, help="At most so many of each kind.")] = 20,
+    all_queues: Annotated[bool, typer.Option("--all-queues", help="Ended jobs of every queue.")] = False,
+    json: Json = False,
+) -> None:
+    """List jobs: those that are not over from the queue, ended ones from SQL, the newest first."""
+    found: list[Listed] = []
+    troubles: list[TokenmillError] = []
+    kinds = [kind for kind, has in ((_open, _is_open(wanted)), (_ended, _is_ended(wanted))) if has]
+    for kind in kinds:
+        try:
+            found += kind(target, wanted, tenant, batch, limit, all_queues)
+        except TokenmillError as error:
+            troubles.append(error)
+    if troubles and len(troubles) == len(kinds):
+        raise troubles[0]
+    for trouble in troubles:
+        complain(str(trouble), "warning")
+    if json:
+        emit(found)
+    elif found:
+        table(
+            ["JOB", "STATUS", "CLASS", "TENANT", ("TOKENS", "right"), ("TIME", "right"), "WHEN", ""], map(_row, found)
+        )
+    else:
+        err().print("[dim]no jobs[/dim]")
+
+
+def _is_open(wanted: State | None) -> bool:
+    """Dead jobs count: they are Redis's to keep until they are redriven."""
+    return wanted in (None, State.OPEN, State.SCHEDULED, State.QUEUED, State.RUNNING, State.DEAD)
+
+
+def _is_ended(wanted: State | None) -> bool:
+    return wanted is None or not _is_open(wanted)
+
+
+def _open(
+    target: Target, wanted: State | None, tenant: str | None, batch: str | None, limit: int, _all: bool
+) -> list[Listed]:
+    if batch is not None:
+        return []
+    narrow = None if wanted in (None, State.OPEN) else JobStatus(str(wanted))
+    with target.client() as client:
+        infos = client.list(narrow, limit)
+    return [
+        info for info in infos if tenant in (None, info.tenant) and (narrow is not None or not info.status.is_final)
+    ]
+
+
+def _ended(
+    target: Target, wanted: State | None, tenant: str | None, batch: str | None, limit: int, every_queue: bool
+) -> list[Listed]:
+    narrow = None if wanted in (None, State.ENDED) else str(wanted)
+    queue = None if every_queue else target.queue_name
+    with target.results() as results:
+        return list(results.jobs(status=narrow, tenant=tenant, queue=queue, batch_id=batch, limit=limit))
+
+
+def _row(job: Listed) -> Sequence[Any]:
+    if isinstance(job, JobRow):
+        why = job.error.message if job.error else ""
+        took = seconds(job.finished_ms - job.created_ms)
+        end = job.finished_ms
+        return job.job_id, state(job.status), job.priority, job.tenant, job.completion_tokens, took, ago(end), why
+    note = "cancelling" if job.cancelling else job.error.message if job.error else job.worker_id
+    row = (job.job_id, state(job.status.value), job.priority, job.tenant, job.tokens or "")
+    return *row, "", ago(job.created_ms), note
+
+
+def _facts(info: JobInfo) -> list[tuple[str, Text]]:
+    facts: list[tuple[str, object]] = [
+        ("job", info.job_id),
+        ("state", info.status.value + (" (cancelling)" if info.cancelling else "")),
+        ("class", info.priority),
+        ("tenant", info.tenant),
+        ("created", clock(info.created_ms)),
+        ("starts", clock(info.not_before_ms) if info.not_before_ms and not info.started_ms else ""),
+        ("started", clock(info.started_ms) if info.started_ms else ""),
+        ("finished", clock(info.finished_ms) if info.finished_ms else ""),
+        ("deadline", clock(info.deadline_ms) if info.deadline_ms else ""),
+        ("tokens", info.tokens or ""),
+        ("worker", info.worker_id),
+        ("attempt", info.attempt if info.attempt > 1 else ""),
+        ("claims", info.deliveries if info.deliveries > 1 else ""),
+        ("crashes", info.crashes or ""),
+        ("error", f"{info.error.message} ({info.error.code})" if info.error else ""),
+    ]
+    shown = [(name, str(value)) for name, value in facts if value != ""]
+    return [(name, state(value) if name == "state" else Text(value)) for name, value in shown]

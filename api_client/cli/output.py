@@ -1,0 +1,91 @@
+"""What commands print: answers on stdout, everything else on stderr; tables for people, JSON for programs."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+STATE_STYLES = {
+    "scheduled": "cyan",
+    "queued": "cyan",
+    "running": "yellow",
+    "succeeded": "green",
+    "failed": "red",
+    "cancelled": "dim",
+    "expired": "magenta",
+    "dead": "bold red",
+}
+
+
+def out() -> Console:
+    """Made anew each time, since stdout may have been replaced (tests, pipes)."""
+    return Console(highlight=False, soft_wrap=True)
+
+
+def err() -> Console:
+    return Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def complain(sentence: str, kind: str = "error") -> None:
+    """`Error: …` on stderr, in one line."""
+    line = Text(f"{kind.capitalize()}: ", style="bold red" if kind == "error" else "bold yellow")
+    err().print(line.append(sentence, style="not bold default"))
+
+
+def emit(value: object, *, line: bool = False) -> None:
+    """As JSON on stdout: indented for one answer, `line` for one of many. Bytes leave as they are."""
+    data = msgspec.json.encode(value)
+    sys.stdout.write((data if line else msgspec.json.format(data, indent=2)).decode() + "\n")
+    sys.stdout.flush()
+
+
+def say(text: str) -> None:
+    """Plain text on stdout, uninterpreted."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def state(value: str) -> Text:
+    return Text(value, style=STATE_STYLES.get(value, ""))
+
+
+def table(columns: Sequence[str | tuple[str, str]], rows: Iterable[Sequence[Any]], *, footer: bool = False) -> None:
+    """Columns are titles, or (title, justification). In a pipe: no borders, no colours, nothing cut."""
+    console = out()
+    is_terminal = console.is_terminal
+    grid = Table(box=None, header_style="bold", pad_edge=False, show_footer=footer)
+    for column in columns:
+        title, justify = (column, "left") if isinstance(column, str) else column
+        grid.add_column(title, justify=justify, overflow="ellipsis" if is_terminal else "fold", no_wrap=True)  # type: ignore[arg-type]
+    for row in rows:
+        grid.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
+    if not is_terminal:
+        console = Console(highlight=False, width=10_000, soft_wrap=True)
+    console.print(grid)
+
+
+def ago(moment_ms: int) -> str:
+    """`12 s ago`."""
+    return f"{seconds(time.time() * 1000 - moment_ms)} ago" if moment_ms else "–"
+
+
+def seconds(milliseconds: float) -> str:
+    """`0.35 s`, `12.0 s`, `3 min`, `2 h`, `5 d`."""
+    value = max(0.0, milliseconds / 1000)
+    for limit, unit in ((120.0, "s"), (120.0, "min"), (48.0, "h")):
+        if value < limit:
+            return f"{value:.2f} {unit}" if unit == "s" and value < 10 else f"{value:.0f} {unit}"
+        value /= 60.0 if unit != "h" else 24.0
+    return f"{value:.0f} d"
+
+
+def clock(moment_ms: int) -> str:
+    """Local time, to the second."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment_ms / 1000)) if moment_ms else "–"

@@ -1,0 +1,61 @@
+"""The command group: our own commands, others' by entry point, and one sentence for each error.
+
+A package that has commands names a typer application in the entry-point group `tokenmill.commands`. It is
+imported only when one of its commands, or the list of all, is asked for: `tokenmill submit` stays quick, and
+works where only the client is installed.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import entry_points
+from typing import Any, Final
+
+import typer
+from typer.core import TyperGroup
+
+from api_client.cli.output import complain
+from api_client.errors import TokenmillError
+
+GROUP: Final = "tokenmill.commands"
+_NEEDS_WORKER: Final = ("worker", "dev", "db", "doctor", "bulk", "bench")
+
+
+class CommandGroup(TyperGroup):
+    """Looks in the plugins for what it does not have itself."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        own = list(super().list_commands(ctx))
+        return own + sorted(set(_plugins()) - set(own))
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        command = super().get_command(ctx, cmd_name)
+        if command is None:
+            command = _plugins().get(cmd_name)
+        if command is None and cmd_name in _NEEDS_WORKER:
+            complain(f"`tokenmill {cmd_name}` needs the worker: pip install 'tokenmill[worker]'")
+            raise typer.Exit(1)
+        return command
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except TokenmillError as error:
+            complain(str(error))
+            raise typer.Exit(1) from error
+        except BrokenPipeError:
+            sys.stderr.close()  # whoever read us has gone; say nothing more
+            raise typer.Exit(1) from None
+
+
+def _plugins() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for entry in entry_points(group=GROUP):
+        try:
+            plugin = entry.load()
+        except ImportError as error:
+            complain(f"the commands of {entry.value} are not available: {error}", kind="warning")
+            continue
+        group: Any = typer.main.get_group(plugin)
+        found |= group.commands
+    return found

@@ -1,0 +1,106 @@
+"""Which queue and which database: the options that every command has, as one value.
+
+    @connected
+    def status(target: Target, job: Job) -> None: ...
+
+gives the command `status` the options of Target beside its own. Flags win over TOKENMILL_* variables.
+"""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from api_client.client import Client
+from schemas.keys import queue_of
+
+if typing.TYPE_CHECKING:
+    from api_client.sql import SqlResults
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+DEFAULT_DATABASE = "sqlite:///tokenmill.db"
+_PANEL = "Where"
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Job = Annotated[str, typer.Argument(help="Id of the job.", metavar="JOB")]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    redis_url: Annotated[
+        str, typer.Option(envvar="TOKENMILL_REDIS_URL", help="Redis or Valkey.", rich_help_panel=_PANEL)
+    ] = "redis://localhost:6379/0"
+    database_url: Annotated[
+        str,
+        typer.Option(envvar="TOKENMILL_DATABASE_URL", help="SQL store of the results.", rich_help_panel=_PANEL),
+    ] = DEFAULT_DATABASE
+    queue: Annotated[
+        str,
+        typer.Option(envvar="TOKENMILL_QUEUE", help="Queue.", rich_help_panel=_PANEL, show_default="the model's name"),
+    ] = ""
+    model: Annotated[
+        str,
+        typer.Option(envvar="TOKENMILL_MODEL", help="Model, if it names the queue.", rich_help_panel=_PANEL),
+    ] = DEFAULT_MODEL
+    key_prefix: Annotated[
+        str, typer.Option(envvar="TOKENMILL_KEY_PREFIX", help="First part of every key.", rich_help_panel=_PANEL)
+    ] = "tm:"
+
+    @property
+    def queue_name(self) -> str:
+        return self.queue or queue_of(self.model)
+
+    @contextmanager
+    def client(self) -> Iterator[Client]:
+        """Looks results up in SQL as well, when a database was named."""
+        database = self.database_url if self.database_url != DEFAULT_DATABASE or _has_sql() else None
+        client = Client(self.redis_url, queue=self.queue_name, database=database, prefix=self.key_prefix)
+        try:
+            yield client
+        finally:
+            client.close()
+
+    @contextmanager
+    def results(self) -> Iterator[SqlResults]:
+        from api_client.sql import SqlResults
+
+        results = SqlResults(self.database_url)
+        try:
+            yield results
+        finally:
+            results.close()
+
+
+def _has_sql() -> bool:
+    """The default database is looked at only where it is: a client without the extra `sql` works all the same."""
+    from importlib.util import find_spec
+    from pathlib import Path
+
+    return find_spec("sqlalchemy") is not None and Path(DEFAULT_DATABASE.removeprefix("sqlite:///")).exists()
+
+
+def connected(command: Callable[..., None]) -> Callable[..., None]:
+    """The same command, with Target's fields as options in place of its first parameter."""
+    hints = typing.get_type_hints(command, include_extras=True)
+    target_hints = typing.get_type_hints(Target, include_extras=True)
+    own = list(inspect.signature(command).parameters.values())[1:]
+    parameters = [p.replace(annotation=hints[p.name], kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
+    fields = inspect.signature(Target).parameters.values()
+    shared = [p.replace(annotation=target_hints[p.name], kind=inspect.Parameter.KEYWORD_ONLY) for p in fields]
+
+    def run(**values: Any) -> None:
+        target = Target(**{p.name: values.pop(p.name) for p in shared})
+        command(target, **values)
+
+    described: Any = run
+    described.__name__ = command.__name__
+    described.__doc__ = command.__doc__
+    described.__signature__ = inspect.Signature([*parameters, *shared])
+    described.__annotations__ = {p.name: p.annotation for p in (*parameters, *shared)}
+    return run

@@ -1,0 +1,163 @@
+"""The commands that need the worker: worker, dev, db, doctor. Registered under `tokenmill.commands`.
+
+Imports what a command needs when it runs, so that `--help` is quick. Exit status: 0 in order, 1 for what
+went wrong outside, 2 for settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+
+from api_client.cli.output import complain, emit, out
+from worker.errors import SettingsError, TokenmillError
+from worker.flags import variables_epilog, with_settings
+from worker.settings import Settings, load_settings
+
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+db = typer.Typer(help="The SQL store's tables.", no_args_is_help=True)
+app.add_typer(db, name="db")
+
+DatabaseUrl = Annotated[str | None, typer.Option(help="SQL store [default: TOKENMILL_DATABASE_URL].")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def worker(flags: dict[str, object]) -> None:
+    """Serve a queue: claim its jobs, run them on this machine's model, record their results.
+
+    SIGTERM drains: running jobs finish or are handed over. A second signal hands over at once.
+    """
+    with _sentences():
+        settings = load_settings(flags)
+        from worker.app import run
+
+        raise typer.Exit(run(settings))
+
+
+def dev(flags: dict[str, object]) -> None:
+    """Everything on this machine in one command: a private Valkey, SQLite, and a worker. Ctrl-C stops it all."""
+    with _sentences():
+        settings = load_settings(flags)
+        from worker.dev import run
+
+        raise typer.Exit(run(settings))
+
+
+def _register(command: Callable[[dict[str, object]], None]) -> None:
+    app.command(command.__name__, epilog=variables_epilog())(with_settings(command))
+
+
+_register(worker)
+_register(dev)
+
+
+@db.command()
+def upgrade(database_url: DatabaseUrl = None) -> None:
+    """Create the tables, or bring them to this version. Safe while workers run, and from several places at once."""
+    with _sentences():
+        settings = _settings({"database_url": database_url})
+        from worker.record.migrate import upgrade as migrate
+
+        with _database(settings):
+            before, after = migrate(settings.database_url)
+        words = f"is at revision {after} already" if before == after else f"{before or 'new'} → {after}"
+        out().print(f"{settings.public()['database_url']}: {words}")
+
+
+@db.command()
+def status(database_url: DatabaseUrl = None, *, json: Json = False) -> None:
+    """Which revision the database has, and which this version needs. Exits with 1 when it is behind."""
+    with _sentences():
+        settings = _settings({"database_url": database_url})
+        from worker.record.connection import open_engine
+        from worker.record.migrate import standing
+
+        engine = open_engine(settings.database_url)
+        with _database(settings), engine.connect() as connection:
+            found = standing(connection)
+        engine.dispose()
+        if json:
+            emit({"current": found.current, "head": found.head, "is_behind": found.is_behind})
+        else:
+            note = "run `tokenmill db upgrade`" if found.is_behind else "up to date"
+            out().print(f"revision {found.current or 'none'}, this version needs {found.head}: {note}")
+        if found.is_behind:
+            raise typer.Exit(1)
+
+
+@app.command()
+def doctor(
+    *,
+    redis_url: Annotated[str | None, typer.Option(help="[default: TOKENMILL_REDIS_URL].")] = None,
+    database_url: DatabaseUrl = None,
+    queue: Annotated[str | None, typer.Option(help="[default: TOKENMILL_QUEUE].")] = None,
+    model: Annotated[str | None, typer.Option(help="[default: TOKENMILL_MODEL].")] = None,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Only servers, only what is wrong: for health checks.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Check settings, servers, model and machine; say what is missing and how to get it. Exits with 1 on any error."""
+    with _sentences():
+        settings = _settings({"redis_url": redis_url, "database_url": database_url, "queue": queue, "model": model})
+        from worker.doctor import examine, show
+
+        findings = examine(settings, servers_only=quiet)
+        if json:
+            emit(findings)
+        else:
+            show(findings, only_problems=quiet)
+        if any(finding.verdict == "error" for finding in findings):
+            raise typer.Exit(1)
+
+
+def _settings(flags: Mapping[str, object]) -> Settings:
+    return load_settings(flags)
+
+
+@contextmanager
+def _sentences() -> Iterator[None]:
+    """Every error that is somebody's to repair becomes one line; the others keep their traceback."""
+    from worker.embedded import EmbeddedServerError
+    from worker.engine.config import EngineConfigError
+    from worker.engine.host import EngineDied
+
+    try:
+        yield
+    except SettingsError as error:
+        _complain_of_settings(error.problems)
+        raise typer.Exit(2) from error
+    except EngineConfigError as error:
+        _complain_of_settings(error.problems)
+        raise typer.Exit(2) from error
+    except (TokenmillError, EmbeddedServerError, EngineDied) as error:
+        complain(str(error))
+        raise typer.Exit(1) from error
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+def _complain_of_settings(problems: tuple[str, ...] | list[str]) -> None:
+    count = f"{len(problems)} settings are" if len(problems) > 1 else "one setting is"
+    complain(f"{count} wrong, nothing was started")
+    for problem in problems:
+        typer.echo(f"  {problem}", err=True)
+
+
+@contextmanager
+def _database(settings: Settings) -> Iterator[None]:
+    import sqlalchemy.exc
+
+    from worker.record.faults import sentence_of
+
+    try:
+        yield
+    except sqlalchemy.exc.SQLAlchemyError as error:
+        complain(f"{settings.public()['database_url']}: {sentence_of(error)}")
+        raise typer.Exit(1) from error
+
+
+__all__: list[Any] = ["app"]

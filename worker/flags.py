@@ -1,0 +1,72 @@
+"""Every setting as a flag: builds a command whose options are the fields of Settings.
+
+Values stay text here; `load_settings` reads them all, so that flags and variables are judged by one rule
+and every problem is told at once.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+import typing
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+from pydantic.fields import FieldInfo
+
+from worker.settings import ENGINE_FIELDS, PREFIX, Settings
+
+Command = Callable[[dict[str, object]], None]
+
+
+def with_settings(command: Command) -> Callable[..., None]:
+    """`command` gets the flags that were given, by the names of their settings."""
+
+    def run(**flags: object) -> None:
+        command({name: value for name, value in flags.items() if value is not None})
+
+    fields = {name: field for name, field in Settings.model_fields.items() if name not in ENGINE_FIELDS}
+    fields |= {name: Settings.model_fields[name] for name in ENGINE_FIELDS}
+    described: Any = run
+    described.__name__ = command.__name__
+    described.__doc__ = command.__doc__
+    described.__annotations__ = {name: _annotation(name, field) for name, field in fields.items()}
+    described.__signature__ = inspect.Signature(
+        [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+            for name, annotation in described.__annotations__.items()
+        ]
+    )
+    return run
+
+
+def _annotation(name: str, field: FieldInfo) -> Any:
+    flag = name.replace("_", "-")
+    words = field.description or ""
+    panel = "Engine" if name in ENGINE_FIELDS else "Worker"
+    common: dict[str, Any] = {"help": words[:1].upper() + words[1:] + _default(field, words), "rich_help_panel": panel}
+    if bool in _kinds(field):
+        return Annotated[bool | None, typer.Option(f"--{flag}/--no-{flag}", **common)]
+    return Annotated[str | None, typer.Option(f"--{flag}", metavar=_metavar(field), **common)]
+
+
+def _default(field: FieldInfo, words: str) -> str:
+    if field.default in (None, "") or "[default" in words:
+        return ""
+    value = str(field.default).lower() if isinstance(field.default, bool) else f"{field.default}"
+    return f" [default: {value}]"
+
+
+def _kinds(field: FieldInfo) -> tuple[Any, ...]:
+    kind = field.annotation
+    return typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+
+
+def _metavar(field: FieldInfo) -> str:
+    kinds = _kinds(field)
+    return "INT" if int in kinds else "NUMBER" if float in kinds else "TEXT"
+
+
+def variables_epilog() -> str:
+    return f"Each flag is also a variable: --max-num-seqs is {PREFIX}MAX_NUM_SEQS. Flags win."
