@@ -1,0 +1,27 @@
+"""The producers' side: submit jobs, stream their tokens, fetch results. It never imports the worker."""
+
+from api_client.async_client import AsyncClient
+from api_client.base import ClientOptions
+from api_client.client import Client
+from api_client.errors import (
+    ConfigurationError,
+    IdempotencyConflict,
+    InvalidRequest,
+    JobFailed,
+    JobNotFound,
+    QueueFull,
+    QueueRefusal,
+    QueueUnavailable,
+    RateLimited,
+    ResultTimeout,
+    TokenmillError,
+)  # fmt: skip
+from api_client.queue_programs import DeadJob
+from api_client.records import JobInfo, QueueDepth
+from api_client.requests import JobHandle
+
+__all__ = [
+    "AsyncClient", "Client", "ClientOptions", "ConfigurationError", "DeadJob", "IdempotencyConflict", "InvalidRequest",
+    "JobFailed", "JobHandle", "JobInfo", "JobNotFound", "QueueDepth", "QueueFull", "QueueRefusal", "QueueUnavailable",
+    "RateLimited", "ResultTimeout", "TokenmillError",
+]  # fmt: skip

@@ -17,6 +17,7 @@ from typing import Any, cast
 import redis.asyncio
 from redis.exceptions import NoPermissionError, RedisError, ResponseError
 
+from api_client.records import QueueDepth, read_depth
 from api_client.scripts import Argument, Script, call_async
 from schemas.codec import encode
 from schemas.control import WorkerStatus
@@ -223,11 +224,11 @@ class JobStream:
         self._held.clear()
         return int(await self._call(scripts.RESIGN, self.worker_id, "hand"))
 
-    async def depth(self) -> replies.QueueDepth:
+    async def depth(self) -> QueueDepth:
         """The backlog, for metrics and autoscaling: one command."""
         async with _translated():
             raw = cast("dict[bytes, bytes]", await self._client.hgetall(self.keys.meta))
-        return replies.read_depth(raw)
+        return read_depth(raw)
 
     def forget_all(self) -> None:
         """The lease ran out: nothing is held, whatever the server still believes."""

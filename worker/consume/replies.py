@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from worker.jobs import Delivery
@@ -15,19 +15,6 @@ class HeartbeatReply:
 
     cancelled: tuple[str, ...] = ()
     lost: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class QueueDepth:
-    """Jobs that wait, per class and in estimated tokens, and those in hands."""
-
-    queued: dict[str, int] = field(default_factory=dict)
-    queued_tokens: float = 0.0
-    running: int = 0
-
-    @property
-    def num_queued(self) -> int:
-        return sum(self.queued.values())
 
 
 def texts(values: Iterable[bytes]) -> list[str]:
@@ -49,11 +36,3 @@ def read_delivery(item: list[Any]) -> Delivery:
         attempt=int(attempt),
         alone=bool(alone),
     )
-
-
-def read_depth(meta: Mapping[bytes, bytes]) -> QueueDepth:
-    queued = {
-        name.decode().removeprefix("queued:"): int(value) for name, value in meta.items() if name.startswith(b"queued:")
-    }
-    tokens = sum(float(value) for name, value in meta.items() if name.startswith(b"queued_tokens:"))
-    return QueueDepth(queued, max(0.0, tokens), int(meta.get(b"running", 0)))

@@ -1,0 +1,224 @@
+"""The producer's client for an event loop: the calls of Client, awaited. All streams share one connection.
+
+async with AsyncClient("redis://localhost:6379/0", queue="smollm2-135m-instruct") as client:
+    job = await client.submit(prompt="Once upon a time", max_tokens=64)
+    async for chunk in client.stream(job):
+        print(chunk.text, end="")
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import redis.asyncio
+from redis.exceptions import RedisError
+
+from api_client import programs, queue_programs, scripts
+from api_client.base import ClientBase, ClientOptions, translate
+from api_client.connections import connect_async
+from api_client.effects import Commands, Effect, Listen, LookUp, Program, Receive, RunScript, Sleep, Tell
+from api_client.errors import JobFailed, QueueUnavailable
+from api_client.hub import ChannelHub, HubSubscription
+from api_client.queue_programs import DeadJob
+from api_client.records import JobInfo, QueueDepth
+from api_client.requests import JobHandle
+from schemas.chunk import Chunk
+from schemas.control import WorkerStatus
+from schemas.job import JobRequest
+from schemas.result import JobResult, JobStatus
+
+T = TypeVar("T")
+
+
+class AsyncClient(ClientBase):
+    """See Client; bound to the event loop it is first used in."""
+
+    def __init__(
+        self,
+        url: str = "redis://localhost:6379/0",
+        *,
+        queue: str,
+        database: str | None = None,
+        prefix: str = "tm:",
+        options: ClientOptions | None = None,
+        redis_client: redis.asyncio.Redis | None = None,
+    ) -> None:
+        super().__init__(url, queue, database, prefix, options or ClientOptions())
+        self._redis = redis_client or connect_async(url, self._options.link)
+        self._hub = ChannelHub(self._redis)
+
+    # ── jobs ──
+
+    async def submit(self, request: JobRequest | None = None, **arguments: Any) -> JobHandle:
+        """As Client.submit."""
+        return (await self.submit_many([self._request(request, arguments)]))[0]
+
+    async def submit_many(self, jobs: Iterable[JobRequest | Mapping[str, Any]]) -> list[JobHandle]:
+        """As Client.submit_many."""
+        return await self._run(programs.submit(self._view, self._requests(jobs)))
+
+    def stream(self, job: str, *, starting_after: int = 0, timeout: float | None = None) -> AsyncGenerator[Chunk, None]:
+        """As Client.stream. Close it (`aclose`) when you leave it early and care when its subscription ends."""
+        starting_after = programs.check_starting_after(starting_after)
+        return self._tell(programs.follow(self._view, str(job), starting_after, timeout))
+
+    async def result(self, job: str, timeout: float | None = None, *, check: bool = False) -> JobResult:
+        """As Client.result."""
+        result = await self._run(programs.wait(self._view, str(job), timeout))
+        if check and result.status is not JobStatus.SUCCEEDED:
+            raise JobFailed(result)
+        return result
+
+    async def status(self, job: str) -> JobInfo:
+        return await self._run(programs.status(self._view, str(job)))
+
+    async def cancel(self, job: str) -> str:
+        """As Client.cancel."""
+        return await self._run(programs.cancel(self._view, str(job)))
+
+    # ── the queue ──
+
+    async def list(self, status: JobStatus | str | None = None, limit: int = 100) -> Sequence[JobInfo]:
+        """Jobs that are not over, and dead ones."""
+        wanted = JobStatus(status) if status is not None else None
+        return await self._run(queue_programs.jobs(self._view, wanted, limit))
+
+    async def depth(self) -> QueueDepth:
+        return await self._run(queue_programs.depth(self._view))
+
+    async def workers(self) -> Sequence[WorkerStatus]:
+        return await self._run(queue_programs.workers(self._view))
+
+    async def dead(self, limit: int = 100) -> Sequence[DeadJob]:
+        return await self._run(queue_programs.dead(self._view, limit))
+
+    async def redrive(self, jobs: Sequence[str] | None = None, limit: int = 100) -> Sequence[str]:
+        """As Client.redrive."""
+        return await self._run(queue_programs.redrive(self._view, jobs, limit))
+
+    async def set_limits(
+        self,
+        tenant: str = "*",
+        *,
+        rate: float | None = None,
+        burst: float | None = None,
+        concurrency: int | None = None,
+        weight: float | None = None,
+    ) -> None:
+        """As Client.set_limits."""
+        limits = {"rate": rate, "burst": burst, "concurrency": concurrency, "weight": weight}
+        await self._run(queue_programs.set_limits(self._view, tenant, limits))
+
+    async def set_queue_limit(self, limit: int) -> None:
+        await self._run(queue_programs.set_queue_limit(self._view, limit))
+
+    async def close(self) -> None:
+        await self._hub.close()
+        await self._redis.aclose()
+        if self.has_database:
+            await asyncio.to_thread(self._close_results)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    # ── performing programs ──
+
+    async def _run(self, program: Program[T]) -> T:
+        """A program that tells nothing on the way."""
+        performer = _Performer(self, self._redis, self._hub)
+        try:
+            effect = performer.step(program)
+            while effect is not None:
+                await performer.perform(effect)
+                effect = performer.step(program)
+            value: T = performer.value
+            return value
+        finally:
+            program.close()
+            await performer.close()
+
+    async def _tell(self, program: Program[None]) -> AsyncGenerator[Any, None]:
+        performer = _Performer(self, self._redis, self._hub)
+        try:
+            while (effect := performer.step(program)) is not None:
+                if isinstance(effect, Tell):
+                    yield effect.value
+                else:
+                    await performer.perform(effect)
+        finally:
+            program.close()
+            await performer.close()
+
+
+class _Performer:
+    """Carries out one program's effects; owns its subscription."""
+
+    def __init__(self, client: AsyncClient, connection: redis.asyncio.Redis, hub: ChannelHub) -> None:
+        self.value: Any = None  # what the program returned
+        self._client = client
+        self._redis = connection
+        self._hub = hub
+        self._subscription: HubSubscription | None = None
+        self._answer: Any = None
+        self._trouble: QueueUnavailable | None = None
+
+    def step(self, program: Program[Any]) -> Effect | None:
+        """The next effect, given the last one's answer; None at the end."""
+        answer, trouble = self._answer, self._trouble
+        self._answer, self._trouble = None, None
+        try:
+            return program.throw(trouble) if trouble is not None else program.send(answer)
+        except StopIteration as end:
+            self.value = end.value
+            return None
+
+    async def perform(self, effect: Effect) -> None:
+        try:
+            self._answer = await self._perform(effect)
+        except (RedisError, OSError) as error:
+            self._trouble = translate(error)
+
+    async def _perform(self, effect: Effect) -> Any:
+        match effect:
+            case RunScript(script, arguments):
+                return await scripts.call_async(self._redis, script, *self._client.script_head, *arguments)
+            case Commands(commands):
+                return await self._commands(commands)
+            case Listen(channel):
+                await self.close()
+                self._subscription = await self._hub.subscribe(channel)
+                return None
+            case Receive(timeout):
+                assert self._subscription is not None, "a program listens before it receives"
+                return await self._subscription.receive(timeout)
+            case LookUp(job_id):
+                return await asyncio.to_thread(self._client.look_up, job_id) if self._client.has_database else None
+            case Sleep(seconds):
+                return await asyncio.sleep(seconds)
+        raise TypeError(f"no such effect: {effect!r}")
+
+    async def _commands(self, commands: Sequence[tuple[scripts.Argument, ...]]) -> Sequence[Any]:
+        if not commands:
+            return []
+        if len(commands) == 1:
+            execute: Any = self._redis.execute_command
+            return [await execute(*commands[0])]
+        pipeline: Any
+        async with self._redis.pipeline(transaction=False) as pipeline:
+            for command in commands:
+                pipeline.execute_command(*command)
+            replies: Sequence[Any] = await pipeline.execute()
+        return replies
+
+    async def close(self) -> None:
+        if self._subscription is not None:
+            subscription, self._subscription = self._subscription, None
+            await subscription.close()

@@ -1,0 +1,88 @@
+"""What Client and AsyncClient share besides their programs: options, building requests, the database."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from api_client.connections import Link, parse_url
+from api_client.errors import ConfigurationError, QueueUnavailable
+from api_client.programs import QueueView
+from api_client.requests import build_request, checked
+from schemas.job import JobRequest
+from schemas.keys import Keys
+from schemas.result import JobResult
+
+if TYPE_CHECKING:
+    from api_client.sql import SqlResults
+
+
+@dataclass(frozen=True, slots=True)
+class ClientOptions:
+    """`link.retries` is safe here: every call of the client may be repeated. See QueueView for the others."""
+
+    link: Link = field(default_factory=lambda: Link(retries=3, client_name="tokenmill"))
+    queue_limit: int = 0
+    idempotency_ttl_s: float = 86_400.0
+    idle_s: float = 5.0
+    patience_s: float = 120.0
+
+
+class ClientBase:
+    """No connection is made before the first call."""
+
+    def __init__(self, url: str, queue: str, database: str | None, prefix: str, options: ClientOptions) -> None:
+        if not queue or any(letter in queue for letter in "{} \t\r\n"):
+            raise ConfigurationError(f"a queue's name must not be empty, nor contain braces or white space: {queue!r}")
+        self.keys = Keys(queue, prefix)
+        self._options = options
+        self._view = QueueView(
+            self.keys, options.queue_limit, options.idempotency_ttl_s, options.idle_s, options.patience_s
+        )
+        self._database = database
+        self._results: SqlResults | None = None
+        publish = "SPUBLISH" if parse_url(url).is_cluster else "PUBLISH"
+        self.script_head = (self.keys.meta, self.keys.base, publish)
+
+    @property
+    def queue(self) -> str:
+        return self.keys.queue
+
+    @property
+    def has_database(self) -> bool:
+        return self._database is not None
+
+    def look_up(self, job_id: str) -> JobResult | None:
+        """In the database, if there is one."""
+        if self._database is None:
+            return None
+        if self._results is None:
+            from api_client.sql import SqlResults  # SQLAlchemy is an extra
+
+            self._results = SqlResults(self._database)
+        found: JobResult | None = self._results.get(job_id)
+        return found
+
+    def _close_results(self) -> None:
+        if self._results is not None:
+            self._results.close()
+            self._results = None
+
+    def _request(self, request: JobRequest | None, arguments: Mapping[str, Any]) -> JobRequest:
+        if request is None:
+            return build_request(arguments)
+        if arguments:
+            raise TypeError("give a JobRequest or its fields, not both")
+        return checked(request)
+
+    def _requests(self, jobs: Iterable[JobRequest | Mapping[str, Any]]) -> list[JobRequest]:
+        return [checked(job) if isinstance(job, JobRequest) else build_request(job) for job in jobs]
+
+
+def translate(error: Exception) -> QueueUnavailable:
+    if isinstance(error, QueueUnavailable):
+        return error
+    trouble = QueueUnavailable(f"the queue's server: {type(error).__name__}: {error}")
+    trouble.__cause__ = error
+    return trouble

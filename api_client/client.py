@@ -1,0 +1,213 @@
+"""The producer's client for threads and scripts: submit jobs, stream their tokens, fetch results.
+
+    with Client("redis://localhost:6379/0", queue="smollm2-135m-instruct") as client:
+        job = client.submit(prompt="Once upon a time", max_tokens=64)
+        for chunk in client.stream(job):
+            print(chunk.text, end="")
+
+Safe to share between threads; it has no thread of its own. What the calls do is written in programs.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import redis
+from redis.exceptions import RedisError
+
+from api_client import programs, queue_programs, scripts
+from api_client.base import ClientBase, ClientOptions, translate
+from api_client.connections import connect
+from api_client.effects import Commands, Effect, Listen, LookUp, Program, Receive, RunScript, Sleep, Tell
+from api_client.errors import JobFailed, QueueUnavailable
+from api_client.queue_programs import DeadJob
+from api_client.records import JobInfo, QueueDepth
+from api_client.requests import JobHandle
+from api_client.subscription import Subscription
+from schemas.chunk import Chunk
+from schemas.control import WorkerStatus
+from schemas.job import JobRequest
+from schemas.result import JobResult, JobStatus
+
+T = TypeVar("T")
+
+
+class Client(ClientBase):
+    """`database` is where results are looked up after Redis has forgotten them (needs the extra `sql`)."""
+
+    def __init__(
+        self,
+        url: str = "redis://localhost:6379/0",
+        *,
+        queue: str,
+        database: str | None = None,
+        prefix: str = "tm:",
+        options: ClientOptions | None = None,
+        redis_client: redis.Redis | None = None,
+    ) -> None:
+        super().__init__(url, queue, database, prefix, options or ClientOptions())
+        self._redis = redis_client or connect(url, self._options.link)
+
+    # ── jobs ──
+
+    def submit(self, request: JobRequest | None = None, **arguments: Any) -> JobHandle:
+        """Queue one job; returns its id. Arguments are the fields of JobRequest and SamplingParams by their names;
+        `deadline` in seconds from now, `not_before` a Unix time (or datetime). Raises InvalidRequest, QueueFull, …"""
+        return self.submit_many([self._request(request, arguments)])[0]
+
+    def submit_many(self, jobs: Iterable[JobRequest | Mapping[str, Any]]) -> list[JobHandle]:
+        """Queue many jobs in few round trips. A refusal names those already accepted in `.accepted`."""
+        return self._run(programs.submit(self._view, self._requests(jobs)))
+
+    def stream(self, job: str, *, starting_after: int = 0, timeout: float | None = None) -> Iterator[Chunk]:
+        """Every chunk of the job once and in order, from now or long ago, through reconnects, to its last chunk.
+        `starting_after`: tokens that you have already. `timeout`: the longest silence, then ResultTimeout."""
+        starting_after = programs.check_starting_after(starting_after)
+        return self._drive(programs.follow(self._view, str(job), starting_after, timeout))
+
+    def result(self, job: str, timeout: float | None = None, *, check: bool = False) -> JobResult:
+        """Wait for the end. With `check`, a job that did not succeed raises JobFailed."""
+        result = self._run(programs.wait(self._view, str(job), timeout))
+        if check and result.status is not JobStatus.SUCCEEDED:
+            raise JobFailed(result)
+        return result
+
+    def status(self, job: str) -> JobInfo:
+        return self._run(programs.status(self._view, str(job)))
+
+    def cancel(self, job: str) -> str:
+        """ "cancelled" (it waited), "cancelling" (it runs and will stop within a step), or the state it ended in."""
+        return self._run(programs.cancel(self._view, str(job)))
+
+    # ── the queue ──
+
+    def list(self, status: JobStatus | str | None = None, limit: int = 100) -> Sequence[JobInfo]:
+        """Jobs that are not over, and dead ones."""
+        wanted = JobStatus(status) if status is not None else None
+        return self._run(queue_programs.jobs(self._view, wanted, limit))
+
+    def depth(self) -> QueueDepth:
+        return self._run(queue_programs.depth(self._view))
+
+    def workers(self) -> Sequence[WorkerStatus]:
+        return self._run(queue_programs.workers(self._view))
+
+    def dead(self, limit: int = 100) -> Sequence[DeadJob]:
+        return self._run(queue_programs.dead(self._view, limit))
+
+    def redrive(self, jobs: Sequence[str] | None = None, limit: int = 100) -> Sequence[str]:
+        """Return dead jobs to the queue; without ids, the oldest. Returns the ids that went back."""
+        return self._run(queue_programs.redrive(self._view, jobs, limit))
+
+    def set_limits(
+        self,
+        tenant: str = "*",
+        *,
+        rate: float | None = None,
+        burst: float | None = None,
+        concurrency: int | None = None,
+        weight: float | None = None,
+    ) -> None:
+        """Jobs a second, jobs at once, and share of a tenant; "*": of each that has no limits of its own. 0: none."""
+        limits = {"rate": rate, "burst": burst, "concurrency": concurrency, "weight": weight}
+        self._run(queue_programs.set_limits(self._view, tenant, limits))
+
+    def set_queue_limit(self, limit: int) -> None:
+        """Submit refuses above so many waiting jobs; 0: no limit."""
+        self._run(queue_programs.set_queue_limit(self._view, limit))
+
+    def close(self) -> None:
+        self._redis.close()
+        self._close_results()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ── performing programs ──
+
+    def _run(self, program: Program[T]) -> T:
+        """A program that tells nothing on the way."""
+        driver = self._drive(program)
+        while True:
+            try:
+                next(driver)
+            except StopIteration as end:
+                value: T = end.value
+                return value
+
+    def _drive(self, program: Program[T]) -> Generator[Any, None, T]:
+        performer = _Performer(self, self._redis)
+        answer: Any = None
+        trouble: QueueUnavailable | None = None
+        try:
+            while True:
+                try:
+                    effect = program.throw(trouble) if trouble is not None else program.send(answer)
+                except StopIteration as end:
+                    value: T = end.value
+                    return value
+                answer, trouble = None, None
+                if isinstance(effect, Tell):
+                    yield effect.value
+                    continue
+                try:
+                    answer = performer.perform(effect)
+                except (RedisError, OSError) as error:
+                    trouble = translate(error)
+        finally:
+            program.close()
+            performer.close()
+
+
+class _Performer:
+    """Carries out one program's effects; owns its subscription."""
+
+    def __init__(self, client: Client, connection: redis.Redis) -> None:
+        self._client = client
+        self._redis = connection
+        self._subscription: Subscription | None = None
+
+    def perform(self, effect: Effect) -> Any:
+        match effect:
+            case RunScript(script, arguments):
+                return scripts.call(self._redis, script, *self._client.script_head, *arguments)
+            case Commands(commands):
+                return self._commands(commands)
+            case Listen(channel):
+                self.close()
+                self._subscription = Subscription(self._redis, channel)
+                return None
+            case Receive(timeout):
+                assert self._subscription is not None, "a program listens before it receives"
+                return self._subscription.receive(timeout)
+            case LookUp(job_id):
+                return self._client.look_up(job_id)
+            case Sleep(seconds):
+                return time.sleep(seconds)
+        raise TypeError(f"no such effect: {effect!r}")
+
+    def _commands(self, commands: Sequence[tuple[scripts.Argument, ...]]) -> Sequence[Any]:
+        if not commands:
+            return []
+        if len(commands) == 1:
+            execute: Any = self._redis.execute_command
+            return [execute(*commands[0])]
+        pipeline: Any
+        with self._redis.pipeline(transaction=False) as pipeline:
+            for command in commands:
+                pipeline.execute_command(*command)
+            replies: Sequence[Any] = pipeline.execute()
+        return replies
+
+    def close(self) -> None:
+        if self._subscription is not None:
+            self._subscription.close()
+            self._subscription = None

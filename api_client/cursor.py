@@ -1,0 +1,148 @@
+"""How far one subscriber has been told a job's answer; turns log entries, messages and results into chunks that
+he has not seen, each exactly once and in order.
+
+    told ────────── next_index ───── (a message from here on is told) ───── (beyond: a gap, read the log)
+
+It knows no connection: whoever drives it reads the log when it says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from schemas.chunk import Chunk
+from schemas.result import ChoiceResult, JobResult
+
+
+class StreamCursor:
+    """`starting_after` is a number of tokens (all choices together) that the subscriber has already."""
+
+    def __init__(self, job_id: str, starting_after: int = 0) -> None:
+        self.job_id = job_id
+        self.next_index = 0
+        self.is_over = False
+        self._silent_until = starting_after  # what ends at or before this has been told in an earlier life
+        self._tokens: dict[int, int] = {}  # per choice, told or silently passed
+        self._texts: dict[int, int] = {}  # characters, likewise
+        self._boundaries: dict[int, tuple[int, int]] = {}  # index → (choice, characters of it told there)
+        self._ended: set[int] = set()
+
+    @property
+    def log_start(self) -> str:
+        """The log entry to read from; entries at the cursor itself may be ends without a token."""
+        return f"{self.next_index}-0" if self.next_index else "-"
+
+    def accept(self, chunk: Chunk) -> list[Chunk] | None:
+        """The chunk as it is to be told (nothing, if it was told before); None when something before it is missing."""
+        if self.is_over:
+            return []
+        if chunk.index > self.next_index:
+            return None
+        if chunk.is_last:
+            self.is_over = True
+            return [chunk]
+        if not chunk.token_ids:
+            return self._accept_end(chunk)
+        if chunk.end <= self.next_index:
+            return []
+        told = self._unseen(chunk)
+        self._advance(chunk)
+        return [told] if chunk.end > self._silent_until else []
+
+    def accept_log(self, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
+        """The log begins at the cursor or before it, and has no holes."""
+        for chunk in chunks:
+            if chunk.index > self.next_index:  # the log lost its beginning (it expired): go on with what there is
+                self.next_index = chunk.index
+            yield from self.accept(chunk) or ()
+
+    def accept_result(self, result: JobResult) -> Iterator[Chunk]:
+        """The rest of an answer whose log is gone: one chunk per token, then the last chunk."""
+        if self.is_over:
+            return
+        choices = result.choices
+        for index, choice in _by_turns(choices):
+            if index >= self._tokens.get(choice.index, 0):
+                yield from self._retell(result, choice, index)
+        for choice in choices if len(choices) > 1 else ():
+            end = Chunk(
+                job_id=self.job_id,
+                index=self.next_index,
+                choice=choice.index,
+                text=choice.text[self._texts.get(choice.index, 0) :],
+                finish_reason=choice.finish_reason,
+                attempt=result.attempt,
+            )
+            yield from self._accept_end(end)
+        self.is_over = True
+        yield Chunk(
+            job_id=self.job_id,
+            index=self.next_index,
+            text=choices[0].text[self._texts.get(0, 0) :] if len(choices) == 1 else "",
+            finish_reason=result.finish_reason,
+            attempt=result.attempt,
+            status=result.status,
+            usage=result.usage,
+            error=result.error,
+        )
+
+    def _retell(self, result: JobResult, choice: ChoiceResult, index: int) -> Iterator[Chunk]:
+        told = self._texts.get(choice.index, 0)
+        end = choice.text_ends[index] if index < len(choice.text_ends) else told
+        chunk = Chunk(
+            job_id=self.job_id,
+            index=self.next_index,
+            choice=choice.index,
+            token_ids=(choice.token_ids[index],),
+            text=choice.text[told:end],
+            logprobs=(choice.logprobs[index],) if choice.logprobs else None,
+            attempt=result.attempt,
+        )
+        self._advance(chunk)
+        if chunk.end > self._silent_until:
+            yield chunk
+
+    def _accept_end(self, chunk: Chunk) -> list[Chunk]:
+        if chunk.choice in self._ended or chunk.index < self.next_index:
+            return []
+        self._ended.add(chunk.choice)
+        self._texts[chunk.choice] = self._texts.get(chunk.choice, 0) + len(chunk.text)
+        return [chunk] if chunk.index >= self._silent_until else []
+
+    def _unseen(self, chunk: Chunk) -> Chunk:
+        """A chunk that begins before the cursor: after the server lost its last moments, chunks may be cut anew."""
+        known = self._boundaries.get(chunk.index)
+        if chunk.index == self.next_index or known is None or known[0] != chunk.choice:
+            return chunk
+        told = self._texts.get(chunk.choice, 0) - known[1]
+        seen = self.next_index - chunk.index
+        return Chunk(
+            job_id=chunk.job_id,
+            index=self.next_index,
+            token_ids=chunk.token_ids[seen:],
+            text=chunk.text[told:],
+            choice=chunk.choice,
+            logprobs=chunk.logprobs[seen:] if chunk.logprobs else None,
+            finish_reason=chunk.finish_reason,
+            attempt=chunk.attempt,
+        )
+
+    def _advance(self, chunk: Chunk) -> None:
+        choice, told = chunk.choice, self._texts.get(chunk.choice, 0)
+        known = self._boundaries.get(chunk.index)
+        start = known[1] if known is not None and known[0] == choice else told
+        self._tokens[choice] = self._tokens.get(choice, 0) + chunk.end - max(chunk.index, self.next_index)
+        self._boundaries[chunk.index] = (choice, start)
+        self._texts[choice] = start + len(chunk.text)
+        self.next_index = chunk.end
+        if chunk.finish_reason is not None:
+            self._ended.add(choice)
+
+
+def _by_turns(choices: tuple[ChoiceResult, ...]) -> Iterator[tuple[int, ChoiceResult]]:
+    """(token's place in its choice, the choice): the choices' tokens side by side, as they were made."""
+    longest = max((len(choice.token_ids) for choice in choices), default=0)
+    for index in range(longest):
+        for choice in choices:
+            if index < len(choice.token_ids):
+                yield index, choice

@@ -1,0 +1,294 @@
+"""What the client's calls do, as generator programs over effects: submit, follow, wait, status, cancel.
+
+A stream subscribes first, then reads the log from where it is, then follows the messages, and reads the log again
+wherever something is missing. Pub/sub may lose anything at any time; the log, the hash and the database may not.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from api_client.cursor import StreamCursor
+from api_client.effects import Commands, Listen, LookUp, Program, Receive, RunScript, Signal, Sleep, Tell
+from api_client.errors import (
+    ConfigurationError,
+    IdempotencyConflict,
+    JobNotFound,
+    QueueFull,
+    QueueRefusal,
+    QueueUnavailable,
+    RateLimited,
+    ResultTimeout,
+    TokenmillError,
+)  # fmt: skip
+from api_client.records import FIELDS, JobInfo, Record, info_of, read_log, read_record
+from api_client.requests import JobHandle, estimated_tokens, fingerprint
+from api_client.scripts import CANCEL, SUBMIT, Argument
+from schemas.codec import decode_chunk, encode
+from schemas.job import JobRequest
+from schemas.keys import Keys
+from schemas.result import JobResult
+
+LOG_PAGE = 1_000
+SUBMIT_JOBS = 256
+SUBMIT_BYTES = 1024 * 1024
+RECONNECT_PAUSE_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+
+
+@dataclass(frozen=True, slots=True)
+class QueueView:
+    """Which queue, and how patiently. `idle_s`: a silent stream looks at the log this often. `patience_s`: so long
+    a stream that was once connected waits for a server, and for the record of a job that the server lost."""
+
+    keys: Keys
+    queue_limit: int = 0
+    idempotency_ttl_s: float = 86_400.0
+    idle_s: float = 5.0
+    patience_s: float = 120.0
+
+
+# ── submit ──
+
+
+def submit(view: QueueView, requests: Sequence[JobRequest]) -> Program[list[JobHandle]]:
+    """All of them, in as few calls as size allows; each call stores all of its jobs or none."""
+    handles: list[JobHandle] = []
+    for batch in _batches(requests):
+        arguments: list[Argument] = [view.queue_limit, round(view.idempotency_ttl_s * 1000)]
+        for request in batch:
+            arguments += _submit_arguments(request)
+        reply = yield RunScript(SUBMIT, tuple(arguments))
+        try:
+            handles += _read_submitted(view, reply)
+        except QueueRefusal as refusal:
+            refusal.accepted = tuple(handles)
+            raise
+    return handles
+
+
+def _batches(requests: Sequence[JobRequest]) -> Iterator[list[JobRequest]]:
+    batch: list[JobRequest] = []
+    size = 0
+    for request in requests:
+        num_bytes = len(encode(request))
+        if batch and (len(batch) >= SUBMIT_JOBS or size + num_bytes > SUBMIT_BYTES):
+            yield batch
+            batch, size = [], 0
+        batch.append(request)
+        size += num_bytes
+    if batch:
+        yield batch
+
+
+def _submit_arguments(request: JobRequest) -> tuple[Argument, ...]:
+    return (
+        request.job_id,
+        request.priority.value,
+        request.tenant,
+        fingerprint(request),
+        request.idempotency_key or "",
+        encode(request),
+        request.created_ms,
+        request.deadline_ms or 0,
+        request.not_before_ms or 0,
+        estimated_tokens(request),
+    )
+
+
+def _read_submitted(view: QueueView, reply: list[bytes]) -> list[JobHandle]:
+    word, *rest = (value.decode() for value in reply)
+    if word == "full":
+        raise QueueFull(view.keys.queue, int(rest[0]), int(rest[1]))
+    if word == "rate":
+        raise RateLimited(rest[0], int(rest[1]) / 1000)
+    if word == "conflict":
+        raise IdempotencyConflict(rest[0])
+    return [JobHandle(job_id, is_new=how == "new") for job_id, how in zip(rest[::2], rest[1::2], strict=True)]
+
+
+# ── looking ──
+
+
+def read(view: QueueView, job_ids: Sequence[str]) -> Program[list[Record | None]]:
+    replies = yield Commands(tuple(("HMGET", view.keys.job(job_id), *FIELDS) for job_id in job_ids))
+    return [read_record(job_id, values) for job_id, values in zip(job_ids, replies, strict=True)]
+
+
+def status(view: QueueView, job_id: str) -> Program[JobInfo]:
+    """From Redis while it remembers, then from the database."""
+    (record,) = yield from read(view, [job_id])
+    if record is not None:
+        return record.info
+    result = yield LookUp(job_id)
+    if result is None:
+        raise JobNotFound(job_id)
+    return info_of(result)
+
+
+def cancel(view: QueueView, job_id: str) -> Program[str]:
+    (word,) = yield RunScript(CANCEL, (job_id,))
+    outcome: str = word.decode()
+    if outcome != "unknown":
+        return outcome
+    result = yield LookUp(job_id)
+    if result is None:
+        raise JobNotFound(job_id)
+    return str(result.status.value)
+
+
+# ── waiting and following ──
+
+
+class _Patience:
+    """Time limits of one wait, and what was learnt in it."""
+
+    def __init__(self, view: QueueView, job_id: str, timeout: float | None) -> None:
+        self._view = view
+        self._job_id = job_id
+        self._timeout = timeout
+        self._since = time.monotonic()
+        self._failures = 0
+        self._trouble_since: float | None = None
+        self.was_connected = False
+        self.was_known = False
+
+    def turn(self) -> float:
+        """How long the next wait may be. Raises ResultTimeout."""
+        if self._timeout is None:
+            return self._view.idle_s
+        left = self._since + self._timeout - time.monotonic()
+        if left <= 0:
+            raise ResultTimeout(self._job_id, self._timeout)
+        return min(self._view.idle_s, left)
+
+    def progress(self) -> None:
+        self._since = time.monotonic()
+
+    def all_well(self) -> None:
+        self.was_connected, self._failures, self._trouble_since = True, 0, None
+
+    def bear(self, trouble: TokenmillError) -> float:
+        """The pause before the next attempt; raises the trouble when it lasts too long, or was there at the start."""
+        now = time.monotonic()
+        self._trouble_since = self._trouble_since or now
+        seen_before = self.was_connected if isinstance(trouble, QueueUnavailable) else self.was_known
+        if not seen_before or now - self._trouble_since > self._view.patience_s:
+            raise trouble
+        pause = RECONNECT_PAUSE_S[min(self._failures, len(RECONNECT_PAUSE_S) - 1)]
+        self._failures += 1
+        return min(pause, self.turn())
+
+
+def follow(view: QueueView, job_id: str, starting_after: int, timeout: float | None) -> Program[None]:
+    """Tells every chunk after the first `starting_after` tokens once. `timeout`: the longest silence."""
+    cursor = StreamCursor(job_id, starting_after)
+    patience = _Patience(view, job_id, timeout)
+    while not cursor.is_over:
+        try:
+            yield Listen(view.keys.chunks(job_id))
+            yield from _catch_up(view, cursor, patience)
+            while not cursor.is_over:
+                yield from _follow_once(view, cursor, patience)
+        except (QueueUnavailable, JobNotFound) as trouble:
+            result = yield LookUp(job_id)
+            if result is not None:
+                yield from _tell(cursor.accept_result(result))
+            else:
+                yield Sleep(patience.bear(trouble))
+
+
+def _follow_once(view: QueueView, cursor: StreamCursor, patience: _Patience) -> Program[None]:
+    message = yield Receive(patience.turn())
+    told = cursor.accept(decode_chunk(message)) if isinstance(message, bytes) else None
+    if told is not None:
+        patience.progress()
+        yield from _tell(told)
+        return
+    was_silent, before = message is None, cursor.next_index
+    yield from _catch_up(view, cursor, patience)
+    if was_silent and cursor.next_index > before:  # the log knew what nobody told us: the subscription is dead
+        yield Listen(view.keys.chunks(cursor.job_id))
+
+
+def _catch_up(view: QueueView, cursor: StreamCursor, patience: _Patience) -> Program[None]:
+    """From the log; if the job is over, from its result. The log comes first: when it is gone, the result is there."""
+    keys = view.keys
+    while not cursor.is_over:
+        entries, values = yield Commands(
+            (
+                ("XRANGE", keys.log(cursor.job_id), cursor.log_start, "+", "COUNT", LOG_PAGE),
+                ("HMGET", keys.job(cursor.job_id), *FIELDS),
+            )
+        )
+        for chunk in cursor.accept_log(read_log(entries)):
+            patience.progress()
+            yield Tell(chunk)
+        if len(entries) == LOG_PAGE:
+            continue
+        record = read_record(cursor.job_id, values)
+        if record is None:
+            raise JobNotFound(cursor.job_id)
+        patience.was_known = True
+        patience.all_well()
+        if record.is_over:
+            yield from _tell(cursor.accept_result(record.outcome()))
+        return
+
+
+def _tell(chunks: Any) -> Program[None]:
+    for chunk in chunks:
+        yield Tell(chunk)
+
+
+def wait(view: QueueView, job_id: str, timeout: float | None) -> Program[JobResult]:
+    """The job's result, as soon as there is one."""
+    patience = _Patience(view, job_id, timeout)
+    listens = False
+    while True:
+        try:
+            result = yield from _result_now(view, job_id, patience)
+            if result is not None:
+                return result
+            if listens:
+                yield from _until_last(patience)
+            else:
+                yield Listen(view.keys.chunks(job_id))  # and look again: it may have ended just now
+                listens = True
+        except (QueueUnavailable, JobNotFound) as trouble:
+            listens = False
+            recorded: JobResult | None = yield LookUp(job_id)
+            if recorded is not None:
+                return recorded
+            yield Sleep(patience.bear(trouble))
+
+
+def _until_last(patience: _Patience) -> Program[None]:
+    """Returns when the job may have ended: at its last chunk, or to look after a silence."""
+    while True:
+        message = yield Receive(patience.turn())
+        if message is None or message is Signal.MISSED or decode_chunk(message).is_last:
+            return
+
+
+def _result_now(view: QueueView, job_id: str, patience: _Patience) -> Program[JobResult | None]:
+    entries: list[Any] = []
+    (record,) = yield from read(view, [job_id])
+    if record is None:
+        raise JobNotFound(job_id)
+    patience.was_known = True
+    patience.all_well()
+    if not record.is_over:
+        return None
+    if record.result is None and record.info.tokens:
+        (entries,) = yield Commands((("XRANGE", view.keys.log(job_id), "-", "+"),))
+    result: JobResult = record.outcome(read_log(entries))
+    return result
+
+
+def check_starting_after(value: int) -> int:
+    if value < 0:
+        raise ConfigurationError(f"starting_after is a number of tokens, not {value}")
+    return value

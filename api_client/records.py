@@ -1,0 +1,181 @@
+"""What Redis remembers of a job and of a queue, as values. Pure functions over replies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
+
+from schemas.chunk import Chunk
+from schemas.codec import decode_chunk, decode_result
+from schemas.generation import FinishReason, TokenLogprob
+from schemas.result import ChoiceResult, JobError, JobResult, JobStatus
+
+FIELDS: Final = (
+    "state", "class", "tenant", "created_ms", "started_ms", "finished_ms", "deadline_ms", "due_ms", "deliveries",
+    "crashes", "attempt", "end", "worker", "cancel", "error", "error_code", "settled", "result",
+)  # fmt: skip
+
+
+class JobInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How a job stands now. `tokens` are those delivered so far; times are Unix milliseconds, 0 for "not yet"."""
+
+    job_id: str
+    status: JobStatus
+    priority: str = ""
+    tenant: str = ""
+    created_ms: int = 0
+    started_ms: int = 0
+    finished_ms: int = 0
+    deadline_ms: int = 0
+    not_before_ms: int = 0
+    deliveries: int = 0
+    crashes: int = 0
+    attempt: int = 1
+    tokens: int = 0
+    worker_id: str = ""
+    cancelling: bool = False
+    error: JobError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class QueueDepth:
+    """Jobs that wait, per class and in estimated tokens, and those in workers' hands."""
+
+    queued: dict[str, int] = field(default_factory=dict)
+    queued_tokens: float = 0.0
+    running: int = 0
+
+    @property
+    def num_queued(self) -> int:
+        return sum(self.queued.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A job's hash. `result` is there once a worker has recorded the end; others end without a worker."""
+
+    info: JobInfo
+    result: JobResult | None
+
+    @property
+    def is_over(self) -> bool:
+        return self.info.status.is_final
+
+    def outcome(self, log: Sequence[Chunk] = ()) -> JobResult:
+        """The result; until a worker has recorded it, what it will say, with the text that the log has."""
+        if self.result is not None:
+            return self.result
+        info = self.info
+        return JobResult(
+            job_id=info.job_id,
+            status=info.status,
+            tenant=info.tenant,
+            choices=answer_of(log, _REASONS.get(info.status)),
+            error=info.error,
+            attempt=info.attempt,
+            created_ms=info.created_ms,
+            started_ms=info.started_ms,
+            finished_ms=info.finished_ms,
+        )
+
+
+_REASONS = {JobStatus.CANCELLED: FinishReason.CANCELLED, JobStatus.EXPIRED: FinishReason.EXPIRED}
+
+
+def read_record(job_id: str, values: Sequence[bytes | None]) -> Record | None:
+    """From the reply to HMGET with FIELDS; None when there is no such job."""
+    raw = {
+        name: value.decode("utf-8", "replace")
+        for name, value in zip(FIELDS, values, strict=True)
+        if value and name != "result"
+    }
+    if "state" not in raw:
+        return None
+    message, code = raw.get("error", ""), raw.get("error_code", "")
+    packed = values[FIELDS.index("result")]
+    result = decode_result(packed) if packed and "settled" in raw else None
+
+    def number(name: str, default: int = 0) -> int:
+        return int(float(raw.get(name) or default))
+
+    info = JobInfo(
+        job_id=job_id,
+        status=JobStatus(raw["state"]),
+        priority=raw.get("class", ""),
+        tenant=raw.get("tenant", ""),
+        created_ms=number("created_ms"),
+        started_ms=number("started_ms"),
+        finished_ms=number("finished_ms"),
+        deadline_ms=number("deadline_ms"),
+        not_before_ms=number("due_ms"),
+        deliveries=number("deliveries"),
+        crashes=number("crashes"),
+        attempt=number("attempt", 1),
+        tokens=number("end"),
+        worker_id=raw.get("worker", ""),
+        cancelling="cancel" in raw and raw["state"] == JobStatus.RUNNING.value,
+        error=result.error if result else JobError(code, message) if code else None,
+    )
+    return Record(info, result)
+
+
+def info_of(result: JobResult) -> JobInfo:
+    """For a job that only the database remembers."""
+    return JobInfo(
+        job_id=result.job_id,
+        status=result.status,
+        tenant=result.tenant,
+        created_ms=result.created_ms,
+        started_ms=result.started_ms,
+        finished_ms=result.finished_ms,
+        attempt=result.attempt,
+        tokens=sum(len(choice.token_ids) for choice in result.choices),
+        worker_id=result.worker_id,
+        error=result.error,
+    )
+
+
+def read_depth(meta: Mapping[bytes, bytes]) -> QueueDepth:
+    """From the queue's meta hash."""
+    queued = {
+        name.decode().removeprefix("queued:"): int(value) for name, value in meta.items() if name.startswith(b"queued:")
+    }
+    tokens = sum(float(value) for name, value in meta.items() if name.startswith(b"queued_tokens:"))
+    return QueueDepth(queued, max(0.0, tokens), int(meta.get(b"running", 0)))
+
+
+def read_log(entries: Sequence[tuple[bytes, Mapping[bytes, bytes]]]) -> list[Chunk]:
+    """From the reply to XRANGE."""
+    return [decode_chunk(fields[b"chunk"]) for _, fields in entries]
+
+
+def answer_of(chunks: Sequence[Chunk], reason: FinishReason | None) -> tuple[ChoiceResult, ...]:
+    """The choices as far as chunks tell them."""
+    parts: dict[int, list[Chunk]] = {}
+    for chunk in chunks:
+        parts.setdefault(chunk.choice, []).append(chunk)
+    return tuple(_choice(index, parts[index], reason) for index in sorted(parts))
+
+
+def _choice(index: int, chunks: Sequence[Chunk], reason: FinishReason | None) -> ChoiceResult:
+    text = ""
+    ends: list[int] = []
+    ids: list[int] = []
+    logprobs: list[TokenLogprob] = []
+    for chunk in chunks:
+        text += chunk.text
+        ids += chunk.token_ids
+        ends += [len(text)] * len(chunk.token_ids)
+        logprobs += chunk.logprobs or ()
+        reason = chunk.finish_reason or reason
+    return ChoiceResult(
+        index=index,
+        text=text,
+        token_ids=tuple(ids),
+        text_ends=tuple(ends),
+        finish_reason=reason,
+        logprobs=tuple(logprobs) if logprobs else None,
+    )

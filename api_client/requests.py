@@ -1,0 +1,122 @@
+"""From the keyword arguments of `submit` to a JobRequest: checked, named, fingerprinted, its cost estimated.
+
+It knows no connection; what makes a request bad is decided in schemas/validation.py, as it is for the worker.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Mapping
+from datetime import datetime, timedelta
+from typing import Any
+
+import msgspec
+
+from api_client.errors import InvalidRequest
+from schemas.codec import MAX_PAYLOAD_BYTES, encode
+from schemas.generation import SamplingParams
+from schemas.job import JobRequest
+from schemas.validation import problems
+
+_SAMPLING = frozenset(SamplingParams.__struct_fields__)
+_REQUEST = frozenset(JobRequest.__struct_fields__) - {
+    "job_id",
+    "params",
+    "created_ms",
+    "deadline_ms",
+    "not_before_ms",
+    "v",
+}
+_GUESSED_ANSWER_TOKENS = 256
+_CHARS_PER_TOKEN = 4
+
+
+class JobHandle(str):
+    """A job's id. `is_new` is False when an idempotency key led to a job that was there already."""
+
+    __slots__ = ("is_new",)
+    is_new: bool
+
+    def __new__(cls, job_id: str, *, is_new: bool = True) -> JobHandle:
+        handle = super().__new__(cls, job_id)
+        handle.is_new = is_new
+        return handle
+
+
+def new_job_id() -> str:
+    """A version 7 UUID: sorts by its time of creation."""
+    value = int(time.time() * 1000) << 80 | int.from_bytes(os.urandom(10), "big")
+    value = value & ~(0xF << 76) | 0x7 << 76
+    value = value & ~(0x3 << 62) | 0x2 << 62
+    digits = f"{value:032x}"
+    return "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
+
+
+def build_request(arguments: Mapping[str, Any]) -> JobRequest:
+    """Raises InvalidRequest, with everything that is wrong."""
+    unknown = sorted(set(arguments) - _SAMPLING - _REQUEST - {"job_id", "deadline", "not_before"})
+    if unknown:
+        raise InvalidRequest([f"{name} is neither a job field nor a sampling parameter" for name in unknown])
+    now_ms = round(time.time() * 1000)
+    given = {name: value for name, value in arguments.items() if value is not None}
+    params = {name: value for name, value in given.items() if name in _SAMPLING}
+    if isinstance(params.get("stop"), str):
+        params["stop"] = (params["stop"],)
+    fields = {name: value for name, value in given.items() if name in _REQUEST}
+    fields |= {"job_id": given.get("job_id") or new_job_id(), "created_ms": now_ms, "params": params}
+    try:
+        fields["deadline_ms"] = _moment_ms(given.get("deadline"), now_ms)
+        fields["not_before_ms"] = _moment_ms(given.get("not_before"), 0)
+        request = msgspec.convert(_plain(fields), JobRequest)
+    except (msgspec.ValidationError, TypeError, OverflowError) as error:
+        raise InvalidRequest([str(error)]) from error
+    return checked(request)
+
+
+def checked(request: JobRequest) -> JobRequest:
+    """Raises InvalidRequest."""
+    found = problems(request)
+    if not found and (size := len(encode(request))) > MAX_PAYLOAD_BYTES:
+        found = [f"the request has {size} bytes; the limit is {MAX_PAYLOAD_BYTES}"]
+    if found:
+        raise InvalidRequest(found)
+    return request
+
+
+def _moment_ms(value: Any, origin_ms: int) -> int | None:
+    """Seconds after the origin, a span of time, or a moment."""
+    if value is None:
+        return None
+    if isinstance(value, datetime):
+        return round(value.timestamp() * 1000)
+    if isinstance(value, timedelta):
+        return (origin_ms or round(time.time() * 1000)) + round(value.total_seconds() * 1000)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"a time is a number of seconds, a datetime or a timedelta, not {value!r}")
+    return origin_ms + round(value * 1000)
+
+
+def _plain(value: Any) -> Any:
+    """Structs inside become builtins, so that one conversion checks everything."""
+    return msgspec.to_builtins(value, builtin_types=(bytes,))
+
+
+def fingerprint(request: JobRequest) -> str:
+    """Equal for requests that ask for the same: names, times and tracing do not count."""
+    same = msgspec.structs.replace(
+        request, job_id="", idempotency_key=None, created_ms=0, deadline_ms=None, not_before_ms=None, traceparent=None
+    )
+    return hashlib.blake2b(encode(same), digest_size=16).hexdigest()
+
+
+def estimated_tokens(request: JobRequest) -> int:
+    """What the job will probably cost, for fair sharing; settled with the truth when it ends."""
+    if request.prompt_ids is not None:
+        prompt = len(request.prompt_ids)
+    elif request.messages is not None:
+        prompt = sum(len(message.content) for message in request.messages) // _CHARS_PER_TOKEN
+    else:
+        prompt = len(request.prompt or "") // _CHARS_PER_TOKEN
+    return prompt + request.params.n * (request.params.max_tokens or _GUESSED_ANSWER_TOKENS)

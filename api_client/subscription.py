@@ -1,0 +1,72 @@
+"""One subscription on a connection of its own, for the threaded client. Sharded in a cluster.
+
+It delivers what arrives and says when something may have been missed; it promises nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import Any
+
+import redis
+import redis.cluster
+from redis.exceptions import RedisError
+
+from api_client.errors import QueueUnavailable
+
+_CONFIRM_S = 5.0
+
+
+class Subscription:
+    """Opened at construction; the server has confirmed it then. Raises QueueUnavailable."""
+
+    def __init__(self, client: redis.Redis, channel: str) -> None:
+        self._pubsub = _open(client, channel)
+        self._channel = channel
+        deadline = time.monotonic() + _CONFIRM_S
+        while (message := self._next(max(0.0, deadline - time.monotonic()))) is None or "subscribe" not in message[
+            "type"
+        ]:
+            if time.monotonic() > deadline:
+                self.close()
+                raise QueueUnavailable("the server did not confirm a subscription")
+
+    def receive(self, timeout: float) -> bytes | None:
+        """The next message, or None after `timeout` seconds. Raises QueueUnavailable when the connection is gone."""
+        deadline = time.monotonic() + timeout
+        while True:
+            message = self._next(max(0.0, deadline - time.monotonic()))
+            if message is not None and message["type"] in ("message", "smessage"):
+                return bytes(message["data"])
+            if message is None and time.monotonic() >= deadline:
+                return None
+            if message is not None and "unsubscribe" in message["type"]:
+                raise QueueUnavailable("the server ended a subscription: its slot has moved")
+
+    def close(self) -> None:
+        with contextlib.suppress(RedisError, OSError):  # then the connection is gone, and with it the subscription
+            self._pubsub.close()
+
+    def _next(self, timeout: float) -> dict[str, Any] | None:
+        try:
+            message: dict[str, Any] | None = self._pubsub.get_message(timeout=timeout)
+        except (RedisError, OSError) as error:
+            self.close()
+            raise QueueUnavailable(f"the subscription broke: {error}") from error
+        return message
+
+
+def _open(client: Any, channel: str) -> Any:
+    try:
+        if not isinstance(client, redis.cluster.RedisCluster):
+            pubsub = client.pubsub()
+            pubsub.subscribe(channel)
+            return pubsub
+        cluster: Any = client
+        cluster.nodes_manager.initialize()  # the slot may have moved since
+        pubsub = cluster.get_redis_connection(cluster.get_node_from_key(channel)).pubsub()
+        pubsub.ssubscribe(channel)
+        return pubsub
+    except (RedisError, OSError) as error:
+        raise QueueUnavailable(f"cannot subscribe: {error}") from error
