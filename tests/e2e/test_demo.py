@@ -22,6 +22,7 @@ class Demo:
 
     def __init__(self, tmp_path: Path, *arguments: str) -> None:
         self._mark = uuid.uuid4().hex
+        self._folder = tmp_path
         self._output = tmp_path / "output"
         environment = {**os.environ, "PYTHONPATH": str(ROOT), MARK: self._mark, "TMPDIR": str(tmp_path)}  # noqa: TID251
         command = [sys.executable, "-m", "ops.demonstration", "--model", "synthetic?step_ms=5", *arguments]
@@ -42,11 +43,13 @@ class Demo:
             time.sleep(0.05)
 
     def family(self) -> list[psutil.Process]:
-        """By a mark in the environment: also those whose parent is gone."""
+        """By a mark in the environment, or (Valkey writes its title over that) by the directory it works in: also
+        those whose parent is gone."""
         found = []
         for process in psutil.process_iter():
             try:
-                if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == self._mark:
+                is_ours = process.environ().get(MARK) == self._mark or process.cwd().startswith(str(self._folder))
+                if is_ours and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
             except psutil.Error:
                 continue
