@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from worker.engine.kernels.library import load
-from worker.engine.kernels.linear import Epilogue, LinearKernels
+from worker.engine.kernels.linear import Epilogue, LinearKernels, pack_gated
 from worker.engine.kernels.toolchain import KernelUnavailableError
 
 
@@ -38,7 +38,7 @@ def test_a_product_is_the_product(kernels, m, n, k):
 def test_gated_epilogues(kernels, m):
     torch.manual_seed(m)
     gate, up, x = torch.randn(96, 48), torch.randn(96, 48), torch.randn(m, 48)
-    packed = kernels.pack_gated(gate, up)
+    packed = pack_gated(kernels, gate, up)
     g, u = x.double() @ gate.double().T, x.double() @ up.double().T
     torch.testing.assert_close(packed(x, Epilogue.SWIGLU).double(), F.silu(g) * u, rtol=1e-4, atol=1e-4)
     expected = F.gelu(g, approximate="tanh") * u
@@ -48,7 +48,7 @@ def test_gated_epilogues(kernels, m):
 def test_extreme_gates_stay_finite(kernels):
     width = kernels.panel_width // 2
     gate, up = torch.full((width, 1), 1e4), torch.ones(width, 1)
-    packed = kernels.pack_gated(gate, up)
+    packed = pack_gated(kernels, gate, up)
     out = packed(torch.tensor([[1.0], [-1.0]]), Epilogue.SWIGLU)
     assert out[0].eq(1e4).all()
     assert out[1].abs().max() < 1e-20

@@ -4,24 +4,7 @@
 // from memory once and in order. Each output is one chain of fused multiply-adds over k: a row's result
 // depends neither on how many rows are in the batch nor on the thread that computes it, bit for bit.
 
-#include "epilogue.h"
-
-#if VW == 16
-#define MR 12
-#elif VW == 8 || defined(__aarch64__)
-#define MR 5
-#else
-#define MR 4
-#endif
-
-struct LinearArguments {
-    const float *x, *weight, *bias;  // [m, k] rows, packed panels, [n] or null
-    const float *residual;           // [m, n] for ADD, with y's stride
-    float *y;                        // [m, n], or [m, n / 2] for the gated epilogues
-    int64_t x_stride, y_stride;
-    int64_t m, n, k;
-    int32_t epilogue, num_threads;
-};
+#include "float_tile.h"
 
 struct NormArguments {
     const float *x, *weight, *residual;  // residual: added to the normalised row, or null
@@ -33,51 +16,15 @@ struct NormArguments {
 
 namespace {
 
-struct Tile {
-    const float *x, *panel;
-    int64_t x_stride, k;
-    Output out;
-};
-
-template <int R>
-void tile(const Tile &t) {
-    vf acc[R][2];
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = vf{};
-    const float *w = t.panel;
-    for (int64_t i = 0; i < t.k; ++i, w += NR) {
-        const vf left = load(w), right = load(w + VW);
-        __builtin_prefetch(w + 24 * NR);
-        __builtin_prefetch(w + 24 * NR + 16);
-#pragma GCC unroll 16
-        for (int r = 0; r < R; ++r) {
-            const vf x = splat(t.x[r * t.x_stride + i]);
-            acc[r][0] = fma(x, left, acc[r][0]);
-            acc[r][1] = fma(x, right, acc[r][1]);
-        }
-    }
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) finish_row(t.out, acc[r][0], acc[r][1], r);
-}
-
-typedef void (*TileFunction)(const Tile &);
-const TileFunction TILES[] = {nullptr, tile<1>, tile<2>, tile<3>, tile<4>,
-#if MR > 4
-                              tile<5>,
-#endif
-#if MR > 5
-                              tile<6>, tile<7>, tile<8>, tile<9>, tile<10>, tile<11>, tile<12>,
-#endif
-};
-
 // Panels of one row: four at a time, since one chain of additions per column would wait on its own latency.
 void one_row(const LinearArguments &a, const Output &whole, int64_t first, int64_t last) {
+    const float *weight = (const float *)a.weight;
     const int64_t panel_size = a.k * NR;
     int64_t p = first;
     for (; p + 4 <= last && (p + 4) * NR <= a.n; p += 4) {
         vf acc[4][2];
         for (int q = 0; q < 4; ++q) acc[q][0] = acc[q][1] = vf{};
-        const float *w = a.weight + p * panel_size;
+        const float *w = weight + p * panel_size;
         for (int64_t i = 0; i < a.k; ++i, w += NR) {
             const vf x = splat(a.x[i]);
 #pragma GCC unroll 4
@@ -91,20 +38,7 @@ void one_row(const LinearArguments &a, const Output &whole, int64_t first, int64
         }
         for (int q = 0; q < 4; ++q) finish_row(at_panel(whole, p + q, a.n), acc[q][0], acc[q][1], 0);
     }
-    for (; p < last; ++p) tile<1>({a.x, a.weight + p * panel_size, a.x_stride, a.k, at_panel(whole, p, a.n)});
-}
-
-void many_rows(const LinearArguments &a, const Output &whole, int64_t first, int64_t last) {
-    const int64_t tiles = (a.m + MR - 1) / MR, base = a.m / tiles, extra = a.m % tiles;
-    for (int64_t p = first; p < last; ++p) {
-        Tile t{a.x, a.weight + p * a.k * NR, a.x_stride, a.k, at_panel(whole, p, a.n)};
-        for (int64_t index = 0; index < tiles; ++index) {
-            const int64_t rows = base + (index < extra);
-            TILES[rows](t);
-            t.x += rows * t.x_stride;
-            t.out = below(t.out, rows);
-        }
-    }
+    for (; p < last; ++p) tile<1>({a.x, weight + p * panel_size, a.x_stride, a.k, at_panel(whole, p, a.n)});
 }
 
 void normalise(const NormArguments &a, int64_t row) {
@@ -150,12 +84,14 @@ extern "C" void tokenmill_linear(const LinearArguments *arguments) {
     const LinearArguments &a = *arguments;
     const int64_t panels = (a.n + NR - 1) / NR;
     const int threads = a.num_threads < panels ? a.num_threads : (int)panels;
-    const Output whole{a.y, a.bias, a.residual, a.y_stride, NR, a.epilogue};
+    const Output whole = whole_output(a);
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int part = 0; part < threads; ++part) {
-        const int64_t first = panels * part / threads, last = panels * (part + 1) / threads;
-        if (a.m == 1) one_row(a, whole, first, last);
-        else many_rows(a, whole, first, last);
+        const Share mine = share(panels, part, threads);
+        if (a.m == 1) one_row(a, whole, mine.first, mine.last);
+        else
+            for (int64_t p = mine.first; p < mine.last; ++p)
+                all_rows(a, (const float *)a.weight + p * a.k * NR, at_panel(whole, p, a.n));
     }
 }
 

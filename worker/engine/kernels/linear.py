@@ -10,7 +10,7 @@ import ctypes
 from ctypes import c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -27,17 +27,17 @@ class Epilogue(IntEnum):
     GEGLU_TANH = 3  # gelu_tanh(gate) · up
 
 
-class _LinearArguments(ctypes.Structure):
-    """As in linear.cpp."""
+class LinearArguments(ctypes.Structure):
+    """As in linear.h."""
 
     _fields_: ClassVar = [
-        *((name, c_void_p) for name in ("x", "weight", "bias", "residual", "y")),
+        *((name, c_void_p) for name in ("x", "weight", "scale", "bias", "residual", "y", "workspace")),
         *((name, c_int64) for name in ("x_stride", "y_stride", "m", "n", "k")),
         *((name, c_int32) for name in ("epilogue", "num_threads")),
     ]
 
 
-class _NormArguments(ctypes.Structure):
+class NormArguments(ctypes.Structure):
     """As in linear.cpp."""
 
     _fields_: ClassVar = [
@@ -48,8 +48,93 @@ class _NormArguments(ctypes.Structure):
     ]
 
 
+class PackedWeight:
+    """A weight `[n, k]` in the panels of one kernel, with its bias; call it on float32 rows `[m, k]`.
+
+    Scales and biases are padded to whole panels, since kernels load full vectors.
+    """
+
+    __slots__ = ("bias", "function", "k", "n", "panels", "row_bytes", "scale", "thread_bytes")
+
+    def __init__(
+        self,
+        function: Any,
+        shape: tuple[int, int],
+        panels: Tensor,
+        scale: Tensor | None,
+        bias: Tensor | None,
+        row_bytes: int = 0,
+        thread_bytes: int = 0,
+    ) -> None:
+        self.function = function
+        self.n, self.k = shape
+        self.panels, self.scale, self.bias = panels, scale, bias
+        self.row_bytes, self.thread_bytes = row_bytes, thread_bytes
+
+    def arguments(self, epilogue: Epilogue) -> LinearArguments:
+        """What stays the same from call to call."""
+        return LinearArguments(
+            weight=self.panels.data_ptr(),
+            scale=None if self.scale is None else self.scale.data_ptr(),
+            bias=None if self.bias is None else self.bias.data_ptr(),
+            n=self.n,
+            k=self.k,
+            epilogue=int(epilogue),
+        )
+
+    def workspace_bytes(self, num_rows: int, num_threads: int) -> int:
+        return num_rows * self.row_bytes + num_threads * self.thread_bytes
+
+    def num_columns(self, epilogue: Epilogue) -> int:
+        return self.n // 2 if epilogue >= Epilogue.SWIGLU else self.n
+
+    def __call__(self, x: Tensor, epilogue: Epilogue = Epilogue.PLAIN, residual: Tensor | None = None) -> Tensor:
+        """`[m, n]`, or `[m, n / 2]` for a gated epilogue. `residual` `[m, n]` must be contiguous like the result."""
+        x = _as_rows(x)
+        y = torch.empty((x.shape[0], self.num_columns(epilogue)), dtype=torch.float32)
+        if x.shape[0] == 0:
+            return y
+        threads = torch.get_num_threads()
+        workspace = torch.empty(self.workspace_bytes(x.shape[0], threads), dtype=torch.uint8)
+        arguments = self.arguments(epilogue)
+        arguments.x, arguments.y, arguments.workspace = x.data_ptr(), y.data_ptr(), workspace.data_ptr()
+        arguments.residual = None if residual is None else residual.data_ptr()
+        arguments.x_stride, arguments.y_stride, arguments.m = x.stride(0), y.stride(0), x.shape[0]
+        arguments.num_threads = threads
+        self.function(ctypes.byref(arguments))
+        return y
+
+
+class Packer(Protocol):
+    """Brings weights into the panels of a kernel."""
+
+    panel_width: int
+
+    def pack(self, weight: Tensor, bias: Tensor | None = None) -> PackedWeight:
+        """`weight` `[n, k]`; the original is not kept."""
+        ...
+
+
+def pack_gated(packer: Packer, gate: Tensor, up: Tensor) -> PackedWeight:
+    """Gate and up `[n, k]` interleaved half a panel at a time; n must be a multiple of half a panel."""
+    half = packer.panel_width // 2
+    n, k = gate.shape
+    mixed = torch.stack([gate.reshape(-1, half, k), up.reshape(-1, half, k)], dim=1)
+    return packer.pack(mixed.reshape(2 * n, k))
+
+
+def padded(values: Tensor | None, panel_width: int) -> Tensor | None:
+    """The same in float32, with zeros up to a whole panel."""
+    if values is None:
+        return None
+    n = values.shape[0]
+    whole = torch.zeros(-(-n // panel_width) * panel_width)
+    whole[:n] = values.detach()
+    return whole
+
+
 class LinearKernels:
-    """The loaded library. Raises KernelUnavailableError where it cannot be compiled."""
+    """The loaded float32 library. Raises KernelUnavailableError where it cannot be compiled."""
 
     def __init__(self, cache_dir: Path | None = None, march: str = "native") -> None:
         library = load("linear", cache_dir, march)
@@ -63,31 +148,18 @@ class LinearKernels:
         self.panel_width: int = library.tokenmill_panel_width()
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> PackedWeight:
-        """`weight` `[n, k]`; the original is not kept."""
         rows = weight.detach().float().contiguous()
         n, k = rows.shape
-        panels = -(-n // self.panel_width)
-        packed = torch.empty(panels * self.panel_width * k, dtype=torch.float32)
-        self._pack(c_void_p(rows.data_ptr()), c_void_p(packed.data_ptr()), c_int64(n), c_int64(k), c_int64(k))
-        padded = None
-        if bias is not None:  # padded to whole panels: the kernel loads full vectors
-            padded = torch.zeros(panels * self.panel_width)
-            padded[:n] = bias.detach().float()
-        return PackedWeight(self, packed, padded, n, k)
-
-    def pack_gated(self, gate: Tensor, up: Tensor) -> PackedWeight:
-        """Gate and up `[n, k]` interleaved half a panel at a time; n must be a multiple of half a panel."""
-        half = self.panel_width // 2
-        n, k = gate.shape
-        mixed = torch.stack([gate.reshape(-1, half, k), up.reshape(-1, half, k)], dim=1)
-        return self.pack(mixed.reshape(2 * n, k))
+        panels = torch.empty(-(-n // self.panel_width) * self.panel_width * k, dtype=torch.float32)
+        self._pack(c_void_p(rows.data_ptr()), c_void_p(panels.data_ptr()), c_int64(n), c_int64(k), c_int64(k))
+        return PackedWeight(self._linear, (n, k), panels, None, padded(bias, self.panel_width))
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, residual: Tensor | None = None
     ) -> Tensor:
         """`x` `[m, k]` float32 → normalised and scaled by `offset + weight`, plus `residual` where given."""
         y = torch.empty(x.shape, dtype=torch.float32)
-        arguments = _NormArguments(
+        arguments = NormArguments(
             x=x.data_ptr(), weight=weight.data_ptr(), y=y.data_ptr(),
             residual=None if residual is None else residual.data_ptr(),
             x_stride=x.stride(0), y_stride=y.stride(0), m=x.shape[0], k=x.shape[1],
@@ -96,38 +168,6 @@ class LinearKernels:
         )  # fmt: skip
         self._norm(ctypes.byref(arguments))
         return y
-
-    def linear(self, x: Tensor, weight: PackedWeight, epilogue: Epilogue, residual: Tensor | None) -> Tensor:
-        columns = weight.n // 2 if epilogue >= Epilogue.SWIGLU else weight.n
-        y = torch.empty((x.shape[0], columns), dtype=torch.float32)
-        if x.shape[0] == 0:
-            return y
-        arguments = _LinearArguments(
-            x=x.data_ptr(), weight=weight.panels.data_ptr(), y=y.data_ptr(),
-            bias=None if weight.bias is None else weight.bias.data_ptr(),
-            residual=None if residual is None else residual.data_ptr(),
-            x_stride=x.stride(0), y_stride=y.stride(0), m=x.shape[0], n=weight.n, k=weight.k,
-            epilogue=int(epilogue), num_threads=torch.get_num_threads(),
-        )  # fmt: skip
-        self._linear(ctypes.byref(arguments))
-        return y
-
-
-class PackedWeight:
-    """A weight `[n, k]` in panels, with its bias; call it on float32 rows `[m, k]`."""
-
-    __slots__ = ("_kernels", "bias", "k", "n", "panels")
-
-    def __init__(self, kernels: LinearKernels, panels: Tensor, bias: Tensor | None, n: int, k: int) -> None:
-        self._kernels = kernels
-        self.panels = panels
-        self.bias = bias
-        self.n = n
-        self.k = k
-
-    def __call__(self, x: Tensor, epilogue: Epilogue = Epilogue.PLAIN, residual: Tensor | None = None) -> Tensor:
-        """`[m, n]`, or `[m, n / 2]` for a gated epilogue. `residual` `[m, n]` must be contiguous like the result."""
-        return self._kernels.linear(_as_rows(x), self, epilogue, residual)
 
 
 def _as_rows(x: Tensor) -> Tensor:

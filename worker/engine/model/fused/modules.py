@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from worker.engine.kernels.linear import Epilogue, LinearKernels, PackedWeight
+from worker.engine.kernels.linear import Epilogue, LinearKernels, PackedWeight, Packer, pack_gated
 
 
 class PackedLinear(nn.Module):
     """`nn.Linear` over a packed weight."""
 
-    def __init__(self, kernels: LinearKernels, source: nn.Linear) -> None:
+    def __init__(self, packer: Packer, source: nn.Linear) -> None:
         super().__init__()
-        self.packed = kernels.pack(source.weight, source.bias)
+        self.packed = packer.pack(source.weight, source.bias)
         self.in_features, self.out_features = source.in_features, source.out_features
 
     def forward(self, x: Tensor) -> Tensor:
@@ -43,10 +43,10 @@ class FusedNorm(nn.Module):
 class FusedMLP(nn.Module):
     """`down(act(gate(x)) · up(x))`: two kernel calls, the activation inside the first."""
 
-    def __init__(self, kernels: LinearKernels, gate: Tensor, up: Tensor, down: nn.Linear, epilogue: Epilogue) -> None:
+    def __init__(self, packer: Packer, gate: Tensor, up: Tensor, down: nn.Linear, epilogue: Epilogue) -> None:
         super().__init__()
-        self._gate_up = kernels.pack_gated(gate, up)
-        self._down = kernels.pack(down.weight, down.bias)
+        self._gate_up = pack_gated(packer, gate, up)
+        self._down = packer.pack(down.weight, down.bias)
         self._epilogue = epilogue
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-// What is done to a row of a linear layer's sums before it is stored, alike for every kind of weight.
+// The arguments of a linear layer and what is done to its sums before they are stored, for every kind of weight.
 //
 // Weights lie in panels of NR columns; a tile of rows × one panel ends here as two vectors per row. Gated
 // epilogues take VW gate columns beside VW up columns and store VW results.
@@ -9,6 +9,19 @@
 #define NR (2 * VW)
 
 enum Epilogue { PLAIN = 0, ADD = 1, SWIGLU = 2, GEGLU_TANH = 3 };
+
+struct LinearArguments {
+    const float *x;        // [m, k] rows
+    const void *weight;    // packed panels
+    const void *scale;     // of quantised weights
+    const float *bias;     // [n], padded to whole panels, or null
+    const float *residual; // [m, n] for ADD, with y's stride
+    float *y;              // [m, n], or [m, n / 2] for the gated epilogues
+    char *workspace;       // as large as the kernel says, or null where it says 0
+    int64_t x_stride, y_stride;
+    int64_t m, n, k;
+    int32_t epilogue, num_threads;
+};
 
 // Where a tile's first row goes; bias and residual may be null. `width`: columns of the panel that exist.
 struct Output {
@@ -32,6 +45,16 @@ INLINE Output below(Output out, int64_t rows) {
     if (out.residual) out.residual += rows * out.y_stride;
     return out;
 }
+
+INLINE Output whole_output(const LinearArguments &a) {
+    return {a.y, a.bias, a.residual, a.y_stride, NR, a.epilogue};
+}
+
+// Panels [first, last) of one of `parts` equal shares.
+struct Share {
+    int64_t first, last;
+};
+INLINE Share share(int64_t panels, int part, int parts) { return {panels * part / parts, panels * (part + 1) / parts}; }
 
 INLINE vf sigmoid(vf x) {
     const vf capped = larger(select(x > splat(80.0f), splat(80.0f), x), splat(-80.0f));

@@ -1,0 +1,233 @@
+// Linear layers with 8-bit weights (a scale per output) and 8-bit activations (a scale per row).
+//
+// Each row of x is rounded to [-127, 127] by its largest magnitude, the sums over k are exact in 32-bit
+// integers, and both scales are applied at the end: a row's result depends on nothing but the row. Weights
+// are stored plus 128, so that the unsigned operand of the dot product is the one that stays in registers;
+// 128 times the sum of the row is taken off again. Panels are [n / NR][k / 4][NR columns][4 bytes].
+
+#include "linear.h"
+
+typedef int8_t i8;
+typedef uint8_t u8;
+
+#if VW == 16
+#define MR 12
+#else
+#define MR 4
+#endif
+
+#define DEPTH 4  // bytes of k in one 32-bit lane
+#define MAX_K 65536  // 255 · 127 · k must fit 31 bits
+
+namespace {
+
+// ── the dot product of four bytes, summed into 32-bit lanes ──
+
+#if VW == 16 && defined(__AVX512VNNI__)
+#define VNNI 1
+INLINE vi dot4(vi sum, vi w, vi x) { return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x); }
+#elif VW == 8 && defined(__AVXVNNI__)
+#define VNNI 1
+INLINE vi dot4(vi sum, vi w, vi x) { return (vi)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)w, (__m256i)x); }
+#else
+#define VNNI 0
+// Products of two 16-bit pairs, summed: bytes would saturate where no VNNI is.
+INLINE vi dot2(vi w, vi x) {
+#if VW == 16 && defined(__AVX512BW__)
+    return (vi)_mm512_madd_epi16((__m512i)w, (__m512i)x);
+#elif VW == 8
+    return (vi)_mm256_madd_epi16((__m256i)w, (__m256i)x);
+#elif defined(__SSE2__)
+    return (vi)_mm_madd_epi16((__m128i)w, (__m128i)x);
+#else
+    return ((w << 16) >> 16) * ((x << 16) >> 16) + (w >> 16) * (x >> 16);
+#endif
+}
+#endif
+
+#if VNNI
+typedef vi Columns;       // four bytes of each column
+typedef int32_t Quad;     // four bytes of a row
+INLINE Columns columns(const u8 *p) {
+    vi w;
+    memcpy(&w, p, sizeof w);
+    return w;
+}
+INLINE vi dot(vi sum, Columns w, const Quad &x) { return dot4(sum, w, x - vi{}); }
+INLINE Quad quad(const i8 *q) {
+    Quad x;
+    memcpy(&x, q, 4);
+    return x;
+}
+#else
+struct Columns {
+    vi even, odd;  // bytes 0 and 2, bytes 1 and 3 of each column, as 16-bit pairs
+};
+struct Quad {
+    int32_t even, odd;
+};
+INLINE Columns columns(const u8 *p) {
+    vu w;
+    memcpy(&w, p, sizeof w);
+    return {(vi)(w & 0x00ff00ff), (vi)((w >> 8) & 0x00ff00ff)};
+}
+INLINE vi dot(vi sum, const Columns &w, const Quad &x) {
+    return sum + dot2(w.even, x.even - vi{}) + dot2(w.odd, x.odd - vi{});
+}
+INLINE Quad quad(const i8 *q) {
+    return {(q[0] & 0xffff) | (int32_t)((uint32_t)q[2] << 16), (q[1] & 0xffff) | (int32_t)((uint32_t)q[3] << 16)};
+}
+#endif
+
+INLINE int64_t quads(int64_t k) { return (k + DEPTH - 1) / DEPTH; }
+
+// ── rows of activations ──
+
+struct Rows {
+    Quad *values;      // [m, quads(k)]
+    float *scales;     // [m]
+    int32_t *offsets;  // [m]: 128 · the sum of the row's values
+    int64_t stride;
+};
+
+INLINE Rows rows_of(const LinearArguments &a) {
+    Rows rows;
+    rows.stride = quads(a.k);
+    rows.values = (Quad *)a.workspace;
+    rows.scales = (float *)(rows.values + a.m * rows.stride);
+    rows.offsets = (int32_t *)(rows.scales + a.m);
+    return rows;
+}
+
+void quantise(const float *x, int64_t k, Quad *values, float *scale, int32_t *offset) {
+    vf largest = vf{}, none = vf{};  // none: x − x, which is zero only where x is finite
+    int64_t i = 0;
+    for (; i + VW <= k; i += VW) {
+        const vf v = load(x + i);
+        largest = larger(select(v < vf{}, -v, v), largest);
+        none += v - v;
+    }
+    float most = max_lanes(largest), bad = sum_lanes(none);
+    for (; i < k; ++i) most = fabsf(x[i]) > most ? fabsf(x[i]) : most, bad += x[i] - x[i];
+    const float inverse = most > 0.0f && bad == 0.0f ? 127.0f / most : 0.0f;
+    int32_t sum = 0;
+    for (int64_t group = 0; group * DEPTH < k; group += 16) {
+        i8 q[16 * DEPTH];
+        const int64_t first = group * DEPTH, count = k - first < 16 * DEPTH ? k - first : 16 * DEPTH;
+        for (int64_t j = 0; j < 16 * DEPTH; ++j) q[j] = 0;
+        // 1.5 · 2^23 rounds to the nearest integer, ties to even
+        for (int64_t j = 0; inverse > 0.0f && j < count; ++j)
+            q[j] = (i8)(int32_t)(x[first + j] * inverse + 12582912.0f - 12582912.0f);
+        for (int64_t j = 0; j < count; ++j) sum += q[j];
+        for (int64_t j = 0; j < quads(count); ++j) values[group + j] = quad(q + j * DEPTH);
+    }
+    *scale = most / 127.0f + bad;  // a row that is not finite must not come out finite
+    *offset = 128 * sum;
+}
+
+// ── tiles ──
+
+struct Tile {
+    const Quad *x;
+    const u8 *panel;
+    const float *row_scales, *column_scales;
+    const int32_t *offsets;
+    int64_t stride, depth;
+    Output out;
+};
+
+template <int R>
+void tile(const Tile &t) {
+    constexpr int CHAINS = R == 1 ? 4 : R == 2 ? 2 : 1;  // integer sums may be split: they are exact
+    vi acc[CHAINS][R][2];
+    for (int c = 0; c < CHAINS; ++c)
+        for (int r = 0; r < R; ++r) acc[c][r][0] = acc[c][r][1] = vi{};
+    const u8 *w = t.panel;
+    int64_t i = 0;
+    for (; i + CHAINS <= t.depth; i += CHAINS) {
+#pragma GCC unroll 4
+        for (int c = 0; c < CHAINS; ++c, w += NR * DEPTH) {
+            const Columns left = columns(w), right = columns(w + VW * DEPTH);
+            __builtin_prefetch(w + 32 * NR * DEPTH);
+            __builtin_prefetch(w + 32 * NR * DEPTH + 64);
+#pragma GCC unroll 16
+            for (int r = 0; r < R; ++r) {
+                const Quad x = t.x[r * t.stride + i + c];
+                acc[c][r][0] = dot(acc[c][r][0], left, x);
+                acc[c][r][1] = dot(acc[c][r][1], right, x);
+            }
+        }
+    }
+    for (; i < t.depth; ++i, w += NR * DEPTH)
+        for (int r = 0; r < R; ++r) {
+            const Quad x = t.x[r * t.stride + i];
+            acc[0][r][0] = dot(acc[0][r][0], columns(w), x);
+            acc[0][r][1] = dot(acc[0][r][1], columns(w + VW * DEPTH), x);
+        }
+    const vf left = load(t.column_scales), right = load(t.column_scales + VW);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+        for (int c = 1; c < CHAINS; ++c) acc[0][r][0] += acc[c][r][0], acc[0][r][1] += acc[c][r][1];
+        const vi offset = t.offsets[r] - vi{};
+        const vf scale = splat(t.row_scales[r]);
+        const vf a = __builtin_convertvector(acc[0][r][0] - offset, vf) * left * scale;
+        const vf b = __builtin_convertvector(acc[0][r][1] - offset, vf) * right * scale;
+        finish_row(t.out, a, b, r);
+    }
+}
+
+typedef void (*TileFunction)(const Tile &);
+const TileFunction TILES[] = {nullptr, tile<1>, tile<2>, tile<3>, tile<4>,
+#if MR > 4
+                              tile<5>, tile<6>, tile<7>, tile<8>, tile<9>, tile<10>, tile<11>, tile<12>,
+#endif
+};
+
+void panel_times_rows(const LinearArguments &a, const Rows &rows, int64_t p) {
+    const int64_t tiles = (a.m + MR - 1) / MR, base = a.m / tiles, extra = a.m % tiles;
+    Tile t{rows.values, (const u8 *)a.weight + p * rows.stride * NR * DEPTH, rows.scales,
+           (const float *)a.scale + p * NR, rows.offsets, rows.stride, rows.stride, at_panel(whole_output(a), p, a.n)};
+    for (int64_t index = 0; index < tiles; ++index) {
+        const int64_t count = base + (index < extra);
+        TILES[count](t);
+        t.x += count * t.stride, t.row_scales += count, t.offsets += count;
+        t.out = below(t.out, count);
+    }
+}
+
+}  // namespace
+
+extern "C" int tokenmill_panel_width() { return NR; }
+
+extern "C" int64_t tokenmill_panel_bytes(int64_t n, int64_t k) { return (n + NR - 1) / NR * NR * quads(k) * DEPTH; }
+
+extern "C" int64_t tokenmill_workspace_bytes(int64_t m, int64_t k) { return m * (quads(k) * (int64_t)sizeof(Quad) + 8); }
+
+// Integers [n, k] in [-127, 127] → panels; rows past n and columns past k are zero
+extern "C" void tokenmill_pack(const i8 *weight, u8 *packed, int64_t n, int64_t k) {
+    const int64_t panels = (n + NR - 1) / NR, depth = quads(k);
+#pragma omp parallel for schedule(static)
+    for (int64_t p = 0; p < panels; ++p)
+        for (int64_t i = 0; i < depth * DEPTH; ++i)
+            for (int64_t j = 0; j < NR; ++j) {
+                const int64_t row = p * NR + j;
+                const int value = row < n && i < k ? weight[row * k + i] : 0;
+                packed[((p * depth + i / DEPTH) * NR + j) * DEPTH + i % DEPTH] = (u8)(value + 128);
+            }
+}
+
+// y = epilogue(x · weightᵀ + bias), with `scale` [n] padded to whole panels
+extern "C" void tokenmill_linear(const LinearArguments *arguments) {
+    const LinearArguments &a = *arguments;
+    const int64_t panels = (a.n + NR - 1) / NR;
+    const int threads = a.num_threads < panels ? a.num_threads : (int)panels;
+    const Rows rows = rows_of(a);
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp for schedule(static)
+        for (int64_t r = 0; r < a.m; ++r)
+            quantise(a.x + r * a.x_stride, a.k, rows.values + r * rows.stride, rows.scales + r, rows.offsets + r);
+#pragma omp for schedule(static) nowait
+        for (int64_t p = 0; p < panels; ++p) panel_times_rows(a, rows, p);
+    }
+}

@@ -1,0 +1,116 @@
+"""Quantised linear layers on the CPU: 8-bit weights and activations; 4-bit weights with float32 activations.
+
+Both pack into the same `PackedWeight` as float32 does and take the same epilogues. A row's result does not
+depend on the batch. It knows no model.
+"""
+
+from __future__ import annotations
+
+from ctypes import c_int64, c_void_p
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from worker.engine.kernels.library import load
+from worker.engine.kernels.linear import PackedWeight, padded
+
+MAX_INT8_DEPTH = 65_536  # sums of 255 · 127 fit 31 bits up to here
+INT4_GROUP = 32
+_RANGES = (1.0, 0.95, 0.9, 0.84)  # shares of a group's range that are tried
+_ROWS_AT_ONCE = 1024
+
+
+class Int8Packer:
+    """A scale per output; rows of activations are rounded by their own largest value when they come."""
+
+    def __init__(self, cache_dir: Path | None = None, march: str = "native") -> None:
+        library = load("linear_int8", cache_dir, march)
+        self._linear, self._pack = library.tokenmill_linear, library.tokenmill_pack
+        self._linear.restype = self._pack.restype = None
+        self._panel_bytes, self._workspace = library.tokenmill_panel_bytes, library.tokenmill_workspace_bytes
+        self._panel_bytes.restype = self._workspace.restype = c_int64
+        self.panel_width: int = library.tokenmill_panel_width()
+
+    def pack(self, weight: Tensor, bias: Tensor | None = None) -> PackedWeight:
+        """`weight` `[n, k]`, k at most MAX_INT8_DEPTH."""
+        n, k = weight.shape
+        if k > MAX_INT8_DEPTH:
+            raise ValueError(f"8-bit weights take at most {MAX_INT8_DEPTH} inputs, not {k}")
+        integers, scale = round_int8(weight)
+        panels = torch.empty(self._panel_bytes(c_int64(n), c_int64(k)), dtype=torch.uint8)
+        self._pack(c_void_p(integers.data_ptr()), c_void_p(panels.data_ptr()), c_int64(n), c_int64(k))
+        row_bytes = self._workspace(c_int64(1), c_int64(k))
+        scales = padded(scale, self.panel_width)
+        return PackedWeight(self._linear, (n, k), panels, scales, padded(bias, self.panel_width), row_bytes)
+
+
+def round_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Integers `[n, k]` in [-127, 127] and the scale of each row."""
+    rows = weight.detach().float()
+    scale = rows.abs().amax(dim=1) / 127.0
+    integers = torch.round(rows / scale.clamp_min(torch.finfo(torch.float32).tiny)[:, None])
+    return integers.to(torch.int8).contiguous(), scale
+
+
+class Int4Packer:
+    """A scale and a zero per group of 32 inputs, in half precision; activations stay float32."""
+
+    def __init__(self, cache_dir: Path | None = None, march: str = "native") -> None:
+        library = load("linear_int4", cache_dir, march)
+        self._linear, self._pack = library.tokenmill_linear, library.tokenmill_pack
+        self._linear.restype = self._pack.restype = None
+        self._thread_bytes = library.tokenmill_thread_bytes
+        self._thread_bytes.restype = c_int64
+        self.panel_width: int = library.tokenmill_panel_width()
+
+    def pack(self, weight: Tensor, bias: Tensor | None = None) -> PackedWeight:
+        """`weight` `[n, k]`, k a multiple of INT4_GROUP."""
+        n, k = weight.shape
+        if k % INT4_GROUP:
+            raise ValueError(f"4-bit weights take a multiple of {INT4_GROUP} inputs, not {k}")
+        codes, scale, zero = round_int4(weight)
+        columns = -(-n // self.panel_width) * self.panel_width
+        panels = torch.empty(columns * k // 8, dtype=torch.int32)
+        scales = torch.empty(columns * k // INT4_GROUP * 2, dtype=torch.float16)
+        pointers = (c_void_p(tensor.data_ptr()) for tensor in (codes, scale, zero, panels, scales))
+        self._pack(*pointers, c_int64(n), c_int64(k))
+        thread_bytes = self._thread_bytes(c_int64(k))
+        return PackedWeight(
+            self._linear, (n, k), panels, scales, padded(bias, self.panel_width), thread_bytes=thread_bytes
+        )
+
+
+def round_int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes `[n, k]` in [0, 15], and per group scale and zero `[n, k / 32]`: a weight is scale · code + zero.
+
+    A group's range may be narrowed a little, where that lowers its squared error. Weights that came out of
+    such a format (GGUF's Q4_1) come back exactly.
+    """
+    parts = [_round_rows(rows.float()) for rows in weight.detach().split(_ROWS_AT_ONCE)]
+    codes, scale, zero = (torch.cat(part) for part in zip(*parts, strict=True))
+    return codes.contiguous(), scale.contiguous(), zero.contiguous()
+
+
+def _round_rows(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    groups = rows.reshape(rows.shape[0], -1, INT4_GROUP)
+    low, high = groups.amin(dim=-1), groups.amax(dim=-1)
+    best: tuple[Tensor, ...] | None = None
+    for share in _RANGES:
+        cut = (high - low) * (1.0 - share) / 2
+        scale, zero = ((high - low) * share / 15.0).half(), (low + cut).half()
+        wide, start = scale.float()[..., None], zero.float()[..., None]
+        codes = ((groups - start) / wide.clamp_min(torch.finfo(torch.float32).tiny)).round_().clamp_(0, 15)
+        error = (codes * wide + start - groups).square_().sum(dim=-1)
+        found = (codes.to(torch.uint8), scale, zero, error)
+        best = found if best is None else _lower(best, found)
+    assert best is not None
+    return best[0].reshape(rows.shape), best[1], best[2]
+
+
+def _lower(best: tuple[Tensor, ...], found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    better = found[3] < best[3]
+    return (
+        torch.where(better[..., None], found[0], best[0]),
+        *(torch.where(better, new, old) for new, old in zip(found[1:], best[1:], strict=True)),
+    )
