@@ -29,6 +29,9 @@ class _Start(msgspec.Struct):
 
 def main(descriptor: int) -> int:
     """Load the engine, serve until told to stop; the exit status is 0 only then."""
+    # Read by torch's OpenMP when it is loaded. Threads that spin at their barriers take the cores from the worker's
+    # I/O and its neighbours, and then wait for them: on a shared machine steps became ten times slower.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # noqa: TID251 - a library reads it, we do not
     for number in (signal.SIGINT, signal.SIGTERM):  # the worker decides when its engine ends
         signal.signal(number, signal.SIG_IGN)
     connection = socket.socket(fileno=descriptor)

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from typing import Any
 
+import msgspec
+
 from schemas.generation import FinishReason, SamplingParams
 from worker.engine.config import EngineConfig
 from worker.engine.faults import is_device_lost, refusal_event, sentence_of
@@ -312,7 +314,9 @@ class Engine:
         return self.scheduler.capacity()
 
     def stats(self) -> EngineStats:
-        return self.scheduler.snapshot(steps=self._steps, failed_steps=self._failed_steps, busy_s=self._busy_s)
+        captured, replayed = self.runner.graph_counts
+        stats = self.scheduler.snapshot(steps=self._steps, failed_steps=self._failed_steps, busy_s=self._busy_s)
+        return msgspec.structs.replace(stats, graphs_captured=captured, graph_replays=replayed)
 
     def stop(self, drain: bool = True) -> None:
         """End: run what is in the engine to its end, or (drain=False) cancel it; then let go of the model."""

@@ -125,6 +125,11 @@ class ModelRunner:
             f"{blocks} blocks of {self.config.block_size} tokens ({self._pool.num_bytes / 2**30:.2f} GiB)"
         )
 
+    @property
+    def graph_counts(self) -> tuple[int, int]:
+        """CUDA graphs captured, and steps that replayed one."""
+        return (0, 0) if self.graphs is None else (self.graphs.num_captured, self.graphs.num_replays)
+
     # ── a step ──
 
     def execute(self, plan: StepPlan) -> StepOutput:

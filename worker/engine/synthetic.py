@@ -74,6 +74,7 @@ class SyntheticRunner:
     eos_token_ids: frozenset[int] = frozenset({END_OF_TEXT})
     can_structure: bool = False
     is_asynchronous: bool = False
+    graph_counts: tuple[int, int] = (0, 0)
     proposer: Callable[[Sequence], tuple[int, ...]] | None = None
     model_path: Path = Path()
     _folder: tempfile.TemporaryDirectory[str] | None = None
