@@ -8,6 +8,7 @@ import argparse
 import dataclasses
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -95,7 +96,7 @@ def _measure(
     arguments: argparse.Namespace, names: Sequence[str], workloads: list[Workload], console: Console
 ) -> dict[str, object]:
     options = _options(arguments)
-    logs = Path(tempfile.mkdtemp(prefix="tokenmill-bench-"))
+    logs = Path(tempfile.mkdtemp(prefix="tokenmill-bench-"))  # stays where it helps: after an error
     with ExitStack() as stack, console.status("starting the engines") as status:
         children = []
         for name in names:
@@ -109,6 +110,7 @@ def _measure(
         for workload in workloads:
             rounds = run_rounds(children, workload, arguments.rounds, status.update)
             results.append(report(workload, rounds, console))
+    shutil.rmtree(logs, ignore_errors=True)
     strict = options.dtype == "float32" and "quantization" not in options.settings
     equal = all(result["equal"] for result in results)
     if strict and not equal:
