@@ -9,7 +9,7 @@ from worker.engine.kernels.linear import Epilogue, LinearKernels, pack_gated
 from worker.engine.kernels.quantized import Int4Packer, Int8Packer, round_int4, round_int8
 from worker.engine.kernels.toolchain import KernelUnavailableError
 
-ROWS = [1, 2, 3, 5, 8, 9, 12, 13, 37, 64]
+ROWS = [1, 2, 5, 9, 13, 37]
 # AVX512 with VNNI, AVX512 without, AVX2 with VNNI, AVX2 without, and the narrowest
 MARCHES = ["native", "x86-64-v4", "alderlake", "x86-64-v3", "x86-64"]
 
@@ -177,25 +177,25 @@ def test_int4_wants_whole_groups(int4):
 # ── both ──
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_a_row_is_bitwise_the_same_in_every_batch(kind, request):
-    packer = request.getfixturevalue(kind)
+def test_a_row_is_bitwise_the_same_in_every_batch(int8, int4):
     torch.manual_seed(0)
-    packed, x = packer.pack(torch.randn(200, 96)), torch.randn(50, 96)
-    alone = torch.cat([packed(x[i : i + 1]) for i in range(50)])
-    for size in (2, 7, 25, 50):
-        assert torch.equal(torch.cat([packed(part) for part in x.split(size)]), alone)
+    weight, x = torch.randn(200, 96), torch.randn(50, 96)
+    for packer in (int8, int4):
+        packed = packer.pack(weight)
+        alone = torch.cat([packed(x[i : i + 1]) for i in range(50)])
+        for size in (2, 7, 25, 50):
+            assert torch.equal(torch.cat([packed(part) for part in x.split(size)]), alone)
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_threads_change_nothing(kind, request):
-    packer = request.getfixturevalue(kind)
-    packed, x = packer.pack(torch.randn(200, 96)), torch.randn(20, 96)
+def test_threads_change_nothing(int8, int4):
+    weight, x = torch.randn(200, 96), torch.randn(20, 96)
     threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        alone = packed(x)
-        torch.set_num_threads(3)
-        assert torch.equal(packed(x), alone)
-    finally:
-        torch.set_num_threads(threads)
+    for packer in (int8, int4):
+        packed = packer.pack(weight)
+        try:
+            torch.set_num_threads(1)
+            alone = packed(x)
+            torch.set_num_threads(3)
+            assert torch.equal(packed(x), alone)
+        finally:
+            torch.set_num_threads(threads)

@@ -87,7 +87,7 @@ def round_int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     A group's range may be narrowed a little, where that lowers its squared error. Weights that came out of
     such a format (GGUF's Q4_1) come back exactly.
     """
-    parts = [_round_rows(rows.float()) for rows in weight.detach().split(_ROWS_AT_ONCE)]
+    parts = [_round_rows(rows.float()) for rows in torch.split(weight.detach(), _ROWS_AT_ONCE)]
     codes, scale, zero = (torch.cat(part) for part in zip(*parts, strict=True))
     return codes.contiguous(), scale.contiguous(), zero.contiguous()
 
