@@ -105,12 +105,9 @@ class DemoStack:
             "TOKENMILL_MODEL": self._model,
             "TOKENMILL_HEARTBEAT_SECONDS": "1",  # what we wait for is said with a heartbeat
         }
-        # Threads that wait by spinning take the cores from the very ones they wait for, on a machine that does
-        # something else too: ten times slower was measured, with two others running on two cores.
-        environment = {"OMP_WAIT_POLICY": "passive", **os.environ, **settings}
         command = [sys.executable, "-m", "api_client.cli", *arguments]
         with (self.directory / f"{name}.log").open("ab") as log:
-            return Tether(command, at_death=signal.SIGKILL, cwd=self.directory, env=environment, output=log)
+            return Tether(command, at_death=signal.SIGKILL, cwd=self.directory, env=os.environ | settings, output=log)
 
 
 def _last_words(log: str) -> str:

@@ -1,5 +1,6 @@
 """Our engine, bare: one process, no queue, no text; `python -m` runs it as a child of the benchmark."""
 
+import os
 import time
 
 from ops.benchmarks.peers.protocol import EngineOptions, Round, serve
@@ -9,6 +10,7 @@ from worker.engine import Engine, EngineConfig, SamplingParams
 
 class Tokenmill:
     def __init__(self, options: EngineOptions) -> None:
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the worker sets it for its engine's process
         fields: dict[str, object] = {"block_size": 16, **options.settings}
         fields.setdefault("num_blocks", options.pool_tokens // int(str(fields["block_size"])) + 1)
         config = EngineConfig(
