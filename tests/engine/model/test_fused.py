@@ -17,9 +17,10 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, L
 from schemas.generation import SamplingParams
 from tests.engine.truth import tiny_models
 from worker.engine import Engine, EngineConfig
+from worker.engine.config import EngineConfigError
 from worker.engine.kernels.linear import LinearKernels
 from worker.engine.kernels.toolchain import KernelUnavailableError
-from worker.engine.model.fused import swap_modules
+from worker.engine.model.fused import Packing, optimise, swap_modules
 from worker.engine.model.paged import IMPLEMENTATION, register
 
 MODULES = {
@@ -32,7 +33,7 @@ MODULES = {
     "phi3": {"FusedAttention": 4, "FusedMLP": 4, "FusedNorm": 9, "PackedLinear": 1},
     "phi3_partial": {"FusedAttention": 4, "FusedMLP": 4, "FusedNorm": 9, "PackedLinear": 1},
     "mixtral": {"FusedAttention": 4, "FusedNorm": 9, "PackedLinear": 1},
-    "gpt2": {"PackedLinear": 1},
+    "gpt2": {"PackedLinear": 13},
 }
 
 
@@ -79,7 +80,7 @@ def load(folder: Path) -> nn.Module:
 @pytest.mark.parametrize("name", MODULES)
 def test_what_is_swapped(name: str, folder_of: Callable[[str], Path]) -> None:
     model = load(folder_of(name))
-    assert swap_modules(model) == Counter(MODULES[name])
+    assert swap_modules(model, Packing.choose(None)) == Counter(MODULES[name])
     assert not [module for module in model.modules() if isinstance(module, nn.Linear)]
 
 
@@ -180,7 +181,7 @@ def test_a_module_with_a_twist_is_left_alone(
     model = load(folder_of("llama"))
     twisted = model.get_submodule(path)
     twisted.__class__ = twist
-    swapped = swap_modules(model)
+    swapped = swap_modules(model, Packing.choose(None))
     assert model.get_submodule(path) is twisted
     assert swapped[kind] == MODULES["llama"][kind] - 1
 
@@ -188,7 +189,7 @@ def test_a_module_with_a_twist_is_left_alone(
 def test_an_unknown_activation_is_left_alone(folder_of: Callable[[str], Path]) -> None:
     model = load(folder_of("llama"))
     model.get_submodule("model.layers.0.mlp").act_fn = nn.ReLU()
-    swapped = swap_modules(model)
+    swapped = swap_modules(model, Packing.choose(None))
     assert swapped["FusedMLP"] == 3
     assert swapped["PackedLinear"] == 4, "its three products and the head"
 
@@ -196,14 +197,27 @@ def test_an_unknown_activation_is_left_alone(folder_of: Callable[[str], Path]) -
 def test_without_a_compiler_the_model_runs_as_it_is(
     folder_of: Callable[[str], Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    def no_kernels() -> LinearKernels:
+    def no_kernels(_quantization: object) -> Packing:
         raise KernelUnavailableError("no C++ compiler found (looked for g++)")
 
     model = load(folder_of("llama"))
     before = {name: type(module) for name, module in model.named_modules()}
+    config = EngineConfig(model="llama", dtype="float32", device="cpu")
     with caplog.at_level(logging.INFO):
-        assert not swap_modules(model, load=no_kernels)
+        assert optimise(model, config, no_kernels) is model
     assert {name: type(module) for name, module in model.named_modules()} == before
     assert [record.getMessage() for record in caplog.records] == [
         "the model runs on torch's own linear layers: no C++ compiler found (looked for g++)"
     ]
+    with pytest.raises(EngineConfigError, match="quantization 'int8' needs compiled kernels: no C"):
+        optimise(model, config.replace(quantization="int8"), no_kernels)
+
+
+def test_only_float32_on_the_cpu_is_touched(folder_of: Callable[[str], Path]) -> None:
+    model = load(folder_of("llama")).to(torch.bfloat16)
+    before = {name: type(module) for name, module in model.named_modules()}
+    optimise(model, EngineConfig(model="llama"))
+    optimise(model.float(), EngineConfig(model="llama", fuse=False))
+    assert {name: type(module) for name, module in model.named_modules()} == before
+    with pytest.raises(EngineConfigError, match=r"'int4' runs on the CPU, on one rank, in float32, not on cpu in bfl"):
+        optimise(model.to(torch.bfloat16), EngineConfig(model="llama", quantization="int4"))

@@ -19,7 +19,7 @@ from transformers.utils import logging as progress_bars
 
 from worker.engine.attention import AttentionShape
 from worker.engine.config import EngineConfig, EngineConfigError, LayerGroup
-from worker.engine.model.fused import swap_modules
+from worker.engine.model.fused import optimise
 from worker.engine.model.layers import describe_layers, group_layers
 from worker.engine.model.paged import IMPLEMENTATION, AttentionStep, Probe, register
 
@@ -66,9 +66,9 @@ def load_model(path: Path, config: EngineConfig) -> LoadedModel:
         )
     except ValueError as error:
         raise EngineConfigError([f"{config.model} cannot be loaded as a causal language model: {error}"]) from error
-    if not config.tensor_parallel:  # a split model is on its devices already, and its parts are not whole layers
-        model = optimise(model.to(device), config)
-    model = model.eval().requires_grad_(False)
+    if not config.tensor_parallel:  # a split model is on its devices already
+        model = model.to(device)
+    model = optimise(model.eval().requires_grad_(False), config)
     keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
     probe = _probe(model, keeps_rows, device, config.model)
     traits = describe_layers(probe, text_config, config.model)
@@ -96,16 +96,6 @@ def _split(config: EngineConfig) -> dict[str, Any]:
         return {"distributed_config": DistributedConfig(tp_plan="auto")}
     except (ImportError, TypeError):  # older ones take the plan by itself
         return {"tp_plan": "auto"}
-
-
-def optimise(model: nn.Module, config: EngineConfig) -> nn.Module:
-    """The place where leaf modules are swapped for faster or quantised ones, before the first pass."""
-    if config.quantization is not None:
-        raise EngineConfigError([f"quantization {config.quantization!r} is not available"])
-    weight = next(model.parameters())
-    if config.fuse and weight.device.type == "cpu" and weight.dtype == torch.float32:
-        swap_modules(model)
-    return model
 
 
 # ── what "auto" means ──

@@ -15,12 +15,12 @@ from worker.engine.kernels.linear import Epilogue, LinearKernels, PackedWeight, 
 
 
 class PackedLinear(nn.Module):
-    """`nn.Linear` over a packed weight."""
+    """`nn.Linear` over a packed weight `[out_features, in_features]`."""
 
-    def __init__(self, packer: Packer, source: nn.Linear) -> None:
+    def __init__(self, packer: Packer, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
-        self.packed = packer.pack(source.weight, source.bias)
-        self.in_features, self.out_features = source.in_features, source.out_features
+        self.packed = packer.pack(weight, bias)
+        self.out_features, self.in_features = weight.shape
 
     def forward(self, x: Tensor) -> Tensor:
         return self.packed(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)

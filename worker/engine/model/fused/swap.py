@@ -7,17 +7,19 @@ so a family with a twist of its own is slower, never wrong.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
-from worker.engine.kernels.linear import Epilogue, LinearKernels
-from worker.engine.kernels.toolchain import KernelUnavailableError
+from worker.engine.kernels.linear import Epilogue, Packer
 from worker.engine.model.fused.agreement import agree, call_attention
 from worker.engine.model.fused.modules import FusedAttention, FusedMLP, FusedNorm, PackedLinear
+from worker.engine.model.fused.packing import Packing
 
 log = logging.getLogger(__name__)
 
@@ -29,17 +31,12 @@ _ACTIVATIONS = {
 }
 
 
-def swap_modules(model: nn.Module, load: Callable[[], LinearKernels] = LinearKernels) -> Counter[str]:
-    """Swap in place what fits; the count of stand-ins by kind. Nothing where no compiler is at hand."""
-    try:
-        kernels = load()
-    except KernelUnavailableError as error:
-        log.warning("the model runs on torch's own linear layers: %s", error)
-        return Counter()
+def swap_modules(model: nn.Module, packing: Packing) -> Counter[str]:
+    """Swap in place what fits; the count of stand-ins by kind."""
     swapped: Counter[str] = Counter()
     for build in (_attention, _mlp, _norm, _linear):
         for parent, name, module in list(_children(model)):
-            stand_in = build(kernels, module)
+            stand_in = build(_for(packing, model, module), module)
             if stand_in is not None:
                 setattr(parent, name, stand_in)
                 swapped[type(stand_in).__name__] += 1
@@ -51,34 +48,52 @@ def _children(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
     return [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
 
 
+def _for(packing: Packing, model: nn.Module, module: nn.Module) -> Packing:
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    return dataclasses.replace(packing, body=packing.head) if module is head else packing
+
+
+def _checked(
+    packing: Packing, original: nn.Module, width: int, build: Callable[[Packer], nn.Module]
+) -> nn.Module | None:
+    """The form is checked in float32; what quantising it costs is not a matter of form."""
+    candidate = build(packing.exact)
+    if not agree(original, candidate, width):
+        return None
+    return candidate if packing.is_exact else build(packing.body)
+
+
 # ── what is built from what ──
 
 
-def _linear(kernels: LinearKernels, module: nn.Module) -> nn.Module | None:
-    if not isinstance(module, nn.Linear) or module.weight.dtype != torch.float32:
+def _linear(packing: Packing, module: nn.Module) -> nn.Module | None:
+    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+    if not isinstance(module, nn.Linear | Conv1D) or not isinstance(weight, Tensor) or weight.dtype != torch.float32:
         return None
-    return _if_equal(module, PackedLinear(kernels, module), module.in_features)
+    if isinstance(module, Conv1D):  # GPT-2's linear layer, stored the other way round
+        weight = weight.T
+    return _checked(packing, module, weight.shape[1], lambda packer: PackedLinear(packer, weight, bias))
 
 
-def _norm(kernels: LinearKernels, module: nn.Module) -> nn.Module | None:
+def _norm(packing: Packing, module: nn.Module) -> nn.Module | None:
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if "RMSNorm" not in type(module).__name__ or not isinstance(weight, Tensor) or not isinstance(eps, float):
         return None
-    candidates = (FusedNorm(kernels, weight, eps, offset) for offset in (0.0, 1.0))
+    candidates = (FusedNorm(packing.exact, weight, eps, offset) for offset in (0.0, 1.0))
     return next((norm for norm in candidates if agree(module, norm, weight.shape[0])), None)
 
 
-def _mlp(kernels: LinearKernels, module: nn.Module) -> nn.Module | None:
+def _mlp(packing: Packing, module: nn.Module) -> nn.Module | None:
     epilogue = _ACTIVATIONS.get(type(getattr(module, "act_fn", getattr(module, "activation_fn", None))).__name__)
     down = getattr(module, "down_proj", None)
     halves = _gate_and_up(module)
     if epilogue is None or halves is None or not isinstance(down, nn.Linear):
         return None
     gate, up = halves
-    if gate.shape[0] % (kernels.panel_width // 2):
+    if gate.shape[0] % (packing.exact.panel_width // 2):
         return None
-    return _if_equal(module, FusedMLP(kernels, gate, up, down, epilogue), gate.shape[1])
+    return _checked(packing, module, gate.shape[1], lambda packer: FusedMLP(packer, gate, up, down, epilogue))
 
 
 def _gate_and_up(module: nn.Module) -> tuple[Tensor, Tensor] | None:
@@ -98,7 +113,7 @@ def _has_bias(linear: nn.Linear) -> bool:
     return bias is not None
 
 
-def _attention(kernels: LinearKernels, module: nn.Module) -> nn.Module | None:
+def _attention(packing: Packing, module: nn.Module) -> nn.Module | None:
     out = getattr(module, "o_proj", None)
     projections = _qkv(module)
     head_dim = getattr(module, "head_dim", None)
@@ -110,15 +125,17 @@ def _attention(kernels: LinearKernels, module: nn.Module) -> nn.Module | None:
     call = call_attention(module, weight.shape[1], rotary_dim)
     if call is None:
         return None
-    candidate = FusedAttention(
-        module,
-        kernels.pack(weight, bias),
-        kernels.pack(out.weight, out.bias),
-        (query_size // head_dim, key_size // head_dim),
-        call.extras,
-    )
+    heads = (query_size // head_dim, key_size // head_dim)
+
+    def build(packer: Packer) -> FusedAttention:
+        packed = packer.pack(weight, bias), packer.pack(out.weight, out.bias)
+        return FusedAttention(module, *packed, heads, call.extras)
+
+    candidate = build(packing.exact)
     found = call_attention(candidate, weight.shape[1], rotary_dim)
-    return candidate if found is not None and found.agrees_with(call) else None
+    if found is None or not found.agrees_with(call):
+        return None
+    return candidate if packing.is_exact else build(packing.body)
 
 
 def _qkv(module: nn.Module) -> tuple[Tensor, Tensor | None, int, int] | None:
@@ -149,7 +166,3 @@ def _rotary_dim(module: nn.Module) -> int:
     factor = getattr(config, "partial_rotary_factor", None) or (rope.get("partial_rotary_factor") or 1.0)
     head_dim: int = module.head_dim  # type: ignore[assignment]
     return int(head_dim * factor)
-
-
-def _if_equal(original: nn.Module, candidate: nn.Module, width: int) -> nn.Module | None:
-    return candidate if agree(original, candidate, width) else None

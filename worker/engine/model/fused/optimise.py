@@ -1,0 +1,54 @@
+"""What is done to a freshly loaded model before its first pass, by the engine's settings."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from worker.engine.config import EngineConfig, EngineConfigError, Quantization
+from worker.engine.kernels.toolchain import KernelUnavailableError
+from worker.engine.model.fused.packing import Packing
+from worker.engine.model.fused.swap import swap_modules
+
+log = logging.getLogger(__name__)
+
+
+def optimise(
+    model: nn.Module, config: EngineConfig, choose: Callable[[Quantization | None], Packing] = Packing.choose
+) -> nn.Module:
+    """Swap its modules in place where the settings and the device allow. Raises EngineConfigError."""
+    weight = next(model.parameters())
+    usable = weight.device.type == "cpu" and weight.dtype == torch.float32 and not config.tensor_parallel
+    if config.quantization is None and not (config.fuse and usable):
+        return model
+    if not usable:
+        raise EngineConfigError([
+            f"quantization {config.quantization!r} runs on the CPU, on one rank, in float32, "
+            f"not on {weight.device.type} in {str(weight.dtype).removeprefix('torch.')}"
+        ])  # fmt: skip
+    try:
+        packing = choose(config.quantization)
+    except KernelUnavailableError as error:
+        if config.quantization is not None:
+            raise EngineConfigError([f"quantization {config.quantization!r} needs compiled kernels: {error}"]) from None
+        log.warning("the model runs on torch's own linear layers: %s", error)
+        return model
+    swapped = swap_modules(model, packing)
+    if config.quantization is not None:
+        _report_the_rest(model, config, swapped)
+    return model
+
+
+def _report_the_rest(model: nn.Module, config: EngineConfig, swapped: Counter[str]) -> None:
+    """Weights that no stand-in took stay float32: nobody should find that out by measuring."""
+    if not swapped["FusedAttention"] + swapped["FusedMLP"] + swapped["PackedLinear"]:
+        raise EngineConfigError([f"no layer of {config.model} can be quantised"])
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    rest = [weight for weight in model.parameters() if weight.dim() > 1 and id(weight) not in embeddings]
+    if rest:
+        count = sum(weight.numel() for weight in rest)
+        log.warning("%d weights (%.1f million values) are not quantised and stay float32", len(rest), count / 1e6)

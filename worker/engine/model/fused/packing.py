@@ -1,0 +1,51 @@
+"""Which kernel packs which weight: float32, or a quantised form where it can hold that weight.
+
+It knows what the forms can hold, not what the weights are for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from worker.engine.config import Quantization
+from worker.engine.kernels.linear import LinearKernels, PackedWeight, Packer
+from worker.engine.kernels.quantized import INT4_GROUP, MAX_INT8_DEPTH, Int4Packer, Int8Packer
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """`exact` is float32: stand-ins are compared through it, and norms run in it. `body` is what the model
+    then runs on, `head` what turns the last hidden states into logits."""
+
+    exact: LinearKernels
+    body: Packer
+    head: Packer
+
+    @classmethod
+    def choose(cls, quantization: Quantization | None) -> Packing:
+        """Raises KernelUnavailableError where the kernels cannot be compiled."""
+        exact = LinearKernels()
+        if quantization is None:
+            return cls(exact, exact, exact)
+        int8 = _Fitting(exact, Int8Packer())
+        # The head of a small model holds a fifth of its weights and all of its last decisions: it keeps 8 bits.
+        return cls(exact, int8 if quantization == "int8" else _Fitting(int8, Int4Packer()), int8)
+
+    @property
+    def is_exact(self) -> bool:
+        return self.body is self.exact
+
+
+class _Fitting:
+    """Packs through `packer` what fits it, the rest through `otherwise`."""
+
+    def __init__(self, otherwise: Packer, packer: Int8Packer | Int4Packer) -> None:
+        self.panel_width = packer.panel_width
+        self._otherwise, self._packer = otherwise, packer
+
+    def pack(self, weight: Tensor, bias: Tensor | None = None) -> PackedWeight:
+        depth = weight.shape[1]
+        fits = depth % INT4_GROUP == 0 if isinstance(self._packer, Int4Packer) else depth <= MAX_INT8_DEPTH
+        return (self._packer if fits else self._otherwise).pack(weight, bias)
