@@ -1,0 +1,54 @@
+"""The README's example runs as it stands, but for the addresses; the files that it names exist."""
+
+import asyncio
+import contextlib
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.worker import QUEUE, database_url, running_worker
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.redis
+async def test_the_example_prints_a_streamed_answer(redis_url: str, tmp_path: Path) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    database = database_url(tmp_path)
+    places = {
+        '"redis://localhost:6379/0"': f'"{redis_url}"',
+        '"smollm2-135m-instruct"': f'"{QUEUE}"',
+        '"sqlite:///tokenmill.db"': f'"{database}"',
+    }
+    for written, real in places.items():
+        assert code.count(written) == 1, f"the example does not name {written}"
+        code = code.replace(written, real)
+    printed = io.StringIO()
+    names: dict[str, object] = {}
+    async with running_worker(redis_url, database):
+        with contextlib.redirect_stdout(printed):
+            await asyncio.to_thread(exec, code + "\nclient.close()\n", names)
+    result: Any = names["result"]
+    assert result.text
+    assert printed.getvalue() == f"{result.text}\n{result.finish_reason}, {result.usage.completion_tokens} tokens\n"
+
+
+@pytest.mark.parametrize("page", ["README.md", "ops/architecture.md", "ops/runbook.md"])
+def test_files_that_the_pages_name_exist(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    quoted = re.findall(r"`((?:api_client|worker|schemas|migrations|tests|ops)/[\w/.-]+)`", text)
+    linked = [str(Path(page).parent / target) for target in re.findall(r"\]\(([\w/.-]+)\)", text)]
+    assert quoted or linked
+    missing = [name for name in quoted + linked if not (ROOT / name).exists()]
+    assert missing == []
+
+
+def test_tests_that_the_architecture_names_exist() -> None:
+    text = (ROOT / "ops" / "architecture.md").read_text(encoding="utf-8")
+    sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    missing = [name for name in set(re.findall(r"`(test_\w+)`", text)) if f"def {name}(" not in sources]
+    assert missing == []
