@@ -37,12 +37,10 @@ class HubSubscription:
 
     def deliver(self, message: bytes | Signal) -> None:
         if self._messages.qsize() >= MAX_WAITING:
-            self._messages = asyncio.Queue() if self._nobody_waits() else self._messages
+            while not self._messages.empty():
+                self._messages.get_nowait()
             message = Signal.MISSED
         self._messages.put_nowait(message)
-
-    def _nobody_waits(self) -> bool:
-        return not self._messages.empty()
 
     async def receive(self, timeout: float) -> bytes | Signal | None:
         """The next message; None after `timeout` seconds; MISSED when some may have been lost."""
@@ -69,6 +67,7 @@ class ChannelHub:
         self._node_client: redis.asyncio.Redis | None = None
         self._reader: asyncio.Task[None] | None = None
         self._trouble: Exception | None = None
+        self._is_stale = False  # the connection lacks a channel
 
     async def subscribe(self, channel: str) -> HubSubscription:
         """Returns when the server has confirmed. Raises QueueUnavailable."""
@@ -153,6 +152,7 @@ class ChannelHub:
                 raise QueueUnavailable("no cluster node serves the queue's slot")
             self._node_client = redis.asyncio.Redis(host=str(node.host), port=int(node.port), **_node_options(node))
             client = self._node_client
+        self._is_stale = False
         pubsub = client.pubsub()
         channels = list(self._subscribers)
         await (pubsub.ssubscribe(*channels) if self._is_cluster else pubsub.subscribe(*channels))
@@ -161,7 +161,7 @@ class ChannelHub:
             await self._send("subscribe", channel)
 
     async def _read(self) -> None:
-        while self._subscribers:
+        while self._subscribers and not self._is_stale:
             message = await self._pubsub.get_message(timeout=_POLL_S)
             if message is None:
                 continue
@@ -175,9 +175,18 @@ class ChannelHub:
                 return  # the slot has moved: connect anew
 
     async def _send(self, verb: str, channel: str) -> None:
-        """A failure shows in the reader, which connects anew with every channel."""
-        with contextlib.suppress(RedisError, OSError):
-            await getattr(self._pubsub, ("s" if self._is_cluster else "") + verb)(channel)
+        """Straight to the connection, for only the reader may connect: two that read one socket break each other.
+        After a failure the reader connects anew, with every channel.
+        """
+        connection = self._pubsub.connection
+        if connection is None or not connection.is_connected:
+            self._is_stale = True
+            return
+        try:
+            command = ("s" if self._is_cluster else "") + verb
+            await connection.send_command(command.upper(), channel, check_health=False)
+        except (RedisError, OSError):
+            self._is_stale = True
 
     async def _disconnect(self) -> None:
         pubsub, self._pubsub = self._pubsub, None

@@ -126,7 +126,6 @@ class Worker:
             on_bell=self._consumer.poke,
             on_cancel=self.service.cancel,
             on_drain=self.drain,
-            sharded=sharded,
         )
 
     # ── life ──

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Protocol
 
 from worker.errors import RedisUnavailable
@@ -19,6 +19,7 @@ from worker.jobs import Delivery
 log = logging.getLogger(__name__)
 
 LONGEST_BACKOFF_S = 2.0
+SHORTEST_GAP_S = 0.005  # between claims that find nothing: a bell that many hear is answered by few
 
 
 class Claims(Protocol):
@@ -27,6 +28,8 @@ class Claims(Protocol):
     bell: asyncio.Event
 
     async def claim(self, credits: int) -> list[Delivery]: ...
+
+    async def release(self, jobs: Iterable[tuple[str, int, bool]]) -> list[bool]: ...
 
 
 class Consumer:
@@ -48,6 +51,7 @@ class Consumer:
         self._poll_s = poll_s
         self._on_claim = on_claim
         self._on_error = on_error
+        self._owed: list[tuple[str, int, bool]] = []
         self._stopping = asyncio.Event()
         self._ended = asyncio.Event()
         self._ended.set()
@@ -70,7 +74,14 @@ class Consumer:
                     self._note(error, first=failures == 1)
                     await self._sleep(min(LONGEST_BACKOFF_S, 0.05 * 2.0 ** min(failures, 10)))
                     continue
+                except Exception as error:
+                    failures += 1
+                    log.exception("a claim failed")
+                    self._on_error(error)
+                    await self._sleep(LONGEST_BACKOFF_S)
+                    continue
                 if not found:
+                    await self._sleep(SHORTEST_GAP_S)
                     await self._wait()
         finally:
             self._ended.set()
@@ -83,6 +94,7 @@ class Consumer:
 
     async def _claim_once(self) -> bool:
         """Did it get as many as it asked for? Then there may be more."""
+        await self._give_back()
         self._stream.bell.clear()
         wanted = self._credits()
         deliveries = await self._stream.claim(wanted)
@@ -92,13 +104,28 @@ class Consumer:
         try:
             await self._take(deliveries)
         except Exception as error:
-            log.exception("claimed jobs could not be taken in; their lease will hand them on")
+            log.exception("claimed jobs could not be taken in: giving them back as suspects")
             self._on_error(error)
+            self._owed = [(delivery.job_id, delivery.token, True) for delivery in deliveries]
+            await self._give_back()
         return wanted > 0 and len(deliveries) >= wanted
 
+    async def _give_back(self) -> None:
+        """What could not be taken in; kept until the queue has it."""
+        if self._owed:
+            await self._stream.release(self._owed)
+            self._owed = []
+
     async def _wait(self) -> None:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._stream.bell.wait(), self._poll_s)
+        """For a ring or the next poll. A worker without a free place does not answer the bell."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._poll_s
+        while not self._stopping.is_set() and (left := until - loop.time()) > 0:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stream.bell.wait(), left)
+            if self._credits() > 0:
+                return
+            self._stream.bell.clear()
 
     async def _sleep(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):

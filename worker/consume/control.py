@@ -1,7 +1,6 @@
 """Listens to what cannot wait for the next heartbeat: the queue's bell, and orders to this worker.
 
-A connection of its own. Nothing depends on it: a missed bell costs one poll
-interval, a missed cancel one heartbeat.
+A connection of its own. Nothing depends on it: a missed bell costs one poll interval, a missed cancel one heartbeat.
 """
 
 from __future__ import annotations
@@ -9,18 +8,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 import redis.asyncio
-from redis.exceptions import RedisError
 
+from api_client.effects import Signal
+from api_client.errors import QueueUnavailable
+from api_client.hub import ChannelHub, HubSubscription
 from schemas.control import Cancel, ControlMessage, Drain
 from schemas.keys import Keys
 
 log = logging.getLogger(__name__)
 
 RECONNECT_S = 0.5
+_WAIT_S = 60.0
 _decoder = msgspec.msgpack.Decoder(ControlMessage)
 
 
@@ -36,7 +37,6 @@ class ControlChannel:
         on_bell: Callable[[], None],
         on_cancel: Callable[[str], None],
         on_drain: Callable[[], None],
-        sharded: bool = False,
     ) -> None:
         self._client = client
         self._bell = keys.bell
@@ -44,35 +44,37 @@ class ControlChannel:
         self._on_bell = on_bell
         self._on_cancel = on_cancel
         self._on_drain = on_drain
-        self._sharded = sharded
 
     async def run(self) -> None:
         """Until cancelled; reconnects for ever."""
-        while True:
-            try:
-                await self._listen()
-            except (RedisError, OSError, TimeoutError) as error:
-                log.debug("control channel: %s", error)
-            await asyncio.sleep(RECONNECT_S)
-
-    async def _listen(self) -> None:
-        async with self._client.pubsub() as pubsub:
-            subscribe = pubsub.ssubscribe if self._sharded else pubsub.subscribe
-            await subscribe(self._bell, self._control)
-            self._on_bell()  # whatever rang before
-            while True:
-                message = await pubsub.get_message(ignore_subscribe_messages=True, timeout=2.0)
-                if message is not None:
-                    self._handle(message)
-
-    def _handle(self, message: dict[str, Any]) -> None:
-        channel = message["channel"]
-        if (channel.decode() if isinstance(channel, bytes) else channel) == self._bell:
-            self._on_bell()
-            return
+        hub = ChannelHub(self._client)
         try:
-            order = _decoder.decode(message["data"])
-        except (msgspec.MsgspecError, TypeError) as error:
+            while True:
+                try:
+                    bell, control = await hub.subscribe(self._bell), await hub.subscribe(self._control)
+                    await asyncio.gather(self._hear_bell(bell), self._hear_orders(control))
+                except QueueUnavailable as error:
+                    log.debug("control channel: %s", error)
+                await asyncio.sleep(RECONNECT_S)
+        finally:
+            await hub.close()
+
+    async def _hear_bell(self, subscription: HubSubscription) -> None:
+        self._on_bell()  # whatever rang before
+        while True:
+            if await subscription.receive(_WAIT_S) is not None:  # also when a ring may have been missed
+                self._on_bell()
+
+    async def _hear_orders(self, subscription: HubSubscription) -> None:
+        while True:
+            message = await subscription.receive(_WAIT_S)
+            if message is not None and not isinstance(message, Signal):
+                self._obey(message)
+
+    def _obey(self, message: bytes) -> None:
+        try:
+            order = _decoder.decode(message)
+        except msgspec.MsgspecError as error:
             log.warning("a control message cannot be read: %s", error)
             return
         match order:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -68,6 +68,7 @@ class JobStream:
         self.worker_id = worker_id
         self.options = options or StreamOptions()
         self.bell = asyncio.Event()
+        self.guard: Callable[[], bool] = lambda: False  # true: this process stood still past its lease
         self._client = client
         self._head: tuple[Argument, ...] = (keys.base, "SPUBLISH" if sharded else "PUBLISH")
         self._held: dict[str, int] = {}  # job id → fencing token
@@ -101,6 +102,8 @@ class JobStream:
     async def claim(self, credits: int) -> list[Delivery]:
         """Up to `credits` jobs to run, and any number that only has to be recorded. Waits for nothing."""
         options = self.options
+        if self.guard():
+            raise RedisUnavailable("the lease has run out, and its jobs are not given up yet")
         async with self._claiming:
             known = list(self._held) if self._must_audit else []
             audit, self._must_audit = self._must_audit, True  # if the reply is lost, the next claim looks for it
@@ -138,6 +141,8 @@ class JobStream:
 
     async def append(self, items: list[Append]) -> list[tuple[AppendReply, int]]:
         """One round trip for all. Replies in order, each with the log's end index after the call."""
+        if self.guard():
+            return [(AppendReply.LOST, item.chunk.index) for item in items]
         if not items:
             return []
         arguments: list[Argument] = [round(self.options.log_ttl_s)]
@@ -165,6 +170,8 @@ class JobStream:
 
     async def finish(self, jobs: list[Finished]) -> list[bool]:
         """After SQL has committed. False where the fencing token was outdated (the job is another's now)."""
+        if self.guard():
+            return [False] * len(jobs)
         done: list[bool] = []
         for batch in _batches([_finish_arguments(job) for job in jobs]):
             arguments = [value for item in batch for value in item]
@@ -189,8 +196,8 @@ class JobStream:
         return (await self._give_back([(job_id, token, "dead", 0, note)]))[0]
 
     async def _give_back(self, jobs: Sequence[tuple[str, int, str, int, str]]) -> list[bool]:
-        if not jobs:
-            return []
+        if not jobs or self.guard():
+            return [False] * len(jobs)
         reply = await self._call(scripts.RELEASE, *(value for job in jobs for value in job))
         for job_id, token, *_ in jobs:
             self._forget(job_id, token)
@@ -229,10 +236,6 @@ class JobStream:
         async with _translated():
             raw = cast("dict[bytes, bytes]", await self._client.hgetall(self.keys.meta))
         return read_depth(raw)
-
-    def forget_all(self) -> None:
-        """The lease ran out: nothing is held, whatever the server still believes."""
-        self._held.clear()
 
     def _forget(self, job_id: str, token: int) -> None:
         if self._held.get(job_id) == token:

@@ -1,8 +1,8 @@
-"""One heartbeat per worker keeps the leases of all its jobs; who misses its own deadline holds nothing.
+"""One heartbeat per worker keeps the leases of all its jobs; who stood still for longer than the lease holds nothing.
 
-A process that was frozen longer than the lease must not write a thing when it wakes: others hold its
-jobs by then. The keeper measures its own silence and says `on_expired` before the next beat; the fencing
-tokens refuse whatever slips through.
+A frozen process (SIGSTOP, a paused machine) must not write a thing when it wakes: others have its jobs by then.
+A ticker measures the event loop's own silence; `stood_still` is true from the first moment after the freeze, and
+the job stream asks it before every write. The fencing tokens refuse whatever slips through all the same.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ from worker.errors import RedisUnavailable
 
 log = logging.getLogger(__name__)
 
+TICKS_PER_LEASE = 20
+LONGEST_TICK_S = 0.5
+
 
 class Beats(Protocol):
     """What a keeper needs of the queue; JobStream is one."""
 
-    async def heartbeat(self, status: WorkerStatus) -> HeartbeatReply: ...
+    guard: Callable[[], bool]
 
-    async def resign(self) -> int: ...
+    async def heartbeat(self, status: WorkerStatus) -> HeartbeatReply: ...
 
 
 class LeaseKeeper:
@@ -51,31 +54,51 @@ class LeaseKeeper:
         self._on_lost = on_lost
         self._on_expired = on_expired
         self._clock = clock
-        self._renewed_at = clock()
+        self._ticked_at = clock()
+        self._froze = False
         self.is_reachable = True
+        stream.guard = self.stood_still
 
-    @property
-    def is_expired(self) -> bool:
-        """Has the lease run out since the last beat that was answered?"""
-        return self._clock() - self._renewed_at > self._lease_s
+    def stood_still(self) -> bool:
+        """Was this process frozen past its lease, and has not given up its jobs yet?"""
+        if self._clock() - self._ticked_at > self._lease_s:
+            self._froze = True
+        return self._froze
 
     async def run(self) -> None:
         """Until cancelled."""
+        self._ticked_at = self._clock()
+        ticker = asyncio.create_task(self._tick(), name="lease-ticker")
+        try:
+            while True:
+                await self.beat()
+                await asyncio.sleep(self._interval_s)
+        finally:
+            ticker.cancel()
+
+    async def _tick(self) -> None:
         while True:
-            await self.beat()
-            await asyncio.sleep(self._interval_s)
+            await self.tick()
+            await asyncio.sleep(min(LONGEST_TICK_S, self._lease_s / TICKS_PER_LEASE))
+
+    async def tick(self) -> None:
+        """The loop is alive. After a freeze everything in hand is given up before anything else happens."""
+        froze = self.stood_still()
+        self._ticked_at = self._clock()
+        if not froze:
+            return
+        log.error("this process stood still for longer than its lease of %g s: its jobs are others' now", self._lease_s)
+        try:
+            await self._on_expired()
+        finally:
+            self._froze = False
 
     async def beat(self) -> None:
-        """Renew, and act on what the reply says. Redis being away is not an expiry by itself: nobody else can
-        claim there either, and the tokens decide when it is back.
+        """Renew, and act on what the reply says. Redis being away is no expiry: nobody else can claim there either,
+        and the tokens decide when it is back.
         """
-        was_frozen = self.is_expired and self.is_reachable
-        if was_frozen:
-            log.error(
-                "this process stood still for longer than its lease of %g s: its jobs are others' now", self._lease_s
-            )
-            await self._on_expired()
-        sent_at = self._clock()
+        if self.stood_still():
+            return  # the ticker is on it
         try:
             reply = await self._stream.heartbeat(self._status())
         except RedisUnavailable as error:
@@ -86,7 +109,6 @@ class LeaseKeeper:
         if not self.is_reachable:
             log.info("the lease is renewed again")
         self.is_reachable = True
-        self._renewed_at = sent_at
         if reply.lost:
             self._on_lost(reply.lost)
         if reply.cancelled:

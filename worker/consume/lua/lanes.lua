@@ -13,12 +13,12 @@ local function read_one(lane)
   return reply and reply[1] and reply[1][2] and reply[1][2][1] or nil
 end
 
--- An entry put into a lane by hand may carry the request itself: then it becomes a job here.
+-- An entry put into a lane by hand may carry the request itself: then it becomes a job here, if its name is printable.
 local function adopt(class, tenant, entry)
   local fields = {}
   for place = 1, #entry[2], 2 do fields[entry[2][place]] = entry[2][place + 1] end
   local id, request = fields['job'], fields['request']
-  if id and request and redis.call('EXISTS', job_key(id)) == 0 then
+  if id and request and #id <= 256 and string.match(id, '^[%w%p]+$') and redis.call('EXISTS', job_key(id)) == 0 then
     redis.call('HSET', job_key(id), 'request', request, 'state', 'queued', 'class', class, 'tenant', tenant,
       'created_ms', string.match(entry[1], '^(%d+)-'), 'entry', entry[1])
     count_queued(class, 1, 0)

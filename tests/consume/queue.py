@@ -1,0 +1,74 @@
+"""Helpers of the queue's tests: jobs, chunks and ends made in one line, on a real server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import redis.asyncio
+
+from api_client import AsyncClient
+from api_client.connections import connect_async
+from schemas.chunk import Chunk
+from schemas.generation import FinishReason
+from schemas.keys import Keys
+from schemas.result import ChoiceResult, JobResult, JobStatus, Usage
+from worker.consume.job_stream import JobStream, StreamOptions
+from worker.jobs import Append, Delivery, Finished
+
+QUEUE = "q"
+
+
+@dataclass(slots=True)
+class Queue:
+    """One queue on one server: `client` submits, `worker()` claims, `redis` looks inside."""
+
+    client: AsyncClient
+    redis: redis.asyncio.Redis
+    keys: Keys
+
+    def worker(self, worker_id: str = "w1", **options: Any) -> JobStream:
+        return JobStream(self.redis, self.keys, worker_id, StreamOptions(**{"sweep_s": 0.0, **options}))
+
+    async def submit(self, **fields: Any) -> str:
+        return str(await self.client.submit(**{"prompt": "hello", "max_tokens": 10, **fields}))
+
+    async def field(self, job_id: str, name: str) -> str | None:
+        value: Any = await self.redis.hget(self.keys.job(job_id), name)
+        return None if value is None else value.decode()
+
+
+async def open_queue(url: str) -> Queue:
+    return Queue(AsyncClient(url, queue=QUEUE), connect_async(url), Keys(QUEUE))
+
+
+async def close_queue(queue: Queue) -> None:
+    await queue.client.close()
+    await queue.redis.aclose()
+
+
+def token(delivery: Delivery, index: int, count: int = 1, *, choice: int = 0, text: str | None = None) -> Append:
+    """Tokens index … index+count-1; token i is the number i and says "<i> "."""
+    ids = tuple(range(index, index + count))
+    words = "".join(f"{i} " for i in ids) if text is None else text
+    chunk = Chunk(job_id=delivery.job_id, index=index, token_ids=ids, text=words, choice=choice)
+    return Append(delivery.token, chunk)
+
+
+def end_of(delivery: Delivery, num_tokens: int = 0, status: JobStatus = JobStatus.SUCCEEDED) -> Finished:
+    words = [f"{i} " for i in range(num_tokens)]
+    ends = tuple(len("".join(words[: i + 1])) for i in range(num_tokens))
+    reason = FinishReason.STOP if status is JobStatus.SUCCEEDED else FinishReason.CANCELLED
+    choice = ChoiceResult(text="".join(words), token_ids=tuple(range(num_tokens)), text_ends=ends, finish_reason=reason)
+    usage = Usage(prompt_tokens=3, completion_tokens=num_tokens)
+    result = JobResult(job_id=delivery.job_id, status=status, choices=(choice,), usage=usage)
+    chunk = Chunk(job_id=delivery.job_id, index=num_tokens, finish_reason=reason, status=status, usage=usage)
+    return Finished(delivery.token, result, chunk)
+
+
+async def eventually(what: Callable[[], Awaitable[bool]], timeout: float = 5.0) -> None:
+    async with asyncio.timeout(timeout):
+        while not await what():  # noqa: ASYNC110 - the server has no event for it
+            await asyncio.sleep(0.01)

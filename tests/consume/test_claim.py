@@ -1,0 +1,158 @@
+"""claim: who is next, what it is told, and what is never handed out twice."""
+
+import asyncio
+from collections import Counter
+
+import pytest
+
+from schemas.control import WorkerStatus
+from schemas.job import Priority
+from tests.consume.queue import Queue, end_of, token
+
+pytestmark = pytest.mark.redis
+
+
+async def test_urgent_classes_first_and_in_order_within_a_class(queue: Queue) -> None:
+    jobs = {name: [await queue.submit(priority=name) for _ in range(2)] for name in ("bulk", "standard", "interactive")}
+    got = [delivery.job_id for delivery in await queue.worker().claim(6)]
+    assert got == jobs["interactive"] + jobs["standard"] + jobs["bulk"]
+
+
+async def test_no_credit_no_job_and_never_more_than_asked_for(queue: Queue) -> None:
+    await queue.client.submit_many([{"prompt": "x"}] * 5)
+    worker = queue.worker()
+    assert await worker.claim(0) == []
+    assert len(await worker.claim(3)) == 3
+    assert len(await worker.claim(3)) == 2
+
+
+async def test_bulk_always_moves_and_standard_too(queue: Queue) -> None:
+    await queue.client.submit_many([{"prompt": "x", "priority": "interactive"}] * 100)
+    await queue.client.submit_many([{"prompt": "x", "priority": "standard"}] * 50)
+    await queue.client.submit_many([{"prompt": "x", "priority": "bulk"}] * 50)
+    worker, classes = queue.worker(), Counter[str | None]()
+    for _ in range(64):  # one at a time: the share is kept over calls
+        (delivery,) = await worker.claim(1)
+        classes[await queue.field(delivery.job_id, "class")] += 1
+    assert classes["bulk"] >= 7
+    assert classes["standard"] >= 10
+    assert classes["interactive"] >= 38
+
+
+async def test_tenants_share_by_tokens_not_by_jobs(queue: Queue) -> None:
+    await queue.client.submit_many([{"prompt": "x", "tenant": "big", "max_tokens": 400}] * 40)
+    await queue.client.submit_many([{"prompt": "x", "tenant": "small", "max_tokens": 100}] * 60)
+    worker, jobs = queue.worker(), Counter[str | None]()
+    for delivery in await worker.claim(50):
+        jobs[await queue.field(delivery.job_id, "tenant")] += 1
+    assert jobs == {"big": 10, "small": 40}
+
+
+async def test_a_late_small_tenant_does_not_wait_for_a_long_backlog(queue: Queue) -> None:
+    await queue.client.submit_many([{"prompt": "x", "tenant": "hog"}] * 200)
+    worker = queue.worker()
+    await worker.claim(50)
+    late = await queue.submit(tenant="late")
+    assert late in {delivery.job_id for delivery in await worker.claim(2)}
+
+
+async def test_leaving_for_a_moment_earns_nothing(queue: Queue) -> None:
+    """A tenant that submits one job at a time gets its share and no more."""
+    await queue.client.submit_many([{"prompt": "x", "tenant": "steady"}] * 60)
+    worker, served = queue.worker(), Counter[str | None]()
+    for _ in range(40):
+        await queue.client.submit(prompt="x", tenant="drip")
+        (delivery,) = await worker.claim(1)
+        served[await queue.field(delivery.job_id, "tenant")] += 1
+    assert abs(served["steady"] - served["drip"]) <= 3
+
+
+async def test_weights_divide_the_share(queue: Queue) -> None:
+    await queue.client.set_limits("gold", weight=3)
+    for tenant in ("gold", "plain"):
+        await queue.client.submit_many([{"prompt": "x", "tenant": tenant}] * 60)
+    served = Counter([await queue.field(d.job_id, "tenant") for d in await queue.worker().claim(40)])
+    assert 28 <= served["gold"] <= 32
+
+
+async def test_a_tenant_at_its_concurrency_limit_lets_others_pass(queue: Queue) -> None:
+    await queue.client.set_limits("t", concurrency=2)
+    mine = await queue.client.submit_many([{"prompt": "x", "tenant": "t"}] * 5)
+    other = await queue.submit(tenant="u")
+    worker = queue.worker()
+    got = await worker.claim(10)
+    assert [d.job_id in mine for d in got].count(True) == 2
+    assert other in {d.job_id for d in got}
+    assert await worker.claim(10) == []
+    await worker.finish([end_of(d) for d in got if d.job_id in mine][:1])
+    assert len(await worker.claim(10)) == 1
+    await worker.release([(got[0].job_id, got[0].token, False)])
+
+
+async def test_a_named_lane_goes_when_it_is_empty(queue: Queue) -> None:
+    await queue.submit(tenant="acme")
+    worker = queue.worker()
+    (delivery,) = await worker.claim(1)
+    await worker.claim(1)  # finds the lane without entries to deliver
+    await worker.finish([end_of(delivery)])
+    assert not await queue.redis.exists(queue.keys.lane(Priority.STANDARD, "acme"))
+    assert await queue.redis.zcard(queue.keys.lanes(Priority.STANDARD)) == 0
+
+
+async def test_a_delivery_says_what_a_worker_needs(queue: Queue) -> None:
+    job = await queue.submit()
+    worker = queue.worker()
+    (first,) = await worker.claim(1)
+    await worker.append([token(first, 0), token(first, 1)])
+    await worker.release([(job, first.token, False)])
+    (second,) = await queue.worker("w2").claim(1)
+    assert second.token > first.token
+    assert (first.deliveries, second.deliveries) == (1, 2)
+    assert (second.crashes, second.attempt, second.alone, second.verdict) == (0, 1, False, "run")
+    assert len(second.log) == 2
+    assert second.payload == first.payload
+    assert second.started_ms == first.started_ms >= first.created_ms > 0
+
+
+async def test_a_full_reply_leaves_the_rest_for_the_next_call(queue: Queue) -> None:
+    jobs = await queue.client.submit_many([{"prompt": "x" * 40_000} for _ in range(5)])
+    worker = queue.worker(max_claim_bytes=100_000)
+    got = [[d.job_id for d in await worker.claim(5)] for _ in range(3)]
+    assert [len(part) for part in got] == [2, 2, 1]
+    assert sorted(job for part in got for job in part) == sorted(jobs)
+
+
+async def test_entries_made_by_hand_are_adopted_or_dropped(queue: Queue) -> None:
+    lane = queue.keys.lane(Priority.STANDARD)
+    await queue.redis.xadd(lane, {"job": "by-hand", "request": b"\xc1 not msgpack"})
+    await queue.redis.xadd(lane, {"job": "no-such-job"})
+    await queue.redis.xadd(lane, {"something": "else"})
+    await queue.redis.xadd(lane, {"job": b"\xff\xfe", "request": b"x"})
+    worker = queue.worker()
+    (delivery,) = await worker.claim(5)
+    assert (delivery.job_id, delivery.payload) == ("by-hand", b"\xc1 not msgpack")
+    assert await worker.finish([end_of(delivery)]) == [True]
+    assert await queue.redis.xlen(lane) == 0
+    assert (await queue.client.depth()).num_queued == 0
+
+
+async def test_a_lost_claim_reply_costs_one_heartbeat(queue: Queue) -> None:
+    """The claim happened, the answer never came: the jobs are not lost, and not another's."""
+    job = await queue.submit()
+    lossy = queue.worker("w1")
+    await lossy.claim(1)
+    restarted_view = queue.worker("w1")  # holds nothing in its memory, as if the reply had been lost
+    await restarted_view.heartbeat(WorkerStatus(worker_id="w1"))
+    (again,) = await restarted_view.claim(0)
+    assert (again.job_id, again.deliveries) == (job, 1)
+    assert await restarted_view.claim(1) == []
+
+
+async def test_workers_never_share_a_job(queue: Queue) -> None:
+    jobs = await queue.client.submit_many([{"prompt": "x"}] * 100)
+    workers = [queue.worker(f"w{i}") for i in range(4)]
+    got: list[str] = []
+    while len(got) < 100:
+        for part in await asyncio.gather(*(worker.claim(3) for worker in workers)):
+            got += [delivery.job_id for delivery in part]
+    assert sorted(got) == sorted(jobs)

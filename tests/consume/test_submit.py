@@ -1,0 +1,159 @@
+"""submit: accepted once, refused clearly, whatever is repeated."""
+
+import asyncio
+import time
+from typing import Any
+
+import msgpack
+import pytest
+
+from api_client import AsyncClient, ClientOptions, IdempotencyConflict, InvalidRequest, QueueFull, RateLimited
+from api_client.requests import build_request
+from schemas.keys import GROUP
+from tests.consume.queue import QUEUE, Queue
+
+pytestmark = pytest.mark.redis
+
+
+async def test_an_independent_decoder_reads_what_is_stored(queue: Queue) -> None:
+    job = await queue.submit(
+        prompt="Grüße", priority="bulk", tenant="acme", stop=["a", "b"], seed=7, metadata={"k": "v"}
+    )
+    raw = await queue.redis.hget(queue.keys.job(job), "request")
+    fields = msgpack.unpackb(raw)
+    assert fields["job_id"] == job
+    assert fields["prompt"] == "Grüße"
+    assert fields["priority"] == "bulk"
+    assert fields["params"] == {"max_tokens": 10, "stop": ["a", "b"], "seed": 7}
+    assert fields["metadata"] == {"k": "v"}
+
+
+async def test_every_lane_has_its_group_from_the_start(queue: Queue) -> None:
+    await queue.submit(priority="bulk", tenant="acme")
+    groups = await queue.redis.xinfo_groups(f"{queue.keys.base}jobs:bulk:acme")
+    assert [(group["name"], group["last-delivered-id"]) for group in groups] == [(GROUP.encode(), b"0-0")]
+
+
+async def test_the_same_key_gives_the_same_job(queue: Queue) -> None:
+    first = await queue.client.submit(prompt="x", idempotency_key="k", deadline=60)
+    again = await queue.client.submit(prompt="x", idempotency_key="k", deadline=61)
+    other_tenant = await queue.client.submit(prompt="x", idempotency_key="k", tenant="t")
+    assert (first.is_new, again.is_new) == (True, False)
+    assert again == first != other_tenant
+    assert (await queue.client.depth()).num_queued == 2
+
+
+async def test_the_same_key_for_something_else_is_a_conflict(queue: Queue) -> None:
+    first = await queue.submit(prompt="x", idempotency_key="k")
+    with pytest.raises(IdempotencyConflict) as caught:
+        await queue.submit(prompt="y", idempotency_key="k")
+    assert caught.value.job_id == first
+
+
+async def test_a_key_outlives_the_jobs_record(queue: Queue) -> None:
+    first = await queue.submit(prompt="x", idempotency_key="k")
+    worker = queue.worker()
+    await worker.claim(1)
+    await queue.redis.delete(queue.keys.job(first))  # as after the result's time to live
+    assert await queue.submit(prompt="x", idempotency_key="k") == first
+
+
+async def test_a_call_repeated_after_a_lost_reply_stores_nothing_twice(queue: Queue) -> None:
+    requests = [build_request({"prompt": f"p{i}"}) for i in range(5)]
+    first = await queue.client.submit_many(requests)
+    again = await queue.client.submit_many(requests)
+    assert first == again == [request.job_id for request in requests]
+    assert (await queue.client.depth()).num_queued == 5
+    assert len(await queue.worker().claim(10)) == 5
+
+
+async def test_the_same_job_id_for_something_else_is_a_conflict(queue: Queue) -> None:
+    job = await queue.submit(prompt="x")
+    with pytest.raises(IdempotencyConflict):
+        await queue.submit(prompt="y", job_id=job)
+
+
+async def test_equal_keys_within_one_call_are_one_job(queue: Queue) -> None:
+    handles = await queue.client.submit_many([{"prompt": "x", "idempotency_key": "k"}] * 3)
+    assert len(set(handles)) == 1
+    assert [handle.is_new for handle in handles] == [True, False, False]
+
+
+async def test_a_full_queue_refuses_all_or_nothing_and_says_so(queue: Queue, redis_url: str) -> None:
+    limited = AsyncClient(redis_url, queue=QUEUE, options=ClientOptions(queue_limit=3))
+    await limited.submit_many([{"prompt": "x"}] * 2)
+    with pytest.raises(QueueFull, match="holds 2 waiting jobs and its limit is 3") as caught:
+        await limited.submit_many([{"prompt": "x"}] * 2)
+    assert (caught.value.depth, caught.value.limit) == (2, 3)
+    assert (await limited.depth()).num_queued == 2
+    await queue.client.set_queue_limit(2)  # the queue's own limit binds every producer
+    with pytest.raises(QueueFull):
+        await queue.submit()
+    await limited.close()
+
+
+async def test_a_known_key_is_answered_also_when_the_queue_is_full(queue: Queue) -> None:
+    first = await queue.submit(idempotency_key="k")
+    await queue.client.set_queue_limit(1)
+    assert await queue.submit(idempotency_key="k") == first
+
+
+async def test_a_refused_batch_names_what_earlier_ones_stored(queue: Queue) -> None:
+    await queue.client.set_queue_limit(300)
+    with pytest.raises(QueueFull) as caught:
+        await queue.client.submit_many([{"prompt": "x"}] * 400)  # two calls of 256 and 144
+    assert len(caught.value.accepted) == 256 == (await queue.client.depth()).num_queued
+
+
+async def test_a_tenant_submits_at_its_rate_and_others_are_free(queue: Queue) -> None:
+    await queue.client.set_limits("t", rate=20, burst=2)
+    await queue.submit(tenant="t")
+    await queue.submit(tenant="t")
+    with pytest.raises(RateLimited) as caught:
+        await queue.submit(tenant="t")
+    await queue.submit(tenant="other")
+    assert 0 < caught.value.retry_after <= 0.05
+    await asyncio.sleep(caught.value.retry_after)
+    await queue.submit(tenant="t")
+
+
+async def test_limits_for_everybody_yield_to_a_tenants_own(queue: Queue) -> None:
+    await queue.client.set_limits("*", rate=0.001, burst=1)
+    await queue.client.set_limits("vip", rate=1000, burst=1000)
+    for _ in range(5):
+        await queue.submit(tenant="vip")
+    await queue.submit(tenant="t")
+    with pytest.raises(RateLimited):
+        await queue.submit(tenant="t")
+
+
+async def test_not_before_is_kept(queue: Queue) -> None:
+    job = await queue.submit(not_before=time.time() + 0.3)
+    worker = queue.worker()
+    assert await worker.claim(1) == []
+    assert (await queue.client.status(job)).status == "scheduled"
+    await asyncio.sleep(0.35)
+    assert [delivery.job_id for delivery in await worker.claim(1)] == [job]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {},
+        {"prompt": ""},
+        {"prompt": "x", "messages": [{"role": "user", "content": "y"}]},
+        {"prompt": "x", "max_tokens": -1},
+        {"prompt": "x", "temperature": "hot"},
+        {"prompt": "x", "priority": "urgent"},
+        {"prompt": "x", "wishes": 3},
+        {"prompt": "x", "deadline": "tomorrow"},
+        {"prompt": "x" * (9 * 1024 * 1024)},
+        {"messages": [{"role": "robot", "content": "y"}]},
+        {"prompt_ids": [1, "two"]},
+    ],
+)
+async def test_what_can_never_run_is_refused_at_once(queue: Queue, bad: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        await queue.client.submit(**bad)
+    assert all(caught.value.problems)
+    assert (await queue.client.depth()).num_queued == 0
