@@ -148,6 +148,8 @@ class Service:
                 self.health.engine_ready = False
                 if self._host is not None:
                     await self._host.kill()
+                if self._stopping.is_set():  # it was stopped while it started
+                    return
                 if death.at_start and not self.health.engine_restarts:
                     raise
                 log.error("engine died: %s", death)
@@ -160,7 +162,10 @@ class Service:
         self._host = self._host_factory()
         ready = await self._host.start(lambda what, fraction: log.info("engine: %s (%.0f %%)", what, 100 * fraction))
         if self._admission is None:
-            self._admission = await self._admission_factory(ready)
+            try:
+                self._admission = await self._admission_factory(ready)
+            except OSError as error:  # a host that was stopped meanwhile has taken its files with it
+                raise EngineDied(f"the tokenizer cannot be loaded: {error}", at_start=True) from error
         log.info("engine ready: %s", ready.description)
         self.health.engine_ready = True
         self.started.set()

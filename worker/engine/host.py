@@ -99,17 +99,28 @@ class _Reports:
                     raise EngineDied("the engine process ended before it was ready", at_start=True)
 
     async def frames(self) -> AsyncIterator[Frame]:
+        """Those that piled up while the last was worked on come as one: larger, not later."""
         while True:
-            report = await self._queue.get()
-            if isinstance(report, Frame):
-                self._capacity = report.capacity
-                yield report
-            elif isinstance(report, Broken):
-                raise EngineDied(report.message)
-            elif report is None:
-                if self._stopping:
-                    return
-                raise EngineDied("the engine process ended unexpectedly")
+            reports = [await self._queue.get()]
+            while not self._queue.empty():
+                reports.append(self._queue.get_nowait())
+            frames = [report for report in reports if isinstance(report, Frame)]
+            if frames:
+                self._capacity = frames[-1].capacity
+                yield _as_one(frames)
+            for report in reports:
+                if isinstance(report, Broken):
+                    raise EngineDied(report.message)
+                if report is None:
+                    if self._stopping:
+                        return
+                    raise EngineDied("the engine process ended unexpectedly")
+
+
+def _as_one(frames: list[Frame]) -> Frame:
+    if len(frames) == 1:
+        return frames[0]
+    return msgspec.structs.replace(frames[-1], events=tuple(event for frame in frames for event in frame.events))
 
 
 class EngineProcess(_Reports):

@@ -1,0 +1,38 @@
+"""A worker process as in production, but with a model-free engine: `NAME REDIS_URL DATABASE_URL [NAME=VALUE…]`.
+
+What follows the addresses are settings. `engine_host=process` gives the engine a process of its own; otherwise it
+runs in a thread, which starts quicker. SIGUSR1 writes down what every task and thread is doing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import signal
+import sys
+
+from tests.support.worker import settings, thread_host
+from worker.app import Worker
+from worker.telemetry import configure_logging
+
+
+def main(name: str, redis_url: str, database: str, *changes: str) -> int:
+    values = dict(change.split("=", 1) for change in changes)
+    chosen = settings(redis_url, database, worker_id=name, **values)
+    configure_logging(chosen.log_level, chosen.log_format, with_private=chosen.log_prompts)
+    in_process = values.get("engine_host") == "process"
+    return asyncio.run(serve(Worker(chosen, None if in_process else thread_host(chosen.engine_config()))))
+
+
+async def serve(worker: Worker) -> int:
+    def tell() -> None:
+        faulthandler.dump_traceback()
+        for task in asyncio.all_tasks():
+            task.print_stack(file=sys.stderr)
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, tell)
+    return await worker.serve()
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,69 @@
+"""PostgreSQL away or killed: finished jobs wait, intake stops at a full buffer, and all is recorded afterwards."""
+
+import asyncio
+import gc
+import json
+import signal
+import urllib.error
+import urllib.request
+
+import pytest
+
+from schemas.result import JobStatus
+from tests.support.worker import client_of, running_worker
+from worker.embedded import free_port
+from worker.record import migrate
+
+pytestmark = [
+    pytest.mark.redis,
+    pytest.mark.postgres,
+    pytest.mark.chaos,
+    pytest.mark.filterwarnings("ignore:.*psycopg.Connection.*was deleted while still open:ResourceWarning"),
+]
+
+
+def health(port):
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=5) as reply:
+            return reply.status, json.load(reply)["checks"]
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.load(error)["checks"]
+
+
+async def until(is_so, timeout_s=30.0):
+    async with asyncio.timeout(timeout_s):
+        while not await is_so():  # noqa: ASYNC110 - what changes is in another place
+            await asyncio.sleep(0.1)
+
+
+@pytest.mark.parametrize("with_signal", [signal.SIGINT, signal.SIGQUIT])
+async def test_finished_jobs_wait_for_postgres_and_intake_stops(own_postgres, redis_url, with_signal):
+    database = own_postgres.create_database()
+    migrate.upgrade(database)
+    port = free_port()
+    limits = {"record_buffer": 6, "record_group": 3, "max_num_seqs": 2, "metrics_port": port}
+
+    async def is_full():
+        status, checks = await asyncio.to_thread(health, port)
+        return status == 503 and checks["sql"] != "ok" and checks["buffer"] != "ok"
+
+    async def is_well():
+        return (await asyncio.to_thread(health, port))[0] == 200
+
+    async with running_worker(redis_url, database, **limits) as worker, client_of(redis_url) as client:
+        first = await client.submit(prompt="before", max_tokens=5)
+        assert (await client.result(first, timeout=30)).status is JobStatus.SUCCEEDED
+        await asyncio.to_thread(own_postgres.halt, with_signal)
+        jobs = [await client.submit(prompt=f"job {i}", max_tokens=5, ignore_eos=True) for i in range(40)]
+        await until(is_full)
+        await asyncio.sleep(0.5)
+        assert worker.service.credits() == 0
+        waiting = [job for job in jobs if (await client.status(job)).status is JobStatus.QUEUED]
+        assert len(waiting) >= 20, "intake did not stop"
+        assert not [job for job in jobs if (await client.status(job)).status.is_final], "told before it was recorded"
+        await asyncio.to_thread(own_postgres.start)
+        results = [await client.result(job, timeout=40) for job in jobs]
+        await until(is_well)
+    assert {result.status for result in results} == {JobStatus.SUCCEEDED}
+    gc.collect()

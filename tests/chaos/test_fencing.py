@@ -1,0 +1,54 @@
+"""A worker that was frozen past its lease wakes as one that holds nothing, and writes nothing."""
+
+import asyncio
+import signal
+
+import pytest
+from redis import Redis
+
+from tests.chaos.arena import WorkerProcess
+from tests.chaos.audience import listen
+from tests.chaos.checker import Told, violations
+from tests.support.worker import client_of, database_url, running_worker
+
+pytestmark = [pytest.mark.redis, pytest.mark.chaos]
+
+LEASE = {"lease_seconds": 1.0, "heartbeat_seconds": 0.25}
+LONG = {"prompt": "freeze me", "max_tokens": 250, "ignore_eos": True, "seed": 3}
+
+
+async def heard(told, number):
+    async with asyncio.timeout(40):
+        while len(told.token_ids) < number:  # noqa: ASYNC110 - the listener knows no event
+            await asyncio.sleep(0.02)
+
+
+async def test_a_frozen_worker_writes_nothing_when_it_wakes(redis_url, tmp_path):
+    database = database_url(tmp_path)
+    frozen = WorkerProcess(
+        "frozen", redis_url, database, tmp_path / "log", model="synthetic?step_ms=10", drain_seconds=1.0, **LEASE
+    )
+    try:
+        async with client_of(redis_url, database) as client:
+            job, told = await client.submit(**LONG), Told()
+            listening = asyncio.create_task(listen(client, job, told))
+            await heard(told, 30)
+            frozen.send(signal.SIGSTOP)
+            known = len(told.token_ids)
+            async with running_worker(redis_url, database, model="synthetic?step_ms=10", worker_id="survivor", **LEASE):
+                await heard(told, known + 30)  # the survivor goes on
+                frozen.send(signal.SIGCONT)
+                result = await client.result(job, timeout=40)
+                await asyncio.wait_for(listening, 20)
+                again = await client.submit(**LONG)
+                undisturbed = await client.result(again, timeout=40)
+        frozen.send(signal.SIGTERM)
+        assert await frozen.wait() == 0
+    finally:
+        frozen.end()
+    assert "stood still" in frozen.words
+    assert result.worker_id == "survivor"
+    problems = violations(database, {job: undisturbed, again: undisturbed}, {job: [told]})
+    assert problems == []
+    with Redis.from_url(redis_url) as redis:
+        assert not [key for key in redis.scan_iter() if b":log:" in key or b":held:" in key]
