@@ -1,0 +1,175 @@
+"""Redis away, restarted, full, read-only, slow: what the runbook says, case by case."""
+
+import asyncio
+import time
+
+import pytest
+
+from api_client.errors import QueueUnavailable
+from schemas.result import JobStatus
+from tests.chaos.audience import listen, submit
+from tests.chaos.checker import Told, violations
+from tests.support.worker import client_of, database_url, running_worker
+from worker.embedded import free_port
+
+pytestmark = [pytest.mark.redis, pytest.mark.chaos]
+
+LEASE = {"lease_seconds": 1.0, "heartbeat_seconds": 0.25}
+SLOW_MODEL = "synthetic?step_ms=10"
+LONG = {"prompt": "go on", "max_tokens": 150, "ignore_eos": True, "seed": 7}
+SHORT = {"prompt": "short", "max_tokens": 5, "ignore_eos": True}
+
+
+async def until(is_so, timeout_s=20.0):
+    deadline = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < deadline, "it did not come true"
+        await asyncio.sleep(0.02)
+
+
+async def check_through(url, database, trouble):
+    """A long job is under way while `trouble(told)` happens; it ends as if nothing had, and so does one after it."""
+    async with running_worker(url, database, model=SLOW_MODEL, **LEASE), client_of(url, database) as client:
+        job = await submit(client, "long", **LONG)
+        told = Told()
+        listening = asyncio.create_task(listen(client, job, told))
+        await until(lambda: len(told.token_ids) >= 20)
+        await trouble(told)
+        result = await result_of(client, job)
+        await asyncio.wait_for(listening, 30)
+        later = await submit(client, "later", **LONG)
+        undisturbed = await result_of(client, later)
+        late = Told()
+        await asyncio.wait_for(listen(client, later, late), 30)
+    assert result.status is JobStatus.SUCCEEDED
+    assert violations(database, {job: undisturbed, later: undisturbed}, {job: [told], later: [late]}) == []
+
+
+async def result_of(client, job, timeout_s=40):
+    async with asyncio.timeout(timeout_s):
+        while True:
+            try:
+                return await client.result(job, timeout=timeout_s)
+            except QueueUnavailable:
+                await asyncio.sleep(0.1)
+
+
+async def test_redis_away_for_longer_than_the_lease(make_valkey, make_proxy, tmp_path):
+    proxy = make_proxy(make_valkey().port)
+
+    async def trouble(told):
+        proxy.cut(refuse=True)
+        await asyncio.sleep(0.2)
+        known = len(told.token_ids)
+        await asyncio.sleep(2.0)
+        assert len(told.token_ids) == known, "the cut was not felt"
+        proxy.heal()
+
+    await check_through(proxy.url, database_url(tmp_path), trouble)
+
+
+async def test_redis_stands_still_for_longer_than_the_lease(make_valkey, make_proxy, tmp_path):
+    proxy = make_proxy(make_valkey().port)
+
+    async def trouble(told):
+        proxy.freeze()
+        await asyncio.sleep(2.0)
+        proxy.heal()
+
+    await check_through(proxy.url, database_url(tmp_path), trouble)
+
+
+@pytest.mark.parametrize("crash", [False, True])
+async def test_redis_restarted_with_its_data(make_valkey, tmp_path, crash):
+    server = make_valkey(settings={"appendfsync": "always"})
+
+    async def trouble(told):
+        await asyncio.to_thread(server.restart, crash=crash)
+
+    await check_through(server.url, database_url(tmp_path), trouble)
+
+
+async def test_connections_reset_again_and_again(make_valkey, make_proxy, tmp_path):
+    proxy = make_proxy(make_valkey().port)
+
+    async def trouble(told):
+        for _ in range(5):
+            proxy.lose_replies(2)
+            await asyncio.sleep(0.15)
+            proxy.cut()
+            await asyncio.sleep(0.1)
+        proxy.heal()
+
+    await check_through(proxy.url, database_url(tmp_path), trouble)
+
+
+async def test_slow_redis(make_valkey, make_proxy, tmp_path):
+    proxy = make_proxy(make_valkey().port)
+
+    async def trouble(told):
+        proxy.delay(0.1)
+        await asyncio.sleep(1.5)
+
+    await check_through(proxy.url, database_url(tmp_path), trouble)
+
+
+async def test_redis_comes_back_without_its_data(make_valkey, tmp_path):
+    """What Redis alone knew is gone; the worker goes on, and so does the queue."""
+    server, database = make_valkey(), database_url(tmp_path)
+    async with (
+        running_worker(server.url, database, model=SLOW_MODEL, **LEASE) as worker,
+        client_of(server.url, database) as client,
+    ):
+        done = await client.submit(**SHORT)
+        await client.result(done, timeout=20)
+        await client.submit(**LONG)
+        await until(lambda: worker.service.num_held == 1)
+        await asyncio.to_thread(server.restart, keep=False)
+        after = await result_of(client, await submit(client, "after", **SHORT))
+        assert after.status is JobStatus.SUCCEEDED
+        assert (await result_of(client, done)).status is JobStatus.SUCCEEDED, "SQL has it"
+        await until(lambda: worker.service.num_held == 0)
+
+
+async def refused_until_repaired(server, database, *, spoil, repair, says):
+    async with (
+        running_worker(server.url, database, model=SLOW_MODEL, **LEASE) as worker,
+        client_of(server.url, database) as client,
+    ):
+        job = await client.submit(**LONG)
+        await until(lambda: worker.service.num_held == 1)
+        await asyncio.to_thread(spoil)
+        with pytest.raises(QueueUnavailable, match=says):
+            await client.submit(prompt="x" * 10_000)
+        await asyncio.sleep(1.5)
+        await asyncio.to_thread(repair)
+        assert (await result_of(client, job)).status is JobStatus.SUCCEEDED
+        after = await result_of(client, await submit(client, "after", **SHORT))
+        assert after.status is JobStatus.SUCCEEDED
+
+
+async def test_full_redis_refuses_clearly_and_goes_on_when_there_is_room(make_valkey, tmp_path):
+    server = make_valkey(settings={"maxmemory-policy": "noeviction"})
+    await refused_until_repaired(
+        server,
+        database_url(tmp_path),
+        spoil=lambda: server.configure(maxmemory=1),
+        repair=lambda: server.configure(maxmemory=0),
+        says="OOM|memory",
+    )
+
+
+async def test_read_only_redis_refuses_clearly_and_goes_on_when_it_may_write(make_valkey, tmp_path):
+    server = make_valkey()
+
+    def role(*primary):
+        with server.client() as client:
+            client.execute_command("REPLICAOF", *primary)
+
+    await refused_until_repaired(
+        server,
+        database_url(tmp_path),
+        spoil=lambda: role("127.0.0.1", free_port()),
+        repair=lambda: role("NO", "ONE"),
+        says="READONLY|read.only",
+    )
