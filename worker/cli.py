@@ -21,7 +21,7 @@ app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 db = typer.Typer(help="The SQL store's tables.", no_args_is_help=True)
 app.add_typer(db, name="db")
 
-DatabaseUrl = Annotated[str | None, typer.Option(help="SQL store [default: TOKENMILL_DATABASE_URL].")]
+DatabaseUrl = Annotated[str | None, typer.Option(help="SQL store (default: TOKENMILL_DATABASE_URL).")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -91,10 +91,10 @@ def status(database_url: DatabaseUrl = None, *, json: Json = False) -> None:
 @app.command()
 def doctor(
     *,
-    redis_url: Annotated[str | None, typer.Option(help="[default: TOKENMILL_REDIS_URL].")] = None,
+    redis_url: Annotated[str | None, typer.Option(help="(default: TOKENMILL_REDIS_URL).")] = None,
     database_url: DatabaseUrl = None,
-    queue: Annotated[str | None, typer.Option(help="[default: TOKENMILL_QUEUE].")] = None,
-    model: Annotated[str | None, typer.Option(help="[default: TOKENMILL_MODEL].")] = None,
+    queue: Annotated[str | None, typer.Option(help="(default: TOKENMILL_QUEUE).")] = None,
+    model: Annotated[str | None, typer.Option(help="(default: TOKENMILL_MODEL).")] = None,
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="Only servers, only what is wrong: for health checks.")
     ] = False,

@@ -58,9 +58,9 @@ def run(settings: Settings) -> int:
 def _start_server() -> EmbeddedValkey:
     """On the usual port, or any other when somebody has it."""
     try:
-        return EmbeddedValkey(DATA, port=USUAL_PORT).start()
+        return EmbeddedValkey(Path.cwd() / DATA, port=USUAL_PORT).start()
     except EmbeddedServerError:
-        return EmbeddedValkey(DATA).start()
+        return EmbeddedValkey(Path.cwd() / DATA).start()
 
 
 def _start_worker(settings: Settings) -> subprocess.Popen[bytes]:

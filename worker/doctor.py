@@ -60,7 +60,8 @@ def show(findings: list[Finding], *, only_problems: bool = False) -> None:
         out().print(line)
     if not only_problems:
         problems = [sum(finding.verdict == verdict for finding in findings) for verdict in ("error", "warning")]
-        words = f"{problems[0]} errors, {problems[1]} warnings" if any(problems) else "all is well"
+        counted = [f"{n} {word}{'s' * (n != 1)}" for n, word in zip(problems, ("error", "warning"), strict=True) if n]
+        words = ", ".join(counted) or "all is well"
         out().print(f"\n{words}", style="bold red" if problems[0] else "bold")
 
 

@@ -52,10 +52,10 @@ def _annotation(name: str, field: FieldInfo) -> Any:
 
 
 def _default(field: FieldInfo, words: str) -> str:
-    if field.default in (None, "") or "[default" in words:
+    if field.default in (None, "") or "(default" in words:
         return ""
     value = str(field.default).lower() if isinstance(field.default, bool) else f"{field.default}"
-    return f" [default: {value}]"
+    return f" (default: {value})"
 
 
 def _kinds(field: FieldInfo) -> tuple[Any, ...]:

@@ -71,13 +71,13 @@ class Settings(_EngineFields):
     database_url: str = Field(
         "sqlite:///tokenmill.db", description="results and usage: sqlite:///FILE or postgresql://"
     )
-    queue: str = Field("", description="queue to serve [default: the model's name]")
+    queue: str = Field("", description="queue to serve (default: the model's name)")
     key_prefix: str = Field("tm:", description="first part of every Redis key")
-    worker_id: str = Field("", description="name of this worker [default: host, process id]")
-    cache_dir: str | None = Field(None, description="where converted models are kept [default: ~/.cache/tokenmill]")
+    worker_id: str = Field("", description="name of this worker (default: host, process id)")
+    cache_dir: str | None = Field(None, description="where converted models are kept (default: ~/.cache/tokenmill)")
     # the promise
     lease_seconds: float = Field(10.0, ge=0.5, le=3600, description="a silent worker's jobs are free after this long")
-    heartbeat_seconds: float | None = Field(None, gt=0, description="[default: a third of the lease]")
+    heartbeat_seconds: float | None = Field(None, gt=0, description="(default: a third of the lease)")
     drain_seconds: float = Field(30.0, ge=0, description="after SIGTERM, running jobs may finish within this time")
     record_drain_seconds: float = Field(20.0, ge=0, description="after that, results may still be recorded this long")
     max_deliveries: int = Field(10, ge=1, description="a job claimed more often is set aside as dead")
@@ -88,7 +88,7 @@ class Settings(_EngineFields):
     # limits
     queue_limit: int = Field(0, ge=0, description="submit refuses above this many waiting jobs; 0: no limit")
     max_payload_bytes: int = Field(8 * 1024 * 1024, ge=1024, description="largest job request")
-    default_max_tokens: int | None = Field(None, ge=1, description="for jobs that set none [default: model's length]")
+    default_max_tokens: int | None = Field(None, ge=1, description="for jobs that set none (default: model's length)")
     tenant_max_running: int = Field(0, ge=0, description="jobs of one tenant that run at once; 0: no limit")
     tenant_jobs_per_minute: float = Field(0.0, ge=0, description="jobs of one tenant admitted a minute; 0: no limit")
     bulk_share: float = Field(0.1, ge=0, le=1, description="share of new places kept for bulk jobs while any wait")
@@ -103,7 +103,7 @@ class Settings(_EngineFields):
     log_format: Literal["text", "json"] = Field("text", description="text or json")
     log_prompts: bool = Field(False, description="let prompts and answers into the log")
     metrics_host: str = Field("127.0.0.1", description="address of /healthz and /metrics")
-    metrics_port: int | None = Field(None, ge=0, le=65535, description="their port; 0: any [default: not served]")
+    metrics_port: int | None = Field(None, ge=0, le=65535, description="their port; 0: any (default: not served)")
     stall_seconds: float = Field(120.0, gt=0, description="/healthz fails when work waits and nothing moved this long")
     engine_host: Literal["process", "thread"] = Field("process", description="where the engine runs")
 

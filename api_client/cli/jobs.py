@@ -93,7 +93,7 @@ def jobs(
     *,
     wanted: Annotated[
         State | None,
-        typer.Option("--status", "--state", help="Only these; open: not over yet. [default: open, then ended]"),
+        typer.Option("--status", "--state", help="Only these; open: not over yet. (default: open, then ended)"),
     ] = None,
     tenant: Annotated[str | None, typer.Option(help="Only this tenant's.")] = None,
     batch: Annotated[str | None, typer.Option(help="Only this batch's; ended ones.")] = None,
