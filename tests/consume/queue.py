@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
-
-import redis.asyncio
 
 from api_client import AsyncClient
 from api_client.connections import connect_async
@@ -26,7 +25,7 @@ class Queue:
     """One queue on one server: `client` submits, `worker()` claims, `redis` looks inside."""
 
     client: AsyncClient
-    redis: redis.asyncio.Redis
+    redis: Any  # an asyncio client
     keys: Keys
 
     def worker(self, worker_id: str = "w1", **options: Any) -> JobStream:
@@ -59,7 +58,7 @@ def token(delivery: Delivery, index: int, count: int = 1, *, choice: int = 0, te
 
 def end_of(delivery: Delivery, num_tokens: int = 0, status: JobStatus = JobStatus.SUCCEEDED) -> Finished:
     words = [f"{i} " for i in range(num_tokens)]
-    ends = tuple(len("".join(words[: i + 1])) for i in range(num_tokens))
+    ends = tuple(itertools.accumulate(map(len, words)))
     reason = FinishReason.STOP if status is JobStatus.SUCCEEDED else FinishReason.CANCELLED
     choice = ChoiceResult(text="".join(words), token_ids=tuple(range(num_tokens)), text_ends=ends, finish_reason=reason)
     usage = Usage(prompt_tokens=3, completion_tokens=num_tokens)

@@ -21,10 +21,11 @@ end
 
 local function take_from(name, costs, limit)
   for _, id in ipairs(redis.call('ZRANGE', base .. name, 0, limit)) do
-    if costs and credits <= 0 then return end
     local job = read_job(id)
-    if job and not take(id, job) then return end
-    redis.call('ZREM', base .. name, id)
+    if not (job and costs and credits <= 0 and verdict_of(job) == 'run') then
+      if job and not take(id, job) then return end
+      redis.call('ZREM', base .. name, id)
+    end
   end
 end
 

@@ -45,6 +45,7 @@ local function give_back(id, now, how, alone, delay_ms, note)
   end
   if how == 'dead' then redis.call('HSET', key, 'doomed', note) end
   if how == 'retry' then
+    redis.call('HSETNX', key, 'attempt', '1')
     redis.call('HINCRBY', key, 'attempt', 1)
     redis.call('HSET', key, 'state', 'scheduled', 'worker', '')
     redis.call('ZADD', base .. 'delayed', whole(now + delay_ms), id)

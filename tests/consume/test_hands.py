@@ -1,0 +1,264 @@
+"""Leases, and every way a job leaves a worker's hands: death, drain, crash, retry, cancel, deadline, dead letter."""
+
+import asyncio
+import time
+
+import pytest
+
+from schemas.codec import decode_chunk
+from schemas.control import WorkerStatus
+from schemas.result import JobStatus
+from tests.consume.queue import Queue, end_of, token
+
+pytestmark = pytest.mark.redis
+
+
+def status(worker_id: str = "w1") -> WorkerStatus:
+    return WorkerStatus(worker_id=worker_id)
+
+
+async def die(queue: Queue, worker_id: str) -> None:
+    """Its lease runs out."""
+    await queue.redis.delete(queue.keys.worker(worker_id))
+
+
+async def test_a_dead_workers_jobs_come_first_and_are_suspected(queue: Queue) -> None:
+    lost = [await queue.submit() for _ in range(3)]
+    doomed = queue.worker("w1")
+    await doomed.claim(3)
+    await queue.submit(priority="interactive")
+    await die(queue, "w1")
+    got = await queue.worker("w2").claim(3)
+    assert sorted(d.job_id for d in got) == sorted(lost)
+    assert {(d.deliveries, d.crashes, d.alone) for d in got} == {(2, 1, False)}
+    assert b"w1" not in await queue.redis.smembers(queue.keys.workers)
+
+
+async def test_progress_is_an_alibi_where_nobody_saw_the_crash(queue: Queue) -> None:
+    await queue.client.submit_many([{"prompt": "x"}] * 2)
+    doomed = queue.worker("w1")
+    a, b = await doomed.claim(2)
+    await doomed.append([token(a, 0)])
+    await die(queue, "w1")
+    crashes = {d.job_id: d.crashes for d in await queue.worker("w2").claim(2)}
+    assert crashes == {a.job_id: 0, b.job_id: 1}
+
+
+async def test_a_living_worker_keeps_its_jobs_for_any_time(queue: Queue) -> None:
+    await queue.submit()
+    holder, other = queue.worker("w1", lease_s=0.3), queue.worker("w2", lease_s=0.3)
+    await holder.claim(1)
+    for _ in range(5):
+        await asyncio.sleep(0.1)
+        assert (await holder.heartbeat(status())).lost == ()
+        assert await other.claim(1) == []
+
+
+async def test_a_busy_worker_frees_orphans_for_others(queue: Queue) -> None:
+    """Whoever beats sweeps; claiming is not needed for it."""
+    job = await queue.submit()
+    await queue.worker("w1").claim(1)
+    await die(queue, "w1")
+    await queue.worker("busy").heartbeat(status("busy"))
+    assert (await queue.client.status(job)).status is JobStatus.QUEUED
+    assert [d.job_id for d in await queue.worker("w3").claim(1)] == [job]
+
+
+async def test_a_heartbeat_tells_what_became_of_its_jobs(queue: Queue) -> None:
+    kept, cancelled, lost = await queue.client.submit_many([{"prompt": "x"}] * 3)
+    worker = queue.worker()
+    tokens = {d.job_id: d.token for d in await worker.claim(3)}
+    await queue.client.cancel(cancelled)
+    await queue.redis.hset(queue.keys.job(lost), "token", "9" * 14)
+    reply = await worker.heartbeat(status())
+    assert (reply.cancelled, reply.lost) == ((cancelled,), (lost,))
+    assert (await worker.heartbeat(status())).lost == ()
+    assert set(worker.held) == {kept, cancelled}
+    await worker.release([(job, tokens[job], False) for job in (kept, cancelled)])
+
+
+async def test_a_drained_job_is_claimable_at_once_and_unsuspected(queue: Queue) -> None:
+    await queue.client.submit_many([{"prompt": "x"}] * 20)
+    first = queue.worker("w1")
+    (job,) = await first.claim(1)
+    await first.append([token(job, 0)])
+    assert await first.release([(job.job_id, job.token, False)]) == [True]
+    assert await first.release([(job.job_id, job.token, False)]) == [True]  # the reply had been lost
+    (again, *_) = await queue.worker("w2").claim(1)  # ahead of nineteen others
+    assert (again.job_id, again.crashes, len(again.log)) == (job.job_id, 0, 1)
+    await first.resign()
+
+
+async def test_resigning_gives_up_everything_unsuspected(queue: Queue) -> None:
+    jobs = [await queue.submit() for _ in range(3)]
+    worker = queue.worker("w1")
+    await worker.claim(3)
+    assert await worker.resign() == 3
+    assert await worker.resign() == 0
+    got = await queue.worker("w2").claim(3)
+    assert [d.job_id for d in got] == jobs
+    assert {d.crashes for d in got} == {0}
+    assert not await queue.redis.exists(queue.keys.worker("w1"), queue.keys.held("w1"))
+
+
+async def test_a_namesake_that_starts_anew_gives_back_what_the_last_one_held(queue: Queue) -> None:
+    job = await queue.submit()
+    await queue.worker("pod-0").claim(1)
+    reborn = queue.worker("pod-0")
+    await reborn.open()
+    (again,) = await reborn.claim(1)
+    assert (again.job_id, again.crashes, again.alone) == (job, 1, True)
+
+
+async def test_a_crash_in_company_suspects_all_and_condemns_none(queue: Queue) -> None:
+    await queue.client.submit_many([{"prompt": "x"}] * 2)
+    worker = queue.worker(max_solo_crashes=1)
+    for crashes in range(4):
+        got = await worker.claim(2)
+        assert {(d.crashes, d.verdict) for d in got} == {(crashes, "run")}
+        await worker.release([(d.job_id, d.token, True) for d in got])
+
+
+async def test_who_crashes_alone_again_and_again_is_dead_and_can_be_redriven(queue: Queue) -> None:
+    job = await queue.submit(deadline=3600)
+    worker = queue.worker(max_solo_crashes=2)
+    for _ in range(2):
+        (delivery,) = await worker.claim(1)
+        assert delivery.verdict == "run"
+        await worker.release([(job, delivery.token, True)])
+    (delivery,) = await worker.claim(0)  # what is only to be recorded costs no credit
+    assert delivery.verdict == "dead"
+    assert await worker.finish([end_of(delivery, 0, JobStatus.DEAD)]) == [True]
+    assert (await queue.client.status(job)).status is JobStatus.DEAD
+    (dead,) = await queue.client.dead()
+    assert dead.job_id == job
+    assert [line.split(" ", 1)[1] for line in dead.history] == ["crash alone on w1"] * 2
+    assert await queue.client.redrive(["unknown"]) == []
+    assert await queue.client.redrive([job]) == [job]
+    assert await queue.client.redrive([job]) == []
+    assert await queue.client.dead() == []
+    (again,) = await worker.claim(1)
+    assert (again.verdict, again.crashes, again.attempt) == ("run", 0, 1)
+    assert again.token > delivery.token
+    await worker.finish([end_of(again)])
+
+
+async def test_a_worker_can_condemn_a_job_itself(queue: Queue) -> None:
+    job = await queue.submit()
+    worker = queue.worker()
+    (delivery,) = await worker.claim(1)
+    await worker.dead_letter(job, delivery.token, "it breaks every engine")
+    (condemned,) = await worker.claim(1)
+    assert condemned.verdict == "dead"
+    await worker.finish([end_of(condemned, 0, JobStatus.DEAD)])
+    assert "it breaks every engine" in (await queue.client.dead())[0].history[0]
+
+
+async def test_a_retry_waits_and_continues_with_a_higher_attempt(queue: Queue) -> None:
+    job = await queue.submit()
+    worker = queue.worker()
+    (delivery,) = await worker.claim(1)
+    await worker.append([token(delivery, 0)])
+    assert await worker.retry(job, delivery.token, 150, "engine busy")
+    assert await worker.retry(job, delivery.token, 150, "engine busy")  # the reply had been lost
+    assert (await queue.client.status(job)).status is JobStatus.SCHEDULED
+    assert await worker.claim(1) == []
+    await asyncio.sleep(0.2)
+    (again,) = await worker.claim(1)
+    assert (again.attempt, again.crashes, len(again.log)) == (2, 0, 1)
+
+
+async def test_cancelled_while_it_waits_is_over_for_everybody_at_once(queue: Queue) -> None:
+    job, other = await queue.submit(tenant="t"), await queue.submit()
+    async with queue.redis.pubsub() as pubsub:
+        await pubsub.subscribe(queue.keys.chunks(job))
+        await pubsub.get_message(timeout=1)
+        assert await queue.client.cancel(job) == "cancelled"
+        told = decode_chunk((await pubsub.get_message(timeout=1))["data"])
+    assert (told.status, told.index, told.job_id) == (JobStatus.CANCELLED, 0, job)
+    assert (await queue.client.result(job, timeout=1)).status is JobStatus.CANCELLED
+    assert await queue.client.cancel(job) == "cancelled"
+    worker = queue.worker()
+    ended, running = await worker.claim(1)
+    assert (ended.job_id, ended.verdict, running.job_id) == (job, "cancelled", other)
+    assert await worker.finish([end_of(ended, 0, JobStatus.CANCELLED), end_of(running)]) == [True, True]
+    assert (await queue.client.depth()).num_queued == 0
+
+
+async def test_who_dies_with_an_ended_job_passes_it_on(queue: Queue) -> None:
+    job = await queue.submit()
+    await queue.client.cancel(job)
+    (first,) = await queue.worker("w1").claim(0)
+    await die(queue, "w1")
+    heir = queue.worker("w2")
+    (second,) = await heir.claim(0)
+    assert (second.job_id, second.verdict) == (job, "cancelled")
+    assert second.token > first.token
+    await heir.finish([end_of(second, 0, JobStatus.CANCELLED)])
+
+
+async def test_cancelled_while_it_waits_for_its_next_worker_keeps_its_text(queue: Queue) -> None:
+    worker, job = queue.worker(), await queue.submit()
+    (delivery,) = await worker.claim(1)
+    await worker.append([token(delivery, 0), token(delivery, 1)])
+    await worker.release([(job, delivery.token, False)])
+    assert await queue.client.cancel(job) == "cancelled"
+    result = await queue.client.result(job, timeout=1)
+    assert (result.text, result.token_ids) == ("0 1 ", (0, 1))
+    (ended,) = await worker.claim(0)
+    assert (ended.verdict, len(ended.log)) == ("cancelled", 2)
+    await worker.finish([end_of(ended, 2, JobStatus.CANCELLED)])
+
+
+async def test_cancelled_while_its_worker_dies(queue: Queue) -> None:
+    job = await queue.submit()
+    await queue.worker("w1").claim(1)
+    assert await queue.client.cancel(job) == "cancelling"
+    await die(queue, "w1")
+    heir = queue.worker("w2")
+    (delivery,) = await heir.claim(0)
+    assert delivery.verdict == "cancelled"
+    await heir.finish([end_of(delivery, 0, JobStatus.CANCELLED)])
+
+
+async def test_a_deadline_passes_in_the_queue(queue: Queue) -> None:
+    deep = [await queue.submit(priority="interactive") for _ in range(3)]
+    late = await queue.submit(deadline=0.2, priority="bulk")
+    worker = queue.worker()
+    await asyncio.sleep(0.25)
+    await worker.heartbeat(status())  # any sign of life of any worker ends it
+    info = await queue.client.status(late)
+    assert info.status is JobStatus.EXPIRED
+    assert info.error is not None
+    (first, *_) = await worker.claim(1)
+    assert (first.job_id, first.verdict) == (late, "expired")
+    await worker.finish([end_of(first, 0, JobStatus.EXPIRED)])
+    assert late not in deep
+
+
+async def test_a_deadline_passes_between_two_workers(queue: Queue) -> None:
+    job = await queue.submit(deadline=0.3)
+    worker = queue.worker()
+    (delivery,) = await worker.claim(1)
+    await worker.append([token(delivery, 0)])
+    await asyncio.sleep(0.35)
+    await worker.heartbeat(status())  # a running job's deadline is the engine's business
+    assert (await queue.client.status(job)).status is JobStatus.RUNNING
+    await worker.release([(job, delivery.token, False)])
+    (again,) = await worker.claim(0)
+    assert (again.verdict, len(again.log)) == ("expired", 1)
+    await worker.finish([end_of(again, 1, JobStatus.EXPIRED)])
+
+
+async def test_a_token_never_repeats_when_the_server_loses_what_it_knew(queue: Queue) -> None:
+    """After a restart without its last second, the same job can be claimed under no token that was in use."""
+    job = await queue.submit()
+    key = queue.keys.job(job)
+    snapshot = await queue.redis.dump(key)
+    (before,) = await queue.worker("w1").claim(1)
+    await queue.redis.delete(key)
+    await queue.redis.restore(key, 0, snapshot)
+    await queue.redis.zadd(queue.keys.returned, {job: 0})
+    await asyncio.sleep(0.002)
+    (after,) = await queue.worker("w2").claim(1)
+    assert after.token > before.token > time.time() * 1000 - 60_000
