@@ -1,0 +1,181 @@
+"""The consumer with a queue that is played, and its control channel on a real server."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from schemas.codec import encode
+from schemas.control import Drain
+from tests.consume.queue import Queue, eventually
+from worker.consume.consumer import Consumer
+from worker.consume.control import ControlChannel
+from worker.errors import RedisUnavailable
+from worker.jobs import Delivery
+
+
+def delivery(name: str) -> Delivery:
+    return Delivery(name, 1, b"", 1, 0, "run", (), 0, 0, 1)
+
+
+class FakeQueue:
+    def __init__(self, *names: str) -> None:
+        self.bell = asyncio.Event()
+        self.waiting = [delivery(name) for name in names]
+        self.troubles: list[Exception] = []
+        self.asked: list[int] = []
+        self.released: list[tuple[str, int, bool]] = []
+
+    async def claim(self, credits: int) -> list[Delivery]:
+        self.asked.append(credits)
+        if self.troubles:
+            raise self.troubles.pop(0)
+        taken, self.waiting = self.waiting[:credits], self.waiting[credits:]
+        return taken
+
+    async def release(self, jobs: Iterable[tuple[str, int, bool]]) -> list[bool]:
+        self.released += jobs
+        return [True]
+
+
+class Desk:
+    """Takes jobs while it has places."""
+
+    def __init__(self, places: int) -> None:
+        self.places = places
+        self.taken: list[str] = []
+        self.trouble: Exception | None = None
+
+    def credits(self) -> int:
+        return self.places - len(self.taken)
+
+    async def take(self, deliveries: list[Delivery]) -> None:
+        if self.trouble is not None:
+            raise self.trouble
+        self.taken += [item.job_id for item in deliveries]
+
+
+@asynccontextmanager
+async def consuming(queue: FakeQueue, desk: Desk, poll_s: float = 5.0) -> AsyncIterator[Consumer]:
+    consumer = Consumer(queue, desk.credits, desk.take, poll_s=poll_s)
+    task = asyncio.create_task(consumer.run())
+    yield consumer
+    await consumer.stop()
+    await asyncio.wait_for(task, 1)
+
+
+async def settle() -> None:
+    await asyncio.sleep(0.03)
+
+
+async def test_it_asks_for_what_can_start_and_no_more() -> None:
+    queue, desk = FakeQueue("a", "b", "c", "d"), Desk(3)
+    async with consuming(queue, desk):
+        await settle()
+        assert desk.taken == ["a", "b", "c"]
+        assert max(queue.asked) == 3
+
+
+async def test_a_ring_wakes_it_when_it_has_room() -> None:
+    queue, desk = FakeQueue(), Desk(2)
+    async with consuming(queue, desk):
+        await settle()
+        queue.waiting.append(delivery("new"))
+        queue.bell.set()
+        await settle()
+        assert desk.taken == ["new"]
+
+
+async def test_without_room_it_lets_the_bell_ring() -> None:
+    queue, desk = FakeQueue(), Desk(0)
+    async with consuming(queue, desk):
+        await settle()
+        before = len(queue.asked)
+        for _ in range(20):
+            queue.bell.set()
+            await asyncio.sleep(0.001)
+        assert len(queue.asked) == before
+        desk.places = 1
+        queue.waiting.append(delivery("x"))
+        queue.bell.set()
+        await settle()
+        assert desk.taken == ["x"]
+
+
+async def test_it_looks_by_itself_now_and_then_also_without_room() -> None:
+    """What only has to be recorded needs no room, and orphans ring no bell."""
+    queue, desk = FakeQueue(), Desk(0)
+    async with consuming(queue, desk, poll_s=0.02):
+        await asyncio.sleep(0.2)
+        assert len(queue.asked) >= 4
+
+
+async def test_trouble_is_waited_out() -> None:
+    queue, desk = FakeQueue("a"), Desk(1)
+    queue.troubles = [RedisUnavailable("away"), RedisUnavailable("away"), RedisUnavailable("away")]
+    async with consuming(queue, desk):
+        async with asyncio.timeout(3):
+            while not desk.taken:
+                await asyncio.sleep(0.01)
+        assert len(queue.asked) >= 4
+
+
+async def test_jobs_that_cannot_be_taken_in_are_given_back_as_suspects() -> None:
+    queue, desk = FakeQueue("a", "b"), Desk(2)
+    desk.trouble = RuntimeError("a bug")
+    async with consuming(queue, desk):
+        await settle()
+    assert queue.released[:2] == [("a", 1, True), ("b", 1, True)]
+
+
+async def test_after_stop_nothing_is_claimed() -> None:
+    queue, desk = FakeQueue(), Desk(5)
+    async with consuming(queue, desk, poll_s=0.01) as consumer:
+        await settle()
+        await consumer.stop()
+        asked = len(queue.asked)
+        queue.bell.set()
+        await settle()
+        assert len(queue.asked) == asked
+
+
+@pytest.mark.redis
+async def test_bell_cancel_and_drain_reach_a_worker_also_over_a_broken_connection(queue: Queue) -> None:
+    rings: list[None] = []
+    cancelled: list[str] = []
+    drains: list[None] = []
+    control = ControlChannel(
+        queue.redis,
+        queue.keys,
+        "w1",
+        on_bell=lambda: rings.append(None),
+        on_cancel=cancelled.append,
+        on_drain=lambda: drains.append(None),
+    )
+    task = asyncio.create_task(control.run())
+
+    async def listens() -> bool:
+        return bool(dict(await queue.redis.pubsub_numsub(queue.keys.control("w1")))[queue.keys.control("w1").encode()])
+
+    async def heard() -> bool:
+        return bool(cancelled and drains and len(rings) > before)
+
+    await eventually(listens)
+    for _ in range(2):
+        before = len(rings)
+        cancelled.clear()
+        drains.clear()
+        job = await queue.submit()  # rings
+        await queue.worker("w1").claim(1)
+        await queue.client.cancel(job)
+        await queue.redis.publish(queue.keys.control("w1"), b"not msgpack")
+        await queue.redis.publish(queue.keys.control("w1"), encode(Drain()))
+        await eventually(heard)
+        assert cancelled == [job]
+        await queue.redis.client_kill_filter(_type="pubsub")
+        await asyncio.sleep(0.05)
+        await eventually(listens)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task

@@ -1,0 +1,128 @@
+"""The lease keeper on a clock of the test's own, and the guard it puts before every write."""
+
+import pytest
+
+from schemas.control import WorkerStatus
+from tests.consume.queue import Queue, end_of, token
+from worker.consume.leases import LeaseKeeper
+from worker.consume.replies import HeartbeatReply
+from worker.errors import RedisUnavailable
+from worker.jobs import AppendReply
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class FakeBeats:
+    def __init__(self) -> None:
+        self.guard = lambda: False
+        self.replies: list[HeartbeatReply | Exception] = []
+        self.num_beats = 0
+
+    async def heartbeat(self, status: WorkerStatus) -> HeartbeatReply:
+        self.num_beats += 1
+        reply = self.replies.pop(0) if self.replies else HeartbeatReply()
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
+
+class Heard:
+    """What the keeper called back with."""
+
+    def __init__(self) -> None:
+        self.cancelled: list[str] = []
+        self.lost: list[str] = []
+        self.num_expired = 0
+
+    async def expired(self) -> None:
+        self.num_expired += 1
+
+
+def keeper_of(stream, clock: Clock, lease_s: float = 10.0) -> tuple[LeaseKeeper, Heard]:
+    heard = Heard()
+    keeper = LeaseKeeper(
+        stream,
+        lambda: WorkerStatus(worker_id="w1"),
+        lease_s=lease_s,
+        interval_s=lease_s / 3,
+        on_cancelled=heard.cancelled.extend,
+        on_lost=heard.lost.extend,
+        on_expired=heard.expired,
+        clock=clock,
+    )
+    return keeper, heard
+
+
+async def test_a_beat_passes_on_what_it_learns() -> None:
+    stream, clock = FakeBeats(), Clock()
+    keeper, heard = keeper_of(stream, clock)
+    stream.replies = [HeartbeatReply(("a",), ("b", "c"))]
+    await keeper.beat()
+    assert (heard.cancelled, heard.lost) == (["a"], ["b", "c"])
+
+
+async def test_a_freeze_longer_than_the_lease_ends_everything_before_the_next_beat() -> None:
+    stream, clock = FakeBeats(), Clock()
+    keeper, heard = keeper_of(stream, clock)
+    await keeper.tick()
+    clock.now += 10.1
+    assert keeper.stood_still()
+    await keeper.beat()
+    assert stream.num_beats == 0
+    await keeper.tick()
+    assert heard.num_expired == 1
+    assert not keeper.stood_still()
+    await keeper.beat()
+    assert stream.num_beats == 1
+
+
+async def test_a_short_freeze_is_nothing() -> None:
+    stream, clock = FakeBeats(), Clock()
+    keeper, heard = keeper_of(stream, clock)
+    clock.now += 9.9
+    await keeper.tick()
+    clock.now += 9.9
+    await keeper.tick()
+    assert heard.num_expired == 0
+
+
+async def test_a_server_that_is_away_is_no_freeze() -> None:
+    """The loop goes on, nobody else can claim either: the jobs are kept, and the tokens decide later."""
+    stream, clock = FakeBeats(), Clock()
+    keeper, heard = keeper_of(stream, clock)
+    for _ in range(60):
+        stream.replies = [RedisUnavailable("gone")]
+        clock.now += 1.0
+        await keeper.tick()
+        await keeper.beat()
+    assert not keeper.is_reachable
+    assert heard.num_expired == 0
+    await keeper.beat()
+    assert keeper.is_reachable
+
+
+@pytest.mark.redis
+async def test_what_wakes_from_a_freeze_sends_nothing(queue: Queue) -> None:
+    await queue.client.submit_many([{"prompt": "x"}] * 2)
+    worker, clock = queue.worker(), Clock()
+    keeper, heard = keeper_of(worker, clock)
+    a, b = await worker.claim(2)
+    assert await worker.append([token(a, 0)]) == [(AppendReply.OK, 1)]
+    await queue.redis.config_resetstat()
+    clock.now += 11
+    assert await worker.append([token(a, 1)]) == [(AppendReply.LOST, 1)]
+    assert await worker.finish([end_of(b)]) == [False]
+    assert await worker.release([(b.job_id, b.token, False)]) == [False]
+    with pytest.raises(RedisUnavailable):
+        await worker.claim(1)
+    stats = await queue.redis.info("commandstats")
+    assert not [name for name in stats if "eval" in name]
+    await keeper.tick()
+    assert heard.num_expired == 1
+    await worker.resign()
+    assert len(await worker.claim(2)) == 2  # itself or another: from where the log ends
