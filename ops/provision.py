@@ -97,7 +97,12 @@ class Provisioner:
     def _compile_startup(self) -> None:
         """Import once with bytecode written, whatever the environment says: else every start might compile anew."""
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-        tries = "import importlib, sys\nfor name in sys.argv[1:]:\n try: importlib.import_module(name)\n except Exception as error: print(name, error)"
+        tries = (
+            "import importlib, sys\n"
+            "for name in sys.argv[1:]:\n"
+            "    try: importlib.import_module(name)\n"
+            "    except Exception as error: print(name, error)\n"
+        )
         command = [str(self.venv / "bin" / "python"), "-W", "ignore", "-c", tries, *STARTUP_MODULES]
         self._step("compiling what a start imports", command, environment)
 
@@ -129,23 +134,24 @@ class Provisioner:
         started = time.monotonic()
         self._progress.show(title, now=True)
         with self.log.open("ab") as log:
+            begin = log.tell()
             process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=self.root, env=environment)
             try:
                 while process.poll() is None:
                     time.sleep(0.2)
                     elapsed = time.monotonic() - started
-                    self._progress.show(f"{title} ({elapsed:.0f} s): {self._last_line()}")
+                    self._progress.show(f"{title} ({elapsed:.0f} s): {self._last_line(begin)}")
             except BaseException:
                 process.terminate()
                 process.wait()
                 raise
         if process.returncode != 0:
-            raise SetupError(f"{title} failed: {self._last_error()} (everything pip said: {self.log})")
+            raise SetupError(f"{title} failed: {self._last_error(begin)} (everything pip said: {self.log})")
 
-    def _last_line(self) -> str:
+    def _last_line(self, begin: int) -> str:
         """What pip does now; while it installs, which it does in silence, how many packages are there."""
         with self.log.open("rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - 2_000))
+            log.seek(max(begin, log.seek(0, os.SEEK_END) - 2_000))
             lines = [line.strip() for line in log.read().decode("utf-8", "replace").splitlines() if line.strip()]
         if lines and lines[-1].startswith(
             ("Installing collected", "Attempting", "Found existing", "Uninstalling", "Successfully un")
@@ -153,10 +159,12 @@ class Provisioner:
             return f"{sum(1 for _ in self.venv.glob('lib/python*/site-packages/*.dist-info'))} packages installed"
         return lines[-1][:70] if lines else "…"
 
-    def _last_error(self) -> str:
-        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+    def _last_error(self, begin: int) -> str:
+        with self.log.open("rb") as log:
+            log.seek(begin)
+            lines = log.read().decode("utf-8", "replace").splitlines()
         errors = [line.strip() for line in lines if "ERROR" in line or "error:" in line.lower()]
-        return errors[-1] if errors else self._last_line()
+        return errors[-1] if errors else self._last_line(begin)
 
     @contextmanager
     def _lock(self) -> Iterator[None]:
