@@ -12,26 +12,29 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
 
 from schemas.generation import SamplingParams
 from tests.engine.truth import tiny_models
 from worker.engine import Engine, EngineConfig
+from worker.engine.attention import AttentionMetadata, AttentionShape
+from worker.engine.attention.cpu import CpuAttention
 from worker.engine.config import EngineConfigError
 from worker.engine.kernels.linear import LinearKernels
 from worker.engine.kernels.toolchain import KernelUnavailableError
 from worker.engine.model.fused import Packing, optimise, swap_modules
-from worker.engine.model.paged import IMPLEMENTATION, register
+from worker.engine.model.fused.layer import FusedLayer
+from worker.engine.model.paged import IMPLEMENTATION, LayerBinding, PagedStep, register
 
 MODULES = {
-    "llama": {"FusedAttention": 4, "FusedMLP": 4, "FusedNorm": 9, "PackedLinear": 1},
-    "mistral": {"FusedAttention": 4, "FusedMLP": 4, "FusedNorm": 9, "PackedLinear": 1},
-    "qwen2": {"FusedAttention": 4, "FusedMLP": 4, "FusedNorm": 9, "PackedLinear": 1},
-    "qwen3": {"FusedAttention": 4, "FusedMLP": 4, "FusedNorm": 17, "PackedLinear": 1},
-    "gemma2": {"FusedAttention": 4, "FusedMLP": 4, "FusedNorm": 17, "PackedLinear": 1},
-    "gemma3": {"FusedAttention": 4, "FusedMLP": 4, "FusedNorm": 25, "PackedLinear": 1},
-    "phi3": {"FusedAttention": 4, "FusedMLP": 4, "FusedNorm": 9, "PackedLinear": 1},
-    "phi3_partial": {"FusedAttention": 4, "FusedMLP": 4, "FusedNorm": 9, "PackedLinear": 1},
+    "llama": {"FusedLayer": 4, "FusedAttention": 4, "FusedMLP": 4, "FusedNorm": 9, "PackedLinear": 1},
+    "mistral": {"FusedLayer": 4, "FusedAttention": 4, "FusedMLP": 4, "FusedNorm": 9, "PackedLinear": 1},
+    "qwen2": {"FusedLayer": 4, "FusedAttention": 4, "FusedMLP": 4, "FusedNorm": 9, "PackedLinear": 1},
+    "qwen3": {"FusedLayer": 4, "FusedAttention": 4, "FusedMLP": 4, "FusedNorm": 17, "PackedLinear": 1},
+    "gemma2": {"FusedLayer": 4, "FusedAttention": 4, "FusedMLP": 4, "FusedNorm": 17, "PackedLinear": 1},
+    "gemma3": {"FusedLayer": 4, "FusedAttention": 4, "FusedMLP": 4, "FusedNorm": 25, "PackedLinear": 1},
+    "phi3": {"FusedLayer": 4, "FusedAttention": 4, "FusedMLP": 4, "FusedNorm": 9, "PackedLinear": 1},
+    "phi3_partial": {"FusedLayer": 4, "FusedAttention": 4, "FusedMLP": 4, "FusedNorm": 9, "PackedLinear": 1},
     "mixtral": {"FusedAttention": 4, "FusedNorm": 9, "PackedLinear": 1},
     "gpt2": {"PackedLinear": 13},
 }
@@ -158,6 +161,21 @@ class RepeatingAttention(LlamaAttention):
         return out * 1.01, weights
 
 
+class ScaledLayer(LlamaDecoderLayer):
+    """The right parts, put together in another way."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        out: Tensor = super().forward(hidden_states, *args, **kwargs)
+        return hidden_states + 0.99 * (out - hidden_states)
+
+
+class TupleLayer(LlamaDecoderLayer):
+    """The right numbers, handed back differently."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return (super().forward(*args, **kwargs),)
+
+
 class BiasedLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + 1e-3
@@ -172,6 +190,8 @@ class BiasedLinear(nn.Linear):
         (ExactGeluMLP, "model.layers.1.mlp", "FusedMLP"),
         (ClippedAttention, "model.layers.2.self_attn", "FusedAttention"),
         (RepeatingAttention, "model.layers.2.self_attn", "FusedAttention"),
+        (ScaledLayer, "model.layers.3", "FusedLayer"),
+        (TupleLayer, "model.layers.3", "FusedLayer"),
         (BiasedLinear, "lm_head", "PackedLinear"),
     ],
 )
@@ -184,6 +204,56 @@ def test_a_module_with_a_twist_is_left_alone(
     swapped = swap_modules(model, Packing.choose(None))
     assert model.get_submodule(path) is twisted
     assert swapped[kind] == MODULES["llama"][kind] - 1
+    inside_a_layer = path.startswith("model.layers")
+    assert swapped["FusedLayer"] == MODULES["llama"]["FusedLayer"] - inside_a_layer, "a layer needs all of its parts"
+
+
+def test_a_row_is_the_same_in_every_batch_and_with_any_number_of_threads(folder_of: Callable[[str], Path]) -> None:
+    """Bit by bit, through whole layers whose buffers grow, with the smallest batch after the largest."""
+    model = optimise(load(folder_of("qwen3")), EngineConfig(model="qwen3", device="cpu"))
+    hidden = torch.randn(1, 40, 64)
+    threads = torch.get_num_threads()
+    try:
+        found = {}
+        for count, num_threads in ((40, 1), (40, 3), (7, 2), (1, 1), (1, 2)):
+            torch.set_num_threads(num_threads)
+            found[count, num_threads] = through_layers(model, hidden[:, :count])
+    finally:
+        torch.set_num_threads(threads)
+    for (count, _), rows in found.items():
+        assert torch.equal(rows, found[40, 1][:, :count])
+
+
+@torch.inference_mode()
+def through_layers(model: nn.Module, hidden: Tensor) -> Tensor:
+    """Every row as a sequence of its own."""
+    count = hidden.shape[1]
+    backend = CpuAttention()
+    cache = torch.zeros(count + 1, 2, *backend.block_shape(4, 2, 16))
+    lens = tuple([1] * count)
+    metadata = AttentionMetadata(
+        query_start=torch.arange(count + 1, dtype=torch.int32),
+        seq_lens=torch.ones(count, dtype=torch.int32),
+        block_table=torch.arange(1, count + 1, dtype=torch.int32)[:, None],
+        slot_mapping=torch.arange(1, count + 1) * 4,
+        max_query_len=1, max_seq_len=1, block_size=4, window=None, query_lens_host=lens, seq_lens_host=lens,
+    )  # fmt: skip
+    binding = LayerBinding(0, cache, AttentionShape(4, 2, 16, 0.25))
+    step = PagedStep(backend, [binding] * 4, (metadata,))
+    tables = torch.ones(1, count, 16), torch.zeros(1, count, 16)
+    for layer in model.get_submodule("model.layers").children():
+        assert isinstance(layer, FusedLayer)
+        hidden = layer(hidden, position_embeddings=tables, paged=step)
+    return hidden
+
+
+def test_what_a_layer_has_is_found_through_its_stand_in(folder_of: Callable[[str], Path]) -> None:
+    model = optimise(load(folder_of("llama")), EngineConfig(model="llama", device="cpu"))
+    layer: Any = model.get_submodule("model.layers.0")
+    assert isinstance(layer, FusedLayer)
+    assert layer.hidden_size == 64
+    with pytest.raises(AttributeError):
+        layer.no_such_thing  # noqa: B018
 
 
 def test_an_unknown_activation_is_left_alone(folder_of: Callable[[str], Path]) -> None:

@@ -13,7 +13,7 @@ import threading
 from ctypes import c_float, c_int32, c_int64, c_void_p
 from functools import lru_cache
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -158,14 +158,20 @@ class CpuAttention(AttentionBackend):
             scale=shape.scale,
             softcap=shape.softcap or 0.0,
         )
-        self._use_workspace(arguments, 0)
+        self.use_workspace(arguments, 0)
         missing = self._attend(ctypes.byref(arguments))
         if missing:
-            self._use_workspace(arguments, missing)
+            self.use_workspace(arguments, missing)
             self._attend(ctypes.byref(arguments))
         return out if query.dtype == torch.float32 else out.to(query.dtype)
 
-    def _use_workspace(self, arguments: AttendArguments, num_bytes: int) -> None:
+    @property
+    def functions(self) -> tuple[Any, Any]:
+        """Write and attend, for a caller that fills in the arguments itself and calls `use_workspace` first."""
+        return self._write, self._attend
+
+    def use_workspace(self, arguments: AttendArguments, num_bytes: int) -> None:
+        """Give a call of attend at least `num_bytes`; it answers with the number that it lacks."""
         workspace: Tensor | None = getattr(self._local, "workspace", None)
         if workspace is None or workspace.numel() < num_bytes:
             workspace = torch.empty(max(num_bytes * 5 // 4, 1 << 20) + 64, dtype=torch.uint8)

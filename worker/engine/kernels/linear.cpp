@@ -6,10 +6,11 @@
 
 #include "float_tile.h"
 
+// Row r lies at (r / inner) · stride + (r % inner) · k: heads of a token lie together, tokens apart.
 struct NormArguments {
     const float *x, *weight, *residual;  // residual: added to the normalised row, or null
-    float *y;
-    int64_t x_stride, y_stride, residual_stride, m, k;
+    float *y;                            // may be x or residual
+    int64_t x_stride, y_stride, residual_stride, m, k, inner;
     float eps, offset;  // Gemma scales by 1 + weight
     int32_t num_threads;
 };
@@ -42,8 +43,9 @@ void one_row(const LinearArguments &a, const Output &whole, int64_t first, int64
 }
 
 void normalise(const NormArguments &a, int64_t row) {
-    const float *x = a.x + row * a.x_stride;
-    float *y = a.y + row * a.y_stride;
+    const int64_t outer = row / a.inner, within = row % a.inner * a.k;
+    const float *x = a.x + outer * a.x_stride + within;
+    float *y = a.y + outer * a.y_stride + within;
     vf sums[4] = {vf{}, vf{}, vf{}, vf{}};
     int64_t i = 0;
     for (; i + 4 * VW <= a.k; i += 4 * VW)
@@ -56,7 +58,7 @@ void normalise(const NormArguments &a, int64_t row) {
     for (int j = 0; j < VW; ++j) sum += all[j];
     for (; i < a.k; ++i) sum += x[i] * x[i];
     const float scale = 1.0f / sqrtf(sum / (float)a.k + a.eps);
-    const float *residual = a.residual ? a.residual + row * a.residual_stride : nullptr;
+    const float *residual = a.residual ? a.residual + outer * a.residual_stride + within : nullptr;
     for (int64_t j = 0; j < a.k; ++j) {
         const float value = x[j] * scale * (a.weight[j] + a.offset);
         y[j] = residual ? value + residual[j] : value;

@@ -42,7 +42,7 @@ class NormArguments(ctypes.Structure):
 
     _fields_: ClassVar = [
         *((name, c_void_p) for name in ("x", "weight", "residual", "y")),
-        *((name, c_int64) for name in ("x_stride", "y_stride", "residual_stride", "m", "k")),
+        *((name, c_int64) for name in ("x_stride", "y_stride", "residual_stride", "m", "k", "inner")),
         *((name, c_float) for name in ("eps", "offset")),
         ("num_threads", c_int32),
     ]
@@ -138,12 +138,12 @@ class LinearKernels:
 
     def __init__(self, cache_dir: Path | None = None, march: str = "native") -> None:
         library = load("linear", cache_dir, march)
-        self._linear, self._norm, self._pack = (
+        self._linear, self.norm, self._pack = (
             library.tokenmill_linear,
             library.tokenmill_rms_norm,
             library.tokenmill_pack,
         )
-        for function in (self._linear, self._norm, self._pack):
+        for function in (self._linear, self.norm, self._pack):
             function.restype = None
         self.panel_width: int = library.tokenmill_panel_width()
 
@@ -164,9 +164,9 @@ class LinearKernels:
             residual=None if residual is None else residual.data_ptr(),
             x_stride=x.stride(0), y_stride=y.stride(0), m=x.shape[0], k=x.shape[1],
             residual_stride=0 if residual is None else residual.stride(0),
-            eps=eps, offset=offset, num_threads=torch.get_num_threads(),
+            inner=1, eps=eps, offset=offset, num_threads=torch.get_num_threads(),
         )  # fmt: skip
-        self._norm(ctypes.byref(arguments))
+        self.norm(ctypes.byref(arguments))
         return y
 
 

@@ -67,14 +67,18 @@ class AttentionCall:
         return all(close(a, b) for a, b in zip(self.seen, other.seen, strict=True))
 
 
+def random_tables(rotary_dim: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines for `random_rows`, `[1, num_tokens, rotary_dim]`."""
+    angles = torch.randn(len(_SIZES), rotary_dim // 2, generator=torch.Generator().manual_seed(2))
+    angles = angles.repeat(1, 2)[None]
+    return angles.cos(), angles.sin()
+
+
 @torch.inference_mode()
 def call_attention(module: nn.Module, width: int, rotary_dim: int) -> AttentionCall | None:
     """None where the module cannot be called like the usual attention of a decoder."""
-    rows = random_rows(width)
-    angles = torch.randn(rows.shape[1], rotary_dim // 2, generator=torch.Generator().manual_seed(2))
-    angles = angles.repeat(1, 2)[None]
     call = AttentionCall()
-    arguments = {"hidden_states": rows, "position_embeddings": (angles.cos(), angles.sin())}
+    arguments = {"hidden_states": random_rows(width), "position_embeddings": random_tables(rotary_dim)}
     try:
         out: Tensor = module(**arguments, attention_mask=None, past_key_values=None, paged=call)[0]
     except Exception as error:

@@ -34,6 +34,7 @@ class FusedNorm(nn.Module):
         self._kernels = kernels
         self.weight = nn.Parameter(weight.detach().float().contiguous(), requires_grad=False)
         self.eps, self.offset = eps, offset
+        self.function = kernels.norm
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
@@ -45,13 +46,13 @@ class FusedMLP(nn.Module):
 
     def __init__(self, packer: Packer, gate: Tensor, up: Tensor, down: nn.Linear, epilogue: Epilogue) -> None:
         super().__init__()
-        self._gate_up = pack_gated(packer, gate, up)
-        self._down = packer.pack(down.weight, down.bias)
-        self._epilogue = epilogue
+        self.gate_up = pack_gated(packer, gate, up)
+        self.down = packer.pack(down.weight, down.bias)
+        self.epilogue = epilogue
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        return self._down(self._gate_up(rows, self._epilogue)).view(x.shape)
+        return self.down(self.gate_up(rows, self.epilogue)).view(x.shape)
 
 
 class FusedAttention(nn.Module):
@@ -68,6 +69,7 @@ class FusedAttention(nn.Module):
         qkv: PackedWeight,
         out: PackedWeight,
         heads: tuple[int, int],
+        rotary_dim: int,
         extras: dict[str, Any],
     ) -> None:
         super().__init__()
@@ -77,7 +79,10 @@ class FusedAttention(nn.Module):
         self.num_heads, self.num_kv_heads = heads
         self.q_norm: nn.Module | None = getattr(source, "q_norm", None)
         self.k_norm: nn.Module | None = getattr(source, "k_norm", None)
-        self._qkv, self._out = qkv, out
+        self.qkv, self.out = qkv, out
+        self.rotary_dim = rotary_dim
+        sinks = extras.get("s_aux")
+        self.sinks: Tensor | None = None if sinks is None else sinks.float().contiguous()
         self._extras = extras
 
     def forward(
@@ -89,18 +94,18 @@ class FusedAttention(nn.Module):
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
-        packed = self._qkv(rows).view(rows.shape[0], -1, self.head_dim)
+        packed = self.qkv(rows).view(rows.shape[0], -1, self.head_dim)
         query, key, value = torch.split(packed, [self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         cos, sin = (table.reshape(rows.shape[0], -1) for table in position_embeddings)
         step = kwargs.pop("paged")
         if getattr(step, "can_rotate", False):
-            attended = step.rotate_and_attend(self, query, key, value, (cos, sin), self._extras.get("s_aux"))
+            attended = step.rotate_and_attend(self, query, key, value, (cos, sin), self.sinks)
         else:
             query, key = rotate(query, cos, sin), rotate(key, cos, sin)
             attended = step.attend(self, query, key, value, self.scaling, self._extras | kwargs)
-        return self._out(attended.reshape(rows.shape[0], -1)).view(hidden_states.shape), None
+        return self.out(attended.reshape(rows.shape[0], -1)).view(hidden_states.shape), None
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from worker.engine.kernels.linear import Epilogue, Packer
 from worker.engine.model.fused.agreement import agree, call_attention
+from worker.engine.model.fused.layers import fuse_layers
 from worker.engine.model.fused.modules import FusedAttention, FusedMLP, FusedNorm, PackedLinear
 from worker.engine.model.fused.packing import Packing
 
@@ -40,6 +41,7 @@ def swap_modules(model: nn.Module, packing: Packing) -> Counter[str]:
             if stand_in is not None:
                 setattr(parent, name, stand_in)
                 swapped[type(stand_in).__name__] += 1
+    swapped += fuse_layers(model)
     log.info("fused modules: %s", dict(swapped))
     return swapped
 
@@ -129,7 +131,7 @@ def _attention(packing: Packing, module: nn.Module) -> nn.Module | None:
 
     def build(packer: Packer) -> FusedAttention:
         packed = packer.pack(weight, bias), packer.pack(out.weight, out.bias)
-        return FusedAttention(module, *packed, heads, call.extras)
+        return FusedAttention(module, *packed, heads, rotary_dim, call.extras)
 
     candidate = build(packing.exact)
     found = call_attention(candidate, weight.shape[1], rotary_dim)

@@ -1,0 +1,52 @@
+"""Kernel calls in a row as one call. The arguments stay the caller's, who fills them in before each run."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from ctypes import c_int64, c_void_p
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from worker.engine.kernels.library import load
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """`answers`: the function returns 0, or a number that stops the program (a workspace too small)."""
+
+    function: Any
+    arguments: ctypes.Structure
+    answers: bool = False
+
+
+class _Call(ctypes.Structure):
+    """As in program.cpp."""
+
+    _fields_: ClassVar = [("function", c_void_p), ("arguments", c_void_p), ("answers", c_int64)]
+
+
+class Program:
+    """Raises KernelUnavailableError where it cannot be compiled."""
+
+    def __init__(self, steps: Sequence[Step], cache_dir: Path | None = None, march: str = "native") -> None:
+        self._run = load("program", cache_dir, march).tokenmill_run
+        self._run.restype = c_int64
+        self._steps = tuple(steps)  # keeps the arguments alive
+        self._calls = (_Call * len(steps))(
+            *(
+                _Call(ctypes.cast(step.function, c_void_p), ctypes.addressof(step.arguments), int(step.answers))
+                for step in steps
+            )
+        )
+        self._answer = c_int64()
+        self._answer_at = ctypes.byref(self._answer)
+        self._count = len(steps)
+
+    def run(self, on_answer: Callable[[int], None]) -> None:
+        """A call that answers is repeated after `on_answer` has met its need."""
+        at = self._run(self._calls, c_int64(0), c_int64(self._count), self._answer_at)
+        while at < self._count:
+            on_answer(self._answer.value)
+            at = self._run(self._calls, c_int64(at), c_int64(self._count), self._answer_at)

@@ -1,0 +1,202 @@
+"""The kernel calls of one decoder layer: their arguments, their order, and what of them changes when.
+
+Buffers belong to one `Scratch` that all layers of a model share, so one thread runs a model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from worker.engine.attention import AttentionMetadata
+from worker.engine.attention.cpu import KV_TYPES, AttendArguments, CpuAttention, WriteArguments
+from worker.engine.kernels.linear import Epilogue, LinearArguments, NormArguments, PackedWeight
+from worker.engine.kernels.program import Step
+from worker.engine.model.fused.modules import FusedAttention, FusedMLP, FusedNorm
+from worker.engine.model.paged import LayerBinding
+
+_FLOAT = 4  # bytes
+
+
+class Scratch:
+    """Rows of every buffer that lives only within a layer. `version` changes when buffers move."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.num_threads = 0
+        self._rows = 0
+        self._widths: dict[str, int] = {}
+        self._buffers: dict[str, Tensor] = {}
+        self._work_sizes: set[tuple[int, int]] = set()
+
+    def reserve(self, widths: dict[str, int], weights: tuple[PackedWeight, ...]) -> None:
+        """A layer of the model needs rows of these widths, and these weights' workspaces."""
+        for name, width in widths.items():
+            self._widths[name] = max(width, self._widths.get(name, 0))
+        self._work_sizes |= {(weight.row_bytes, weight.thread_bytes) for weight in weights}
+        self._rows = 0
+
+    def fit(self, num_rows: int) -> None:
+        threads = torch.get_num_threads()
+        if num_rows <= self._rows and threads == self.num_threads:
+            return
+        self._rows, self.num_threads = max(num_rows, self._rows * 2 if num_rows > self._rows else self._rows), threads
+        self._buffers = {name: torch.empty(self._rows * width) for name, width in self._widths.items()}
+        work = max(self._rows * row + threads * thread for row, thread in self._work_sizes)
+        self._buffers["work"] = torch.empty(work, dtype=torch.uint8)
+        self.version += 1
+
+    def at(self, name: str) -> int:
+        return self._buffers[name].data_ptr()
+
+
+class LayerParts:
+    """The swapped parts of one layer; `after` the norms behind attention and MLP, where the family has them."""
+
+    def __init__(
+        self,
+        attention: FusedAttention,
+        mlp: FusedMLP,
+        before: tuple[FusedNorm, FusedNorm],
+        after: tuple[FusedNorm, ...],
+    ) -> None:
+        self.attention, self.mlp, self.before, self.after = attention, mlp, before, after
+        self.weights = (attention.qkv, attention.out, mlp.gate_up, mlp.down)
+        self.hidden = attention.out.n
+        query = attention.num_heads * attention.head_dim
+        self.widths = {
+            "normed": self.hidden,
+            "qkv": attention.qkv.n,
+            "rotated": query,
+            "attended": query,
+            "gated": mlp.down.k,
+            "raw": self.hidden,  # what a norm behind a part reads
+        }
+
+
+class LayerCalls:
+    """The arguments of a layer's kernel calls, in order, and what of them changes when."""
+
+    def __init__(self, parts: LayerParts) -> None:
+        attention, mlp, hidden = parts.attention, parts.mlp, parts.hidden
+        last = Epilogue.PLAIN if parts.after else Epilogue.ADD
+        query, row = attention.num_heads * attention.head_dim, attention.qkv.n
+        self._parts = parts
+        self.before = [_norm(norm, hidden) for norm in parts.before]
+        self.after = [_norm(norm, hidden) for norm in parts.after]
+        self.heads = [
+            (_norm(norm, row, count), count)
+            for norm, count in ((attention.q_norm, attention.num_heads), (attention.k_norm, attention.num_kv_heads))
+            if isinstance(norm, FusedNorm)
+        ]
+        self.qkv = _linear(attention.qkv, Epilogue.PLAIN, row)
+        self.out = _linear(attention.out, last, hidden)
+        self.gate_up = _linear(mlp.gate_up, mlp.epilogue, mlp.down.k)
+        self.down = _linear(mlp.down, last, hidden)
+        shared = {
+            "num_heads": attention.num_heads,
+            "num_kv_heads": attention.num_kv_heads,
+            "head_dim": attention.head_dim,
+        }
+        self.write = WriteArguments(**shared)
+        for name in ("query", "key", "value"):
+            setattr(self.write, f"{name}_stride", row)
+            setattr(self.write, f"{name}_head_stride", attention.head_dim)
+        self.attend = AttendArguments(**shared, query_stride=query, query_head_stride=attention.head_dim)
+        self._sinks = attention.sinks
+        self.attend.sinks = None if self._sinks is None else self._sinks.data_ptr()
+
+    def steps(self, backend: CpuAttention) -> list[Step]:
+        parts = self._parts
+        write, attend = backend.functions
+        norm = parts.before[0].function
+
+        def behind(index: int) -> list[Step]:
+            return [Step(norm, self.after[index])] if self.after else []
+
+        return [
+            Step(norm, self.before[0]),
+            Step(parts.attention.qkv.function, self.qkv),
+            *(Step(norm, arguments) for arguments, _ in self.heads),
+            Step(write, self.write),
+            Step(attend, self.attend, answers=True),
+            Step(parts.attention.out.function, self.out),
+            *behind(0),
+            Step(norm, self.before[1]),
+            Step(parts.mlp.gate_up.function, self.gate_up),
+            Step(parts.mlp.down.function, self.down),
+            *behind(1),
+        ]
+
+    def point(self, scratch: Scratch, parts: LayerParts) -> None:
+        """Buffers have moved, or the number of threads has changed."""
+        qkv, head = scratch.at("qkv"), parts.attention.head_dim * _FLOAT
+        key = qkv + parts.attention.num_heads * head
+        for linear in (self.qkv, self.out, self.gate_up, self.down):
+            linear.workspace = scratch.at("work")
+        self.qkv.x = self.gate_up.x = self.before[0].y = self.before[1].y = scratch.at("normed")
+        self.qkv.y = self.write.query = qkv
+        self.write.key, self.write.value = key, key + parts.attention.num_kv_heads * head
+        for (arguments, _), start in zip(self.heads, (qkv, key), strict=False):
+            arguments.x = arguments.y = start
+        self.write.rotated = self.attend.query = scratch.at("rotated")
+        self.attend.out = self.out.x = scratch.at("attended")
+        self.gate_up.y = self.down.x = scratch.at("gated")
+        if self.after:
+            self.out.y = self.down.y = self.after[0].x = self.after[1].x = scratch.at("raw")
+        for arguments in self._all():
+            arguments.num_threads = scratch.num_threads
+
+    def resize(self, num_tokens: int) -> None:
+        for arguments in (*self.before, *self.after, self.qkv, self.out, self.gate_up, self.down):
+            arguments.m = num_tokens
+        for arguments, count in self.heads:
+            arguments.m = num_tokens * count
+        self.write.num_tokens = self.attend.num_tokens = num_tokens
+
+    def bind(self, binding: LayerBinding, metadata: AttentionMetadata) -> None:
+        """The layer's cache, which stays where it is while an engine lives."""
+        cache, shape = binding.cache, binding.shape
+        for arguments in (self.write, self.attend):
+            arguments.cache, arguments.kv_type = cache.data_ptr(), KV_TYPES[cache.dtype]
+            arguments.block_stride, arguments.value_offset = cache.stride(0), cache.stride(1)
+            arguments.block_size = metadata.block_size
+        self.attend.window = metadata.window or 0
+        self.attend.scale, self.attend.softcap = shape.scale, shape.softcap or 0.0
+
+    def use(self, x: int, out: int, tables: tuple[Tensor, Tensor], metadata: AttentionMetadata) -> None:
+        """What is new in every call. The second half of the layer works on `out` in place."""
+        cos, sin = tables
+        self.before[0].x, self.before[1].x = x, out
+        if self.after:
+            self.after[0].residual, self.after[0].y = x, out
+            self.after[1].residual = self.after[1].y = out
+        else:
+            self.out.residual, self.out.y = x, out
+            self.down.residual = self.down.y = out
+        self.write.cos, self.write.sin = cos.data_ptr(), sin.data_ptr()
+        self.write.cos_stride = self.write.rotary_dim = cos.shape[-1]
+        self.write.slots = metadata.slot_mapping.data_ptr()
+        attend = self.attend
+        attend.query_start, attend.seq_lens = metadata.query_start.data_ptr(), metadata.seq_lens.data_ptr()
+        attend.block_table, attend.table_stride = metadata.block_table.data_ptr(), metadata.block_table.stride(0)
+        attend.num_seqs = metadata.num_seqs
+
+    def _all(self) -> list[Any]:
+        return [*self.before, *self.after, *(arguments for arguments, _ in self.heads), self.qkv, self.out,
+                self.gate_up, self.down, self.write, self.attend]  # fmt: skip
+
+
+def _linear(weight: PackedWeight, epilogue: Epilogue, columns: int) -> LinearArguments:
+    arguments = weight.arguments(epilogue)
+    arguments.x_stride, arguments.y_stride = weight.k, columns
+    return arguments
+
+
+def _norm(norm: FusedNorm, stride: int, inner: int = 1) -> NormArguments:
+    return NormArguments(
+        weight=norm.weight.data_ptr(), eps=norm.eps, offset=norm.offset, k=norm.weight.shape[0], inner=inner,
+        x_stride=stride, y_stride=stride, residual_stride=stride,
+    )  # fmt: skip
