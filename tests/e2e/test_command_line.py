@@ -1,0 +1,109 @@
+"""The commands as a user types them, in processes of their own, beside a running worker."""
+
+import asyncio
+import json
+import os
+import sys
+
+import pytest
+
+from tests.support.worker import QUEUE, database_url, running_worker
+
+pytestmark = [pytest.mark.redis, pytest.mark.timeout(180)]
+
+
+class Shell:
+    def __init__(self, redis_url, database):
+        self.where = {"TOKENMILL_REDIS_URL": redis_url, "TOKENMILL_DATABASE_URL": database, "TOKENMILL_QUEUE": QUEUE}
+
+    async def run(self, *arguments, **variables):
+        """(status, standard output, standard error) of `tokenmill ARGUMENTS`."""
+        environment = {**os.environ, **self.where, "COLUMNS": "160", **variables}  # noqa: TID251 - the child's
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "api_client.cli", *arguments, env=environment,
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        out, error = await asyncio.wait_for(process.communicate(), 60)
+        return process.returncode, out.decode(), error.decode()
+
+
+@pytest.fixture
+def shell(redis_url, tmp_path):
+    return Shell(redis_url, database_url(tmp_path))
+
+
+async def test_a_jobs_life_from_the_command_line(redis_url, shell):
+    async with running_worker(redis_url, shell.where["TOKENMILL_DATABASE_URL"]):
+        status, out, error = await shell.run("submit", "Hello", "--max-tokens", "12", "--seed", "3")
+        assert status == 0, error
+        job = out.strip()
+        status, answer, _ = await shell.run("result", job)
+        assert status == 0
+        _, told, _ = await shell.run("tail", job)
+        assert told == answer
+        _, described, _ = await shell.run("status", job, "--json")
+        assert json.loads(described)["status"] == "succeeded"
+        _, listed, _ = await shell.run("jobs", "--json")
+        assert job in listed
+        _, used, _ = await shell.run("usage", "--json")
+        assert '"completion_tokens": 12' in used or '"generated": 12' in used, used
+        status, streamed, _ = await shell.run("submit", "Hello", "--max-tokens", "12", "--seed", "3", "--stream")
+        assert status == 0
+        assert streamed.strip() == answer.strip()  # the same seed, the same text
+
+
+async def test_cancel_from_the_command_line(shell):
+    _, out, _ = await shell.run("submit", "never run", "--max-tokens", "5")
+    job = out.strip()
+    status, _, error = await shell.run("cancel", job)
+    assert status == 0, error
+    _, described, _ = await shell.run("status", job, "--json")
+    assert json.loads(described)["status"] == "cancelled"
+    status, _, error = await shell.run("result", job)
+    assert status == 1
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("status", "no-such-job"), "no-such-job"),
+        (("submit", ""), "prompt"),
+        (("submit", "hi", "--temperature", "-3"), "temperature"),
+    ],
+)
+async def test_an_error_is_one_sentence_and_a_status(shell, arguments, says):
+    status, _, error = await shell.run(*arguments)
+    assert status != 0
+    assert says in error
+    assert "Traceback" not in error
+
+
+async def test_a_server_that_is_away_is_one_sentence(shell):
+    status, _, error = await shell.run("submit", "hi", "--redis-url", "redis://127.0.0.1:1/0")
+    assert status != 0
+    assert "127.0.0.1:1" in error
+    assert "Traceback" not in error
+
+
+async def test_a_worker_names_every_wrong_setting_at_once(shell):
+    wrong = {"TOKENMILL_LEASE_SECONDS": "soon", "TOKENMILL_LEASE_SECOND": "1", "TOKENMILL_REDIS_URL": "http://x"}
+    status, _, error = await shell.run("worker", "--block-size", "0", **wrong)
+    assert status == 2
+    for name in ("TOKENMILL_LEASE_SECONDS", "TOKENMILL_LEASE_SECOND ", "TOKENMILL_REDIS_URL", "--block-size"):
+        assert name in error
+    assert "did you mean TOKENMILL_LEASE_SECONDS" in error
+
+
+async def test_doctor_says_what_is_missing(shell):
+    status, out, error = await shell.run("doctor", "--redis-url", "redis://127.0.0.1:1/0")
+    assert status == 1
+    assert "redis" in out + error
+
+
+async def test_db_upgrade_makes_the_tables(tmp_path, shell):
+    new = f"sqlite:///{tmp_path}/new.db"
+    status, _, error = await shell.run("db", "upgrade", "--database-url", new)
+    assert status == 0, error
+    status, out, _ = await shell.run("jobs", "--json", TOKENMILL_DATABASE_URL=new)
+    assert (status, json.loads(out)) == (0, [])
