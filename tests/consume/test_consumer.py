@@ -116,7 +116,7 @@ async def test_trouble_is_waited_out() -> None:
     queue.troubles = [RedisUnavailable("away"), RedisUnavailable("away"), RedisUnavailable("away")]
     async with consuming(queue, desk):
         async with asyncio.timeout(3):
-            while not desk.taken:
+            while not desk.taken:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert len(queue.asked) >= 4
 

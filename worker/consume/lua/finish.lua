@@ -23,7 +23,7 @@ local function finish(id, token, state, result, chunk, served)
   local job = redis.call('HMGET', key, 'token', 'state', 'settled', 'worker', 'class', 'tenant', 'entry', 'cost')
   if job[1] ~= token then return 0 end
   if job[3] then return 1 end
-  if job[2] == 'queued' or job[2] == 'scheduled' then return 0 end
+  if (job[4] or '') == '' then return 0 end  -- given back, and not claimed since
   leave_lane(id, job[5], job[6], job[7])
   let_go(id, job[4] or '', job[6])
   redis.call('ZREM', base .. 'ended', id)

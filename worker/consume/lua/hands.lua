@@ -31,6 +31,7 @@ local function give_back(id, now, how, alone, delay_ms, note)
   if not state then return end
   let_go(id, worker, tenant)
   if state ~= 'running' then  -- it ended while it waited, and was only to be written down
+    redis.call('HSET', key, 'worker', '')
     redis.call('ZADD', base .. 'ended', whole(now), id)
     return
   end
