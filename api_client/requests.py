@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from api_client.errors import InvalidRequest
-from schemas.codec import MAX_PAYLOAD_BYTES, encode
+from schemas.codec import MAX_PAYLOAD_BYTES, encode, plain
 from schemas.generation import SamplingParams
 from schemas.job import JobRequest
 from schemas.validation import problems
@@ -100,7 +100,7 @@ def _moment_ms(value: Any, origin_ms: int) -> int | None:
 
 def _plain(value: Any) -> Any:
     """Structs inside become builtins, so that one conversion checks everything."""
-    return msgspec.to_builtins(value, builtin_types=(bytes,))
+    return msgspec.to_builtins(value, builtin_types=(bytes,), enc_hook=plain)
 
 
 def fingerprint(request: JobRequest) -> str:

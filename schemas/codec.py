@@ -15,7 +15,15 @@ MAX_PAYLOAD_BYTES: Final = 8 * 1024 * 1024
 
 T = TypeVar("T")
 
-_encoder = msgspec.msgpack.Encoder()
+
+def plain(value: object) -> str:
+    """A text of a kind of its own (a job handle, say) travels as the text it is."""
+    if isinstance(value, str):
+        return str.__str__(value)
+    raise TypeError(f"objects of type {type(value).__name__} do not travel")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=plain)
 encode = _encoder.encode
 
 _request_decoder = msgspec.msgpack.Decoder(JobRequest)

@@ -33,7 +33,7 @@ def list_dead(
     elif not found:
         err().print("[dim]no dead jobs[/dim]")
     elif not history:
-        table(["JOB", "DIED", "ERROR"], ((job.job_id, ago(job.died_ms), job.error) for job in found))
+        table(["JOB", "DIED", "ERROR"], ((job.job_id, ago(job.died_ms), job.error) for job in found), notes=True)
     else:
         for job in found:
             out().print(f"[bold]{job.job_id}[/bold] {ago(job.died_ms)}: ", job.error, markup=True, sep="")

@@ -117,9 +117,8 @@ def jobs(
     if json:
         emit(found)
     elif found:
-        table(
-            ["JOB", "STATUS", "CLASS", "TENANT", ("TOKENS", "right"), ("TIME", "right"), "WHEN", ""], map(_row, found)
-        )
+        right = [(title, "right") for title in ("TOKENS", "TOOK", "WHEN")]
+        table(["JOB", "STATUS", "CLASS", "TENANT", *right, ""], map(_row, found), notes=True)
     else:
         err().print("[dim]no jobs[/dim]")
 

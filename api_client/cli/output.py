@@ -29,6 +29,11 @@ def out() -> Console:
     return Console(highlight=False, soft_wrap=True)
 
 
+def count(number: int, noun: str) -> str:
+    """`1 job`, `2 jobs`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def err() -> Console:
     return Console(stderr=True, highlight=False, soft_wrap=True)
 
@@ -56,19 +61,24 @@ def state(value: str) -> Text:
     return Text(value, style=STATE_STYLES.get(value, ""))
 
 
-def table(columns: Sequence[str | tuple[str, str]], rows: Iterable[Sequence[Any]], *, footer: bool = False) -> None:
-    """Columns are titles, or (title, justification). In a pipe: no borders, no colours, nothing cut."""
-    console = out()
-    is_terminal = console.is_terminal
-    grid = Table(box=None, header_style="bold", pad_edge=False, show_footer=footer)
+def table(columns: Sequence[str | tuple[str, str]], rows: Iterable[Sequence[Any]], *, notes: bool = False) -> None:
+    """Columns are titles, or (title, justification). Nothing is cut, ids can be copied; a line that is too long
+    wraps. With `notes`, the last column is prose: in a terminal, its first 60 characters.
+    """
+    is_terminal = out().is_terminal
+    grid = Table(box=None, header_style="bold", pad_edge=False)
     for column in columns:
         title, justify = (column, "left") if isinstance(column, str) else column
-        grid.add_column(title, justify=justify, overflow="ellipsis" if is_terminal else "fold", no_wrap=True)  # type: ignore[arg-type]
+        grid.add_column(title, justify=justify, no_wrap=True)  # type: ignore[arg-type]
     for row in rows:
-        grid.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
-    if not is_terminal:
-        console = Console(highlight=False, width=10_000, soft_wrap=True)
-    console.print(grid)
+        cells = [cell if isinstance(cell, Text) else Text(" ".join(str(cell).split())) for cell in row]
+        if notes and is_terminal:
+            cells[-1].truncate(60, overflow="ellipsis")
+        grid.add_row(*cells)
+    wide = Console(highlight=False, width=10_000, force_terminal=is_terminal)
+    with wide.capture() as captured:
+        wide.print(grid)
+    say("".join(line.rstrip() + "\n" for line in captured.get().splitlines()))
 
 
 def ago(moment_ms: int) -> str:

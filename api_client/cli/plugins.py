@@ -11,6 +11,7 @@ import sys
 from importlib.metadata import entry_points
 from typing import Any, Final
 
+import redis.exceptions
 import typer
 from typer.core import TyperGroup
 
@@ -42,6 +43,8 @@ class CommandGroup(TyperGroup):
             return super().invoke(ctx)
         except TokenmillError as error:
             complain(str(error))
+            if isinstance(error.__cause__, redis.exceptions.ConnectionError):
+                complain("--redis-url or TOKENMILL_REDIS_URL says where it is; `tokenmill dev` starts one", "hint")
             raise typer.Exit(1) from error
         except BrokenPipeError:
             sys.stderr.close()  # whoever read us has gone; say nothing more

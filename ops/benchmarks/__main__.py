@@ -22,6 +22,8 @@ COMMANDS = {
     "scheduler": "the cost of one plan and commit, by batch and by backlog",
     "sampler": "the sampler alone, by what the requests ask for",
     "attention": "the attention backends beside one another, and what they read per second",
+    "floor": "the linear layers alone: what an engine's steps stand on",
+    "quality": "what quantisation costs: perplexity on real text, equal greedy tokens",
     "simulate": "goodput and latency under load, on a cost model",
     "gpu": "share of the roofline on a CUDA device",
 }
@@ -41,8 +43,11 @@ def main(arguments: list[str] | None = None) -> int:
     if module is None:
         print(f"ops/bench: {name} is not part of this checkout", file=sys.stderr)
         return 2
-    signal.signal(signal.SIGTERM, _interrupt)
-    return _run(module, name, argv[1:])
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        return _run(module, name, argv[1:])
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _load(name: str) -> ModuleType | None:

@@ -30,6 +30,7 @@ _MODULES = {
     "transformers": "transformers_batching",
     "vllm": "vllm_engine",
 }
+FLOOR = "floor"  # with the kind of its linear layers after it
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -109,7 +110,7 @@ def _measure(
         results = []
         for workload in workloads:
             rounds = run_rounds(children, workload, arguments.rounds, status.update)
-            results.append(report(workload, rounds, console))
+            results.append(report(workload, rounds, console, frozenset(filter(is_floor, names))))
     shutil.rmtree(logs, ignore_errors=True)
     strict = options.dtype == "float32" and "quantization" not in options.settings
     equal = all(result["equal"] for result in results)
@@ -118,9 +119,13 @@ def _measure(
     return {"results": results, "ok": equal or not strict, "engines": {c.kind.name: c.description for c in children}}
 
 
+def is_floor(name: str) -> bool:
+    return name.startswith(f"{FLOOR} ")
+
+
 def _kind(name: str, options: EngineOptions, waiting: Waiting) -> Kind:
     """Builds the peer's environment when it needs one of its own."""
-    module = f"ops.benchmarks.peers.{_MODULES[name]}"
+    module = f"ops.benchmarks.peers.{FLOOR if is_floor(name) else _MODULES[name]}"
     if name != "vllm":
         return Kind(name, module)
     threads = options.threads or os.cpu_count() or 1
@@ -134,6 +139,8 @@ def _kind(name: str, options: EngineOptions, waiting: Waiting) -> Kind:
 
 def _told(name: str, options: EngineOptions) -> EngineOptions:
     """A peer in its own environment cannot resolve our names of models: it gets the folder."""
+    if is_floor(name):
+        return dataclasses.replace(options, settings={**options.settings, FLOOR: name.removeprefix(f"{FLOOR} ")})
     if name != "vllm":
         return options
     from worker.engine.model.store import resolve

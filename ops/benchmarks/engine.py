@@ -10,7 +10,15 @@ from ops.benchmarks import comparison
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     comparison.add_arguments(parser)
     parser.add_argument("--peer", action="append", default=[], choices=("transformers", "vllm"), help="repeatable")
+    parser.add_argument(
+        "--floor",
+        action="append",
+        default=[],
+        choices=("torch", "mkl", "packed", "int8", "int4"),
+        help="beside the linear layers alone, of this kind, on the same steps; repeatable",
+    )
 
 
 def run(arguments: argparse.Namespace) -> dict[str, object]:
-    return comparison.compare(arguments, [comparison.OURS, *dict.fromkeys(arguments.peer)])
+    floors = [f"{comparison.FLOOR} {kind}" for kind in arguments.floor]
+    return comparison.compare(arguments, [comparison.OURS, *dict.fromkeys([*arguments.peer, *floors])])

@@ -44,8 +44,12 @@ def run_rounds(children: Sequence[Child], workload: Workload, count: int, waitin
     return rounds
 
 
-def report(workload: Workload, rounds: dict[str, list[Round]], console: Console) -> dict[str, Any]:
-    """The first engine named is compared with each of the others; it comes first in every ratio."""
+def report(
+    workload: Workload, rounds: dict[str, list[Round]], console: Console, floors: frozenset[str] = frozenset()
+) -> dict[str, Any]:
+    """The first engine named is compared with each of the others; it comes first in every ratio. `floors` have no
+    tokens of their own.
+    """
     each = {name: [of_round(workload, measured) for measured in done] for name, done in rounds.items()}
     summaries = {name: summary(figures) for name, figures in each.items()}
     num_requests = len(workload.requests)
@@ -63,14 +67,17 @@ def report(workload: Workload, rounds: dict[str, list[Round]], console: Console)
             table.add_row(label, *cells)
     console.print(table)
     ours, *others = rounds
-    comparisons = {name: _compare((ours, name), each, rounds, console) for name in others}
+    comparisons = {
+        name: _share(each, (ours, name), console) if name in floors else _compare((ours, name), each, rounds, console)
+        for name in others
+    }
     return {
         "workload": workload.name,
         "requests": num_requests,
         "rounds": each,
         "summary": summaries,
         "comparisons": comparisons,
-        "equal": all(c["equal_requests"] == num_requests for c in comparisons.values()),
+        "equal": all(c["equal_requests"] == num_requests for name, c in comparisons.items() if name not in floors),
     }
 
 
@@ -79,8 +86,7 @@ def _compare(
 ) -> dict[str, float]:
     """The ratio is the median of the rounds' ratios, which drift less than the figures themselves."""
     ours, peer = pair
-    metric = "output_tok_s"
-    ratios = [mine[metric] / theirs[metric] for mine, theirs in zip(each[ours], each[peer], strict=True)]
+    ratios = _ratios(each, pair)
     ratio = statistics.median(ratios)
     equal, total = equal_requests(rounds[ours][0], rounds[peer][0])
     share = equal_tokens(rounds[ours][0], rounds[peer][0])
@@ -89,6 +95,20 @@ def _compare(
         f"same tokens in {equal} of {total} requests ({share:.1%} of the tokens before a first difference)"
     )
     return {"ratio": ratio, "equal_requests": equal, "requests": total, "equal_tokens": share}
+
+
+def _share(each: dict[str, list[dict[str, float]]], pair: tuple[str, str], console: Console) -> dict[str, float]:
+    ours, floor = pair
+    ratios = _ratios(each, pair)
+    share = statistics.median(ratios)
+    console.print(f"{ours} reaches {share:.1%} of the {floor} (rounds: {', '.join(f'{r:.1%}' for r in ratios)})")
+    return {"ratio": share}
+
+
+def _ratios(each: dict[str, list[dict[str, float]]], pair: tuple[str, str]) -> list[float]:
+    ours, other = pair
+    metric = "output_tok_s"
+    return [mine[metric] / theirs[metric] for mine, theirs in zip(each[ours], each[other], strict=True)]
 
 
 def _cell(value: dict[str, float] | None) -> str:

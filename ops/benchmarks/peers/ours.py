@@ -21,8 +21,11 @@ class Tokenmill:
             num_threads=options.threads or None,
             **fields,  # type: ignore[arg-type]
         )
-        self._engine = Engine.load(config)
+        self._engine = self._load(config)
         self.description = self._engine.runner.description
+
+    def _load(self, config: EngineConfig) -> Engine:
+        return Engine.load(config)
 
     def run(self, requests: tuple[WorkloadRequest, ...]) -> Round:
         engine = self._engine

@@ -1,0 +1,86 @@
+"""The floor beside our engine: the same requests through the same scheduler, but a step is its linear layers alone.
+
+Which kind of linear layers, `options.settings["floor"]` says. Its tokens mean nothing.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ops.benchmarks.linear_stack import KINDS, LinearStack, shapes_of
+from ops.benchmarks.peers.ours import Tokenmill
+from ops.benchmarks.peers.protocol import EngineOptions, serve
+from worker.engine import Engine, EngineConfig
+from worker.engine.config import CacheConfig, LayerGroup
+from worker.engine.model.store import resolve
+from worker.engine.plan import StepOutput, StepPlan
+from worker.engine.scheduler import Scheduler
+from worker.engine.sequence import Sequence
+
+_TOKEN = 100
+
+
+class FloorRunner:
+    """Has the calls of `runner.ModelRunner` that a benchmark makes."""
+
+    eos_token_ids: frozenset[int] = frozenset()
+    can_structure = is_asynchronous = False
+    graph_counts = (0, 0)
+    proposer = None
+
+    def __init__(self, config: EngineConfig, stack: LinearStack, vocab_size: int, max_model_len: int) -> None:
+        self.config = config
+        self.vocab_size, self.max_model_len = vocab_size, max_model_len
+        self.model_path = Path()
+        group = LayerGroup(layers=(0,), num_kv_heads=1, head_dim=1)
+        num_blocks = config.num_blocks or 2
+        self.cache_config = CacheConfig(config.block_size, (group,), (num_blocks,), (0,), config.prefix_cache)
+        self.description = f"linear layers alone: {KINDS[stack.kind]}"
+        self._stack = stack
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepOutput:
+        samples = sum(item.samples for item in plan.scheduled)
+        if plan.num_tokens:
+            self._stack.run(plan.num_tokens, samples)
+        return StepOutput(plan.step_id, ((_TOKEN,),) * samples, (None,) * samples, {})
+
+    def launch(self, plan: StepPlan) -> StepPlan:
+        return plan
+
+    def finish(self, step: StepPlan) -> StepOutput:
+        return self.execute(step)
+
+    def prepare(self, params: Any) -> None:
+        """Nothing to compile."""
+
+    def release(self, sequences: Iterable[Sequence]) -> None:
+        """Nothing is kept."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class Floor(Tokenmill):
+    def __init__(self, options: EngineOptions) -> None:
+        self._kind = str(options.settings["floor"])
+        settings = {name: value for name, value in options.settings.items() if name != "floor"}
+        super().__init__(dataclasses.replace(options, settings=settings))
+
+    def _load(self, config: EngineConfig) -> Engine:
+        if config.num_threads:
+            torch.set_num_threads(config.num_threads)
+        shapes = shapes_of(resolve(config.model))
+        stack = LinearStack(shapes, self._kind, config.max_num_batched_tokens)
+        runner = FloorRunner(config, stack, vocab_size=shapes[-1][0], max_model_len=1 << 20)
+        scheduler = Scheduler(
+            config, runner.cache_config, max_model_len=runner.max_model_len, eos_token_ids=runner.eos_token_ids
+        )
+        return Engine(runner, scheduler)
+
+
+if __name__ == "__main__":
+    serve(Floor)

@@ -1,0 +1,70 @@
+"""A worker that plays: claims and answers jobs with numbered words, so slowly that faults find a moment."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+from schemas.chunk import Chunk
+from schemas.codec import decode_request
+from tests.consume.queue import Queue, end_of, token
+from worker.consume.job_stream import JobStream
+from worker.errors import RedisUnavailable
+from worker.jobs import AppendReply, Delivery
+
+
+async def answer(worker: JobStream, delivery: Delivery, num_tokens: int, pause_s: float) -> None:
+    """From where its log ends; what was not confirmed is sent again. A cancelled job ends early."""
+    index = len(delivery.log)
+    while index < num_tokens:
+        try:
+            ((word, end),) = await worker.append([token(delivery, index)])
+        except RedisUnavailable:
+            await asyncio.sleep(0.02)
+            continue
+        if word is AppendReply.LOST:
+            return
+        index = end
+        if word is AppendReply.CANCELLED:
+            break
+        await asyncio.sleep(pause_s)
+    while True:
+        try:
+            await worker.finish([end_of(delivery, index)])
+            return
+        except RedisUnavailable:
+            await asyncio.sleep(0.02)
+
+
+@contextlib.asynccontextmanager
+async def playing(queue: Queue, *, pause_s: float = 0.002, worker_id: str = "player") -> AsyncIterator[JobStream]:
+    """Answers every job with as many tokens as it asks for."""
+    worker = queue.worker(worker_id)
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def run() -> None:
+        while True:
+            with contextlib.suppress(RedisUnavailable):
+                for delivery in await worker.claim(8):
+                    wanted = decode_request(delivery.payload).params.max_tokens or 1
+                    task = asyncio.create_task(answer(worker, delivery, wanted, pause_s))
+                    tasks.add(task)
+                    task.add_done_callback(tasks.discard)
+            await asyncio.sleep(0.01)
+
+    runner = asyncio.create_task(run())
+    try:
+        yield worker
+    finally:
+        for task in (runner, *tasks):
+            task.cancel()
+        await asyncio.gather(runner, *tasks, return_exceptions=True)
+
+
+def assert_told(chunks: list[Chunk], num_tokens: int, first: int = 0) -> None:
+    """Exactly the tokens from `first` on, once each, in order, and the end."""
+    assert [i for chunk in chunks for i in chunk.token_ids] == list(range(first, num_tokens))
+    assert "".join(chunk.text for chunk in chunks) == "".join(f"{i} " for i in range(first, num_tokens))
+    assert [chunk.index for chunk in chunks] == [*range(first, num_tokens), num_tokens]
+    assert [chunk.is_last for chunk in chunks] == [False] * (num_tokens - first) + [True]

@@ -1,0 +1,229 @@
+"""Client and AsyncClient on a real server: the same calls, the same answers."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from api_client import AsyncClient, Client, ClientOptions, ConfigurationError, JobFailed, JobNotFound, ResultTimeout
+from api_client.base import ClientBase
+from api_client.errors import QueueUnavailable
+from schemas.chunk import Chunk
+from schemas.control import WorkerStatus
+from schemas.result import JobError, JobResult, JobStatus
+from tests.client.players import assert_told, playing
+from tests.consume.queue import QUEUE, Queue, end_of, eventually, token
+from worker.embedded import free_port
+from worker.jobs import Finished
+
+pytestmark = pytest.mark.redis
+
+
+class Threaded:
+    """A Client behind AsyncClient's face: each call in a thread."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._client, name)
+        return lambda *args, **kwargs: asyncio.to_thread(method, *args, **kwargs)
+
+    async def stream(self, job: str, **options: Any) -> AsyncIterator[Chunk]:
+        chunks = self._client.stream(job, **options)
+        while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
+            yield chunk
+
+
+@pytest.fixture(params=["sync", "async"])
+async def client(request: pytest.FixtureRequest, redis_url: str) -> AsyncIterator[Any]:
+    options = ClientOptions(idle_s=0.5)
+    if request.param == "sync":
+        with Client(redis_url, queue=QUEUE, options=options) as client:
+            yield Threaded(client)
+    else:
+        async with AsyncClient(redis_url, queue=QUEUE, options=options) as aclient:
+            yield aclient
+
+
+async def collect(client: Any, job: str, **options: Any) -> list[Chunk]:
+    return [chunk async for chunk in client.stream(job, timeout=20, **options)]
+
+
+def test_both_clients_have_the_same_calls() -> None:
+    def calls(kind: type[ClientBase]) -> dict[str, list[str]]:
+        return {
+            name: list(inspect.signature(member).parameters)
+            for name, member in inspect.getmembers(kind, callable)
+            if not name.startswith("_")
+        }
+
+    assert calls(Client) == calls(AsyncClient)
+
+
+async def test_early_late_and_second_subscribers_see_every_token_once(client: Any, queue: Queue) -> None:
+    job = await client.submit(prompt="x", max_tokens=40)
+    early = [asyncio.create_task(collect(client, job)) for _ in range(2)]
+    await asyncio.sleep(0.1)
+    async with playing(queue):
+        await asyncio.sleep(0.1)
+        in_the_middle = await collect(client, job)
+        for told in (*await asyncio.gather(*early), in_the_middle, await collect(client, job)):
+            assert_told(told, 40)
+    result = await client.result(job)
+    assert (result.status, result.token_ids) == (JobStatus.SUCCEEDED, tuple(range(40)))
+
+
+@pytest.mark.parametrize("moment", ["before", "during", "after"])
+async def test_a_reader_with_a_cursor_sees_the_rest(client: Any, queue: Queue, moment: str) -> None:
+    job = await client.submit(prompt="x", max_tokens=30)
+    if moment == "before":
+        reading = asyncio.create_task(collect(client, job, starting_after=12))
+    async with playing(queue):
+        if moment == "during":
+            await asyncio.sleep(0.1)
+        if moment == "after":
+            await client.result(job)
+        told = await (reading if moment == "before" else collect(client, job, starting_after=12))
+    assert_told(told, 30, first=12)
+
+
+async def test_leaving_a_stream_early_leaves_nothing_behind(client: Any, queue: Queue) -> None:
+    job = await client.submit(prompt="x", max_tokens=5)
+    async with playing(queue):
+        stream = client.stream(job)
+        async for _ in stream:
+            break
+        await stream.aclose()
+        assert_told(await collect(client, job), 5)
+        assert await client.result(job, timeout=5)
+    channels = await queue.redis.pubsub_channels("*chunks*")
+    assert channels == [] or isinstance(client, Threaded)  # a thread's generator closes with the garbage
+
+
+async def test_status_tells_the_way_of_a_job(client: Any, queue: Queue) -> None:
+    job = await client.submit(prompt="x", priority="bulk", tenant="t")
+    waiting = await client.status(job)
+    worker = queue.worker()
+    (delivery,) = await worker.claim(1)
+    await worker.append([token(delivery, 0), token(delivery, 1)])
+    running = await client.status(job)
+    await client.cancel(job)
+    cancelling = await client.status(job)
+    await worker.finish([end_of(delivery, 2, JobStatus.CANCELLED)])
+    over = await client.status(job)
+    assert (waiting.status, waiting.priority, waiting.tenant) == (JobStatus.QUEUED, "bulk", "t")
+    assert (running.status, running.tokens, running.worker_id) == (JobStatus.RUNNING, 2, "w1")
+    assert (running.cancelling, cancelling.cancelling) == (False, True)
+    assert over.status is JobStatus.CANCELLED
+    assert waiting.created_ms <= running.started_ms <= over.finished_ms
+
+
+async def test_a_result_is_awaited_and_its_lateness_said(client: Any, queue: Queue) -> None:
+    job = await client.submit(prompt="x", max_tokens=10)
+    with pytest.raises(ResultTimeout, match=r"not ended within 0\.2 s"):
+        await client.result(job, timeout=0.2)
+    with pytest.raises(ResultTimeout):
+        await collect_within(client, job, 0.2)
+    async with playing(queue):
+        assert (await client.result(job, timeout=10)).text == "0 1 2 3 4 5 6 7 8 9 "
+
+
+async def collect_within(client: Any, job: str, timeout: float) -> list[Chunk]:
+    return [chunk async for chunk in client.stream(job, timeout=timeout)]
+
+
+async def test_a_failure_is_an_answer_unless_one_insists(client: Any, queue: Queue) -> None:
+    job = await client.submit(prompt="x")
+    worker = queue.worker()
+    (delivery,) = await worker.claim(1)
+    error = JobError("context_length_exceeded", "the prompt is too long")
+    result = JobResult(job_id=job, status=JobStatus.FAILED, error=error)
+    final = Chunk(job_id=job, index=0, status=JobStatus.FAILED, error=error)
+    await worker.finish([Finished(delivery.token, result, final)])
+    assert (await client.result(job)).error == error
+    (chunk,) = await collect(client, job)
+    assert (chunk.status, chunk.error) == (JobStatus.FAILED, error)
+    with pytest.raises(JobFailed, match="the prompt is too long"):
+        await client.result(job, check=True)
+
+
+async def test_jobs_nobody_knows(client: Any) -> None:
+    for call in (client.status, client.result, client.cancel):
+        with pytest.raises(JobNotFound, match="no job nope"):
+            await call("nope")
+    with pytest.raises(JobNotFound):
+        await collect(client, "nope")
+    with pytest.raises(ConfigurationError):
+        await collect(client, "nope", starting_after=-1)
+
+
+async def test_lists_of_jobs_and_workers(client: Any, queue: Queue) -> None:
+    waiting = await client.submit(prompt="x", tenant="t", priority="bulk")
+    delayed = await client.submit(prompt="x", not_before=4e9)
+    running = await client.submit(prompt="x", priority="interactive")
+    cancelled = await client.submit(prompt="x")
+    await client.cancel(cancelled)
+    worker = queue.worker()
+    await worker.heartbeat(WorkerStatus(worker_id="w1", model="m", running=1))
+    claimed = [delivery.job_id for delivery in await worker.claim(1)]
+    assert claimed == [cancelled, running]
+    everything = {info.job_id: info.status for info in await client.list()}
+    assert everything == {
+        waiting: JobStatus.QUEUED,
+        delayed: JobStatus.SCHEDULED,
+        running: JobStatus.RUNNING,
+        cancelled: JobStatus.CANCELLED,
+    }
+    assert [info.job_id for info in await client.list("queued")] == [waiting]
+    assert [info.job_id for info in await client.list(JobStatus.RUNNING, limit=1)] == [running]
+    assert [(status.worker_id, status.model, status.running) for status in await client.workers()] == [("w1", "m", 1)]
+    depth = await client.depth()
+    assert (depth.queued["bulk"], depth.queued["standard"], depth.running) == (1, 1, 2)
+
+
+async def test_many_streams_of_an_event_loop_share_one_connection(queue: Queue, redis_url: str) -> None:
+    async with AsyncClient(redis_url, queue=QUEUE) as client, playing(queue):
+        jobs = await client.submit_many([{"prompt": "x", "max_tokens": 20}] * 24)
+        streams = [asyncio.create_task(collect(client, job)) for job in jobs]
+        await asyncio.sleep(0.05)
+        listening = [info for info in await queue.redis.client_list() if int(info["sub"])]
+        assert len(listening) == 1
+        for told in await asyncio.gather(*streams):
+            assert_told(told, 20)
+
+        async def is_closed() -> bool:
+            return not [info for info in await queue.redis.client_list() if int(info["sub"])]
+
+        await eventually(is_closed)
+
+
+async def test_no_thread_is_left_and_none_was_needed(redis_url: str, queue: Queue) -> None:
+    before = threading.active_count()
+    with Client(redis_url, queue=QUEUE) as client:
+        job = client.submit(prompt="x")
+        stream = client.stream(job, timeout=0.1)
+        with pytest.raises(ResultTimeout):
+            next(stream)
+        assert threading.active_count() == before
+
+
+async def test_no_server_is_said_at_once_and_plainly() -> None:
+    with Client(f"redis://127.0.0.1:{free_port()}/0", queue=QUEUE) as client:
+        for call in (lambda: client.submit(prompt="x"), lambda: client.result("x"), lambda: next(client.stream("x"))):
+            with pytest.raises(QueueUnavailable):
+                call()
+    async with AsyncClient(f"redis://127.0.0.1:{free_port()}/0", queue=QUEUE) as aclient:
+        with pytest.raises(QueueUnavailable):
+            await aclient.submit(prompt="x")
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a{b}"])
+def test_a_queue_name_that_would_break_keys_is_refused(name: str) -> None:
+    with pytest.raises(ConfigurationError):
+        Client(queue=name)

@@ -1,0 +1,155 @@
+"""The cursor alone: whatever is cut, repeated, lost or reordered on the way, each token is told once and in order."""
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from api_client.cursor import StreamCursor
+from schemas.chunk import Chunk
+from schemas.generation import FinishReason
+from schemas.result import ChoiceResult, JobResult, JobStatus, Usage
+
+JOB = "j"
+
+
+def words(start: int, end: int) -> str:
+    return "".join(f"<{i}>" for i in range(start, end))
+
+
+def cut(num_tokens: int, borders: list[int]) -> list[Chunk]:
+    edges = sorted({0, num_tokens, *(border % num_tokens for border in borders)})
+    return [
+        Chunk(job_id=JOB, index=a, token_ids=tuple(range(a, b)), text=words(a, b)) for a, b in itertools.pairwise(edges)
+    ]
+
+
+def last(num_tokens: int) -> Chunk:
+    return Chunk(job_id=JOB, index=num_tokens, status=JobStatus.SUCCEEDED, finish_reason=FinishReason.STOP)
+
+
+def result_of(num_tokens: int) -> JobResult:
+    ends = tuple(len(words(0, i + 1)) for i in range(num_tokens))
+    choice = ChoiceResult(
+        text=words(0, num_tokens) + "!",
+        token_ids=tuple(range(num_tokens)),
+        text_ends=ends,
+        finish_reason=FinishReason.STOP,
+    )
+    return JobResult(
+        job_id=JOB, status=JobStatus.SUCCEEDED, choices=(choice,), usage=Usage(completion_tokens=num_tokens)
+    )
+
+
+def told_of(chunks: list[Chunk]) -> tuple[list[int], str]:
+    return [token for chunk in chunks for token in chunk.token_ids], "".join(chunk.text for chunk in chunks)
+
+
+@given(st.integers(1, 30), st.lists(st.integers(0, 100)), st.randoms(use_true_random=False), st.booleans())
+def test_every_token_once_however_messages_arrive(
+    num_tokens: int, borders: list[int], rng: random.Random, ends_in_result: bool
+) -> None:
+    chunks = cut(num_tokens, borders)
+    messages = [chunk for chunk in chunks for _ in range(rng.randint(0, 2))]  # lost, once, twice
+    if rng.random() < 0.5:
+        rng.shuffle(messages)
+    cursor, told = StreamCursor(JOB), list[Chunk]()
+    for message in messages:
+        accepted = cursor.accept(message)
+        if accepted is None:  # a gap: the log has everything up to this message
+            logged = [chunk for chunk in chunks if chunk.end <= message.end]
+            told += cursor.accept_log(logged[rng.randint(0, len([c for c in logged if c.end <= cursor.next_index])) :])
+            accepted = cursor.accept(message)
+        assert accepted is not None
+        told += accepted
+    if ends_in_result:
+        told += cursor.accept_result(result_of(num_tokens))
+        text = words(0, num_tokens) + "!"
+    else:
+        told += cursor.accept_log(chunks)
+        told += cursor.accept(last(num_tokens)) or []
+        text = words(0, num_tokens)
+    assert told_of(told) == (list(range(num_tokens)), text)
+    assert cursor.is_over
+    assert told[-1].status is JobStatus.SUCCEEDED
+    assert [chunk.index for chunk in told] == sorted({chunk.index for chunk in told if chunk.token_ids} | {num_tokens})
+
+
+@given(st.integers(1, 20), st.integers(0, 25), st.booleans())
+def test_starting_after_tells_exactly_the_rest(num_tokens: int, after: int, is_over: bool) -> None:
+    cursor = StreamCursor(JOB, after)
+    if is_over:
+        told = list(cursor.accept_result(result_of(num_tokens)))
+    else:
+        told = [*cursor.accept_log(cut(num_tokens, list(range(num_tokens)))), *(cursor.accept(last(num_tokens)) or [])]
+    assert told_of(told)[0] == list(range(after, num_tokens))
+    if is_over:
+        assert told_of(told)[1] == words(min(after, num_tokens), num_tokens) + "!"
+
+
+def test_a_message_beyond_the_cursor_waits_for_the_log() -> None:
+    cursor = StreamCursor(JOB)
+    assert cursor.accept(Chunk(job_id=JOB, index=2, token_ids=(2,))) is None
+    assert cursor.accept(last(3)) is None
+    assert cursor.next_index == 0
+
+
+def test_chunks_cut_anew_after_a_loss_are_trimmed_to_what_is_new() -> None:
+    """The server forgot the last two chunks; the worker sends the same tokens again in one piece."""
+    cursor = StreamCursor(JOB)
+    told = list(cursor.accept_log(cut(4, [1, 2, 3])))
+    again = Chunk(job_id=JOB, index=2, token_ids=(2, 3, 4, 5), text=words(2, 6))
+    told += cursor.accept(again) or []
+    assert told_of(told) == (list(range(6)), words(0, 6))
+    assert cursor.accept(again) == []
+
+
+def test_a_log_that_lost_its_beginning_does_not_stop_a_late_reader() -> None:
+    cursor = StreamCursor(JOB)
+    told = list(cursor.accept_log(cut(5, [1, 2, 3, 4])[3:]))
+    assert told_of(told)[0] == [3, 4]
+
+
+def two_choices() -> JobResult:
+    choices = tuple(
+        ChoiceResult(
+            index=i, text=f"{name}0{name}1", token_ids=(10 * i, 10 * i + 1), text_ends=(2, 4),
+            finish_reason=FinishReason.STOP,
+        )
+        for i, name in enumerate("ab")
+    )  # fmt: skip
+    return JobResult(job_id=JOB, status=JobStatus.SUCCEEDED, choices=choices)
+
+
+@pytest.mark.parametrize("seen", range(5))
+def test_several_choices_are_told_once_each_wherever_the_log_ended(seen: int) -> None:
+    live = [
+        Chunk(job_id=JOB, index=0, choice=1, token_ids=(10,), text="b0"),
+        Chunk(job_id=JOB, index=1, choice=1, token_ids=(11,), text="b1", finish_reason=FinishReason.STOP),
+        Chunk(job_id=JOB, index=2, choice=0, token_ids=(0,), text="a0"),
+        Chunk(job_id=JOB, index=3, choice=0, token_ids=(1,), text="a1"),
+    ][:seen]
+    cursor = StreamCursor(JOB)
+    told = [*cursor.accept_log(live), *cursor.accept_result(two_choices())]
+    for i, text in enumerate(("a0a1", "b0b1")):
+        mine = [chunk for chunk in told if chunk.choice == i and chunk.status is None]
+        assert told_of(mine) == ([10 * i, 10 * i + 1], text)
+        assert [chunk.finish_reason for chunk in mine if chunk.finish_reason] == [FinishReason.STOP]
+    assert [chunk.index for chunk in told if chunk.token_ids] == [0, 1, 2, 3]
+
+
+def test_the_end_of_a_choice_without_a_token_is_told_once() -> None:
+    cursor = StreamCursor(JOB)
+    list(cursor.accept_log([Chunk(job_id=JOB, index=0, token_ids=(1,), text="x")]))
+    end = Chunk(job_id=JOB, index=1, text="rest", finish_reason=FinishReason.CANCELLED)
+    assert cursor.accept(end) == [end]
+    assert cursor.accept(end) == []
+
+
+def test_after_the_end_there_is_nothing() -> None:
+    cursor = StreamCursor(JOB)
+    list(cursor.accept_result(result_of(2)))
+    assert cursor.accept(last(2)) == []
+    assert list(cursor.accept_result(result_of(2))) == []

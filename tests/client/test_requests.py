@@ -1,0 +1,121 @@
+"""Requests, ids, fingerprints and URLs: what is decided before anything is sent."""
+
+import time
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from api_client import ConfigurationError, InvalidRequest
+from api_client.connections import parse_url
+from api_client.requests import JobHandle, build_request, estimated_tokens, fingerprint, new_job_id
+from schemas.codec import decode_request, encode
+from schemas.generation import ResponseFormat, SamplingParams
+from schemas.job import JobRequest, Priority
+
+
+def test_arguments_find_their_place() -> None:
+    request = build_request(
+        {
+            "messages": [{"role": "user", "content": "hi"}],
+            "max_tokens": 5,
+            "temperature": 0,
+            "stop": "x",
+            "logit_bias": {5: 1.5},
+            "response_format": ResponseFormat(regex="a+"),
+            "priority": Priority.BULK,
+            "tenant": "t",
+            "webhook": "https://example.org/hook",
+            "stream": False,
+        }
+    )
+    assert request.params == SamplingParams(
+        max_tokens=5, temperature=0, stop=("x",), logit_bias={5: 1.5}, response_format=ResponseFormat(regex="a+")
+    )
+    assert (request.priority, request.tenant, request.stream) == (Priority.BULK, "t", False)
+    assert abs(request.created_ms - time.time() * 1000) < 5_000
+
+
+def test_times_are_relative_or_absolute() -> None:
+    now = time.time()
+    relative = build_request({"prompt": "x", "deadline": 60, "not_before": now + 5})
+    assert relative.deadline_ms == relative.created_ms + 60_000
+    assert relative.not_before_ms == round((now + 5) * 1000)
+    moment = datetime.fromtimestamp(now + 60, UTC)
+    spans = build_request({"prompt": "x", "deadline": moment, "not_before": timedelta(seconds=5)})
+    assert spans.deadline_ms == round(moment.timestamp() * 1000)
+    assert abs((spans.not_before_ms or 0) - (now + 5) * 1000) < 1_000
+
+
+def test_everything_wrong_is_said_at_once() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        build_request({"prompt": "x", "max_tokens": 0, "temperature": -1.0})
+    assert len(caught.value.problems) == 2
+
+
+def test_unknown_names_are_named() -> None:
+    with pytest.raises(InvalidRequest, match="max_token is neither"):
+        build_request({"prompt": "x", "max_token": 3})
+
+
+def test_ids_are_version_7_and_sort_by_time() -> None:
+    first = new_job_id()
+    time.sleep(0.002)
+    second = new_job_id()
+    assert first < second
+    assert (first[14], first[19] in "89ab", len(first)) == ("7", True, 36)
+
+
+def test_a_handle_is_its_id() -> None:
+    handle = JobHandle("abc", is_new=False)
+    assert (handle, handle.is_new, f"{handle}", dict[str, int]({handle: 1})["abc"]) == ("abc", False, "abc", 1)
+
+
+def test_a_handle_travels_as_the_text_it_is() -> None:
+    parent = JobHandle("abc")
+    request = build_request({"prompt": parent, "metadata": {"parent": parent}})
+    assert decode_request(encode(request)).metadata == {"parent": "abc"}
+    assert decode_request(encode(JobRequest(job_id=parent, prompt="x"))).job_id == "abc"
+    with pytest.raises(InvalidRequest):
+        build_request({"prompt": object()})
+
+
+def test_a_fingerprint_sees_content_and_nothing_else() -> None:
+    base: dict[str, Any] = {"prompt": "x", "max_tokens": 3}
+    same = [base, {**base, "deadline": 5}, {**base, "idempotency_key": "k"}, {**base, "traceparent": "00-1-2-03"}]
+    assert len({fingerprint(build_request(arguments)) for arguments in same}) == 1
+    different = [base, {**base, "prompt": "y"}, {**base, "max_tokens": 4}, {**base, "tenant": "t"}, {**base, "seed": 1}]
+    assert len({fingerprint(build_request(arguments)) for arguments in different}) == len(different)
+
+
+def test_a_jobs_cost_grows_with_prompt_and_answer() -> None:
+    assert estimated_tokens(build_request({"prompt_ids": [1, 2, 3], "max_tokens": 7, "n": 2})) == 17
+    assert estimated_tokens(build_request({"prompt": "x" * 400, "max_tokens": 10})) == 110
+
+
+@pytest.mark.parametrize(
+    ("url", "kind", "hosts", "service", "options"),
+    [
+        ("redis://h:1/2", "single", (), "", {}),
+        ("redis+sentinel://a:1,b/main/3", "sentinel", (("a", 1), ("b", 26379)), "main", {"db": 3}),
+        (
+            "rediss+cluster://u:p%40@a:1,[::1]:2?ssl_ca_certs=/ca", "cluster", (("a", 1), ("::1", 2)), "",
+            {"ssl": True, "username": "u", "password": "p@", "ssl_ca_certs": "/ca"},
+        ),
+    ],
+)  # fmt: skip
+def test_urls_of_all_kinds(
+    url: str, kind: str, hosts: tuple[tuple[str, int], ...], service: str, options: dict[str, Any]
+) -> None:
+    endpoint = parse_url(url)
+    assert (endpoint.kind, endpoint.hosts, endpoint.service, endpoint.options) == (kind, hosts, service, options)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://h", "redis+nonsense://h", "redis+sentinel://h", "redis+sentinel://h/main/x", "redis+cluster://h/3",
+     "redis+cluster://", "redis+cluster://h:port"],
+)  # fmt: skip
+def test_wrong_urls_are_refused_in_a_sentence(url: str) -> None:
+    with pytest.raises(ConfigurationError):
+        parse_url(url)
