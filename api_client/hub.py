@@ -185,7 +185,7 @@ class ChannelHub:
         try:
             command = ("s" if self._is_cluster else "") + verb
             await connection.send_command(command.upper(), channel, check_health=False)
-        except (RedisError, OSError):
+        except (RedisError, OSError, AttributeError):  # closed meanwhile: it has no writer
             self._is_stale = True
 
     async def _disconnect(self) -> None:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import msgspec
 from rich.text import Text
 
-from api_client.cli.output import out
+from api_client.cli.output import count, out
 from worker.settings import Settings
 
 Verdict = Literal["ok", "warning", "error"]
@@ -60,7 +60,7 @@ def show(findings: list[Finding], *, only_problems: bool = False) -> None:
         out().print(line)
     if not only_problems:
         problems = [sum(finding.verdict == verdict for finding in findings) for verdict in ("error", "warning")]
-        counted = [f"{n} {word}{'s' * (n != 1)}" for n, word in zip(problems, ("error", "warning"), strict=True) if n]
+        counted = [count(n, word) for n, word in zip(problems, ("error", "warning"), strict=True) if n]
         words = ", ".join(counted) or "all is well"
         out().print(f"\n{words}", style="bold red" if problems[0] else "bold")
 
@@ -122,7 +122,9 @@ def _redis_queue(client: Any, settings: Settings) -> Iterator[Finding]:
 
     queue = Client(settings.redis_url, queue=settings.queue_name, prefix=settings.key_prefix, redis_client=client)
     depth, workers = queue.depth(), queue.workers()
-    words = f"{settings.queue_name}: {depth.num_queued} waiting, {depth.running} running, {len(workers)} workers"
+    words = (
+        f"{settings.queue_name}: {depth.num_queued} waiting, {depth.running} running, {count(len(workers), 'worker')}"
+    )
     if depth.num_queued and not workers:
         yield Finding("queue", "warning", words, "nobody serves it: tokenmill worker")
     else:

@@ -42,7 +42,7 @@ def conclude(
         finished_ms=now_ms,
         metadata=request.metadata if request is not None else {},
     )
-    return Finished(delivery.token, result, _final_chunk(result, answer))
+    return Finished(delivery.token, result, _final_chunk(result, answer), request)
 
 
 def _usage(delivery: Delivery, answer: Answer | None, now_ms: int) -> Usage:

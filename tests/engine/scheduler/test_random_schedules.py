@@ -168,13 +168,17 @@ TestSchedules = Schedules.TestCase
 
 @pytest.mark.slow
 @pytest.mark.soak
-def test_more_schedules() -> None:
-    """The same machine, run for longer."""
+@pytest.mark.timeout(3600)
+def test_more_schedules(soak_seconds: float) -> None:
+    """The same machine, run for longer: some five schedules for each second asked for."""
 
     class Longer(Schedules):
         pass
 
     Longer.TestCase.settings = settings(
-        max_examples=1500, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+        max_examples=max(50, int(5 * soak_seconds)),
+        stateful_step_count=50,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
     )
     Longer.TestCase().runTest()

@@ -1,0 +1,172 @@
+"""The commands in this process, on a real queue without a worker, and on a database with known rows."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from api_client import Client
+from api_client.cli import app
+from tests.record.support import failed, finished
+from worker.record import ResultStore
+from worker.record.migrate import upgrade
+
+
+class Shell:
+    def __init__(self, redis_url: str, database: str) -> None:
+        self.redis_url = redis_url
+        self._where = {
+            "TOKENMILL_REDIS_URL": redis_url,
+            "TOKENMILL_DATABASE_URL": database,
+            "TOKENMILL_QUEUE": "q",
+            "COLUMNS": "200",
+        }
+        self._runner = CliRunner()
+
+    def __call__(self, *arguments: str, stdin: str | None = None) -> Result:
+        return self._runner.invoke(app, list(arguments), env=self._where, input=stdin)
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> str:
+    url = f"sqlite:///{tmp_path}/t.db"
+    upgrade(url)
+
+    async def fill() -> None:
+        store = ResultStore(url, queue="q")
+        await store.record([finished("good"), failed("bad", "the prompt is too long")])
+        await store.close()
+
+    asyncio.run(fill())
+    return url
+
+
+@pytest.fixture
+def shell(redis_url: str, database: str, allowed_keys: list[str]) -> Shell:
+    allowed_keys.append("tm:{q}:*")  # nobody works here: what is submitted stays
+    return Shell(redis_url, database)
+
+
+@pytest.fixture
+def client(redis_url: str) -> Iterator[Client]:
+    with Client(redis_url, queue="q") as client:
+        yield client
+
+
+pytestmark = pytest.mark.redis
+
+
+def test_submit_prints_an_id_and_nothing_else(shell: Shell, client: Client) -> None:
+    done = shell("submit", "Hello", "-n", "5", "--tenant", "acme", "--priority", "bulk")
+    assert done.exit_code == 0
+    info = client.status(done.stdout.strip())
+    assert (info.status, info.tenant, info.priority) == ("queued", "acme", "bulk")
+    again = [shell("submit", "Hello", "--idempotency-key", "k").stdout for _ in range(2)]
+    assert again[0] == again[1]
+
+
+def test_the_prompt_may_come_from_stdin_a_file_or_json(shell: Shell, tmp_path: Path) -> None:
+    chat = tmp_path / "chat.json"
+    chat.write_text('[{"role": "user", "content": "Hi"}]')
+    for arguments, stdin in (
+        (("submit",), "from a pipe\n"),
+        (("submit", "--messages", f"@{chat}"), None),
+        (("submit", "--prompt-ids", "1, 2,3"), None),
+        (("submit", "Hi", "--system", "Be brief"), None),
+    ):
+        done = shell(*arguments, "--json", stdin=stdin)
+        assert done.exit_code == 0, done.output
+        assert json.loads(done.stdout)["queue"] == "q"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("submit", "x", "--temperature", "-1", "--top-p", "7"), "top_p"),
+        (("submit", "x", "--messages", "[]"), "give one of"),
+        (("submit", "--messages", "{"), "--messages is not JSON"),
+        (("submit", "--messages", "@/no/such/file"), "cannot read /no/such/file"),
+        (("submit", "--prompt-ids", "1,a"), "whole numbers"),
+        (("submit", "x", "--metadata", "novalue"), "KEY=VALUE"),
+        (("submit", "x", "--redis-url", "redis://127.0.0.1:1/0"), "TOKENMILL_REDIS_URL"),
+        (("submit", "x", "--redis-url", "gopher://x"), "gopher"),
+        (("status", "nope"), "no job nope"),
+        (("jobs", "--status", "succeeded", "--database-url", "sqlite:////no/such.db"), "no database at"),
+        (("usage", "--since", "yesterday"), "YYYY-MM-DD"),
+        (("usage", "--by", "mood"), "grouped by mood"),
+        (("dead", "redrive"), "--all"),
+        (("dead", "redrive", "nope"), "nope is not a dead job"),
+    ],
+)
+def test_an_error_is_one_sentence_and_a_status(shell: Shell, arguments: tuple[str, ...], says: str) -> None:
+    done = shell(*arguments)
+    assert done.exit_code == 1
+    assert says in done.output
+    assert "Traceback" not in done.output
+    assert isinstance(done.exception, SystemExit)
+
+
+def test_status_and_cancel(shell: Shell) -> None:
+    job = shell("submit", "Hello").stdout.strip()
+    assert "queued" in shell("status", job).stdout
+    assert shell("cancel", job).stdout == f"{job} cancelled\n"
+    assert json.loads(shell("status", job, "--json").stdout)["status"] == "cancelled"
+    assert shell("cancel", job, "--json").stdout.split() == ["{", f'"{job}":', '"cancelled"', "}"]
+
+
+def test_a_result_that_only_sql_remembers(shell: Shell) -> None:
+    done = shell("result", "good")
+    assert (done.exit_code, done.stdout) == (0, "Blue light scatters. ☁\n")
+    assert json.loads(shell("result", "good", "--json").stdout)["usage"]["completion_tokens"] == 3
+    done = shell("result", "bad")
+    assert done.exit_code == 1
+    assert "the prompt is too long" in done.stderr
+
+
+def test_jobs_lists_open_ones_and_then_ended_ones(shell: Shell) -> None:
+    job = shell("submit", "Hello").stdout.strip()
+    assert json.loads(shell("jobs", "--json").stdout)[0]["job_id"] == job
+    assert {row["job_id"] for row in json.loads(shell("jobs", "--json").stdout)} == {job, "good", "bad"}
+    assert [row["job_id"] for row in json.loads(shell("jobs", "--status", "failed", "--json").stdout)] == ["bad"]
+    assert [row["job_id"] for row in json.loads(shell("jobs", "--status", "open", "--json").stdout)] == [job]
+    text = shell("jobs").stdout
+    assert job in text
+    assert "the prompt is too long" in text
+
+
+def test_jobs_shows_what_it_can_reach(shell: Shell) -> None:
+    done = shell("jobs", "--json", "--redis-url", "redis://127.0.0.1:1/0")
+    assert done.exit_code == 0
+    assert {row["job_id"] for row in json.loads(done.stdout)} == {"good", "bad"}
+    assert "Warning" in done.stderr
+
+
+def test_usage(shell: Shell) -> None:
+    rows = json.loads(shell("usage", "--by", "tenant", "--json").stdout)
+    assert [(row["tenant"], row["jobs"], row["succeeded"], row["completion_tokens"]) for row in rows] == [
+        ("acme", 2, 1, 3)
+    ]
+    assert "acme" in shell("usage").stdout
+
+
+def test_dead_list_when_there_are_none(shell: Shell) -> None:
+    assert json.loads(shell("dead", "list", "--json").stdout) == []
+    assert json.loads(shell("dead", "redrive", "--all", "--json").stdout) == {"redriven": [], "not_dead": []}
+
+
+def test_top_without_a_terminal_looks_once(shell: Shell) -> None:
+    shell("submit", "Hello")
+    assert "no worker is alive" in shell("top").stdout
+    assert json.loads(shell("top", "--json").stdout)["queued"]["standard"] == 1
+
+
+@pytest.mark.parametrize(
+    "command", [(), *[(name,) for name in ("submit", "tail", "status", "result", "cancel", "jobs", "usage", "top")]]
+)
+def test_every_command_explains_itself(shell: Shell, command: tuple[str, ...]) -> None:
+    done = shell(*command, "--help")
+    assert done.exit_code == 0
+    assert "Usage" in done.stdout

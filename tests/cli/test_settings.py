@@ -1,0 +1,117 @@
+"""Settings: flags over environment over defaults, and every problem told at once."""
+
+import dataclasses
+
+import pytest
+
+from worker.engine.config import EngineConfig
+from worker.engine_help import ENGINE_HELP
+from worker.errors import SettingsError
+from worker.settings import Settings, child_environment, load_settings
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    for name in list(os.environ):  # noqa: TID251 - what this run was started with
+        if name.startswith("TOKENMILL_"):
+            monkeypatch.delenv(name)
+
+
+def _problems(**flags: object) -> tuple[str, ...]:
+    with pytest.raises(SettingsError) as caught:
+        load_settings(flags)
+    return caught.value.problems
+
+
+def test_the_defaults_work() -> None:
+    settings = load_settings()
+    assert settings.queue_name == "smollm2-135m-instruct"
+    assert settings.engine_config() == EngineConfig(model="smollm2-135m-instruct")
+    assert settings.heartbeat_interval == pytest.approx(settings.lease_seconds / 3)
+
+
+def test_flags_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKENMILL_QUEUE", "from-environment")
+    monkeypatch.setenv("TOKENMILL_MAX_NUM_SEQS", "8")
+    settings = load_settings({"queue": "from-flag", "model": None})
+    assert settings.queue_name == "from-flag"
+    assert settings.engine_config().max_num_seqs == 8
+
+
+def test_every_problem_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = {
+        "LEASE_SECONDS": "soon",
+        "LEASE_SECOND": "3",
+        "BLOCK_SIZE": "0",
+        "PREFIX_CACHE": "perhaps",
+        "POLICY": "lifo",
+        "NUM_BLOCKS": "1",
+        "REDIS_URL": "http://user:hunter2@x",
+        "DATABASE_URL": "mysql://user:hunter2@x/y",
+        "QUEUE": "a {b}",
+        "RECORD_GROUP": "5000",
+        "POLL_SECONDS": "nan",
+    }
+    for name, value in wrong.items():
+        monkeypatch.setenv(f"TOKENMILL_{name}", value)
+    problems = _problems(metrics_port="123456")
+    assert len(problems) == 12
+    for name in wrong:
+        assert sum(line.startswith((f"TOKENMILL_{name} ", f"TOKENMILL_{name}:")) for line in problems) == 1, name
+    assert sum(line.startswith("--metrics-port ") for line in problems) == 1
+    assert "did you mean TOKENMILL_LEASE_SECONDS?" in "".join(problems)
+    assert "hunter2" not in "".join(problems)
+    assert not [line for line in problems if "\n" in line]
+
+
+def test_a_late_heartbeat_must_not_cost_the_lease() -> None:
+    assert "at most half" in _problems(lease_seconds="6", heartbeat_seconds="5")[0]
+
+
+def test_an_unknown_variable_without_a_neighbour_gets_no_suggestion(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKENMILL_ZZZZ", "1")
+    assert _problems() == ("TOKENMILL_ZZZZ is not a setting",)
+
+
+def test_empty_and_none_mean_unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKENMILL_LEASE_SECONDS", "")
+    monkeypatch.setenv("TOKENMILL_NUM_BLOCKS", "none")
+    settings = load_settings({"metrics_port": "none"})
+    assert (settings.lease_seconds, settings.engine_config().num_blocks, settings.metrics_port) == (10.0, None, None)
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(EngineConfig)])
+def test_each_engine_setting_is_a_setting_with_a_help_text(name: str) -> None:
+    assert name in Settings.model_fields
+    assert ENGINE_HELP[name]
+
+
+def test_a_child_loads_the_same_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKENMILL_LOG_LEVEL", "debug")
+    before = load_settings({"policy": "priority", "prefix_cache": "false", "num_blocks": "64", "queue": "q"})
+    variables = {k: v for k, v in child_environment(before).items() if k.startswith("TOKENMILL_")}
+    monkeypatch.delenv("TOKENMILL_LOG_LEVEL")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert load_settings() == before
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://h",
+        "rediss://u:p@h:1/2",
+        "unix:///run/r.sock",
+        "redis+sentinel://a:1,b:2/main/0",
+        "redis+cluster://a:1,b:2",
+    ],
+)
+def test_every_kind_of_redis_address(url: str) -> None:
+    assert load_settings({"redis_url": url}).redis_url == url
+
+
+def test_passwords_are_not_shown() -> None:
+    settings = load_settings({"database_url": "postgresql://u:hunter2@h/db", "redis_url": "redis://:hunter2@h/0"})
+    assert "hunter2" not in str(settings.public())

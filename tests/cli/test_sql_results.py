@@ -1,0 +1,115 @@
+"""What a producer reads from SQL: the results that Redis gave, lists, and sums."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy
+
+from api_client.errors import ConfigurationError, QueueUnavailable
+from api_client.sql import SqlResults
+from schemas import ChoiceResult, FinishReason, JobStatus
+from tests.record.support import failed, finished
+from worker.jobs import Finished
+from worker.record import ResultStore
+from worker.record.connection import open_engine
+from worker.record.migrate import upgrade
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    url = f"sqlite:///{tmp_path}/t.db" if request.param == "sqlite" else str(request.getfixturevalue("postgres_url"))
+    upgrade(url)
+    return url
+
+
+def _record(url: str, *jobs: Finished, queue: str = "q") -> None:
+    async def record() -> None:
+        store = ResultStore(url, queue=queue)
+        await store.record(jobs)
+        await store.close()
+
+    asyncio.run(record())
+
+
+@pytest.fixture
+def results(url: str) -> Any:
+    found = SqlResults(url)
+    yield found
+    found.close()
+
+
+def test_a_result_is_the_one_that_was_recorded(url: str, results: SqlResults) -> None:
+    several = (ChoiceResult(text="a", token_ids=(1,)), ChoiceResult(index=1, text="b", token_ids=(2,)))
+    jobs = [finished("a"), failed("b"), finished("c", choices=several)]
+    _record(url, *jobs)
+    assert [results.get(job.result.job_id) for job in jobs] == [job.result for job in jobs]
+    assert results.get("unknown") is None
+
+
+def test_after_a_purge_of_payloads_the_rest_is_there(url: str, results: SqlResults) -> None:
+    _record(url, finished("a"))
+    engine = open_engine(url)
+    with engine.begin() as connection:
+        connection.execute(sqlalchemy.text("UPDATE jobs SET result = NULL, text = NULL, token_ids = NULL"))
+    engine.dispose()
+    found = results.get("a")
+    assert found is not None
+    assert (found.status, found.text, found.finish_reason) == (JobStatus.SUCCEEDED, "", FinishReason.STOP)
+    assert found.usage == finished("a").result.usage
+
+
+def test_lists_are_filtered_and_newest_first(url: str, results: SqlResults) -> None:
+    _record(url, *(finished(f"a{n}", finished_ms=1000 + n) for n in range(5)), failed("bad", finished_ms=5000))
+    _record(url, finished("other", tenant="zeta", finished_ms=9000), queue="second")
+    assert [row.job_id for row in results.jobs(queue="q")] == ["bad", "a4", "a3", "a2", "a1", "a0"]
+    assert [row.job_id for row in results.jobs(limit=2, offset=1)] == ["bad", "a4"]
+    assert [row.job_id for row in results.jobs(tenant="zeta")] == ["other"]
+    assert [row.job_id for row in results.jobs(since_ms=1003, until_ms=5000)] == ["a4", "a3"]
+    bad = results.jobs(status="failed")[0]
+    assert bad.error is not None
+    assert (bad.job_id, bad.error.message, bad.completion_tokens) == ("bad", "too long", 0)
+    assert results.jobs(batch_id="none") == []
+
+
+def test_usage_sums_are_those_of_the_jobs(url: str, results: SqlResults) -> None:
+    day = 86_400_000
+    _record(
+        url, *(finished(f"a{n}", finished_ms=day * (20_000 + n % 2)) for n in range(10)), failed("bad", finished_ms=0)
+    )
+    _record(url, finished("z", tenant="zeta", finished_ms=day * 20_000))
+    rows = {row.group: row for row in results.usage(by=("tenant", "day"))}
+    assert set(rows) == {("acme", "1970-01-01"), ("acme", "2024-10-04"), ("acme", "2024-10-05"), ("zeta", "2024-10-04")}
+    row = rows["acme", "2024-10-04"]
+    assert (row.jobs, row.succeeded, row.prompt_tokens, row.cached_tokens, row.completion_tokens) == (5, 5, 55, 20, 15)
+    assert (row.mean_ttft_ms, row.mean_total_ms) == (20.0, 90.0)
+    assert [(row.jobs, row.succeeded) for row in results.usage(by=())] == [(12, 11)]
+    assert [row.group for row in results.usage(by=("tenant",), since_day="2024-10-05")] == [("acme",)]
+    with pytest.raises(ConfigurationError, match="grouped by prompt"):
+        results.usage(by=("prompt",))  # type: ignore[arg-type]
+
+
+def test_nothing_is_made_where_there_is_no_database(tmp_path: Path) -> None:
+    results = SqlResults(f"sqlite:///{tmp_path}/none.db")
+    with pytest.raises(ConfigurationError, match="there is no database"):
+        results.get("a")
+    results.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_database_without_tables_names_the_command(tmp_path: Path) -> None:
+    (tmp_path / "empty.db").touch()
+    results = SqlResults(f"sqlite:///{tmp_path}/empty.db")
+    with pytest.raises(ConfigurationError, match="tokenmill db upgrade"):
+        results.jobs()
+    results.close()
+
+
+def test_a_database_that_is_away_is_one_sentence() -> None:
+    results = SqlResults("postgresql://nobody:hunter2@127.0.0.1:1/none")
+    with pytest.raises(QueueUnavailable) as caught:
+        results.get("a")
+    assert "hunter2" not in str(caught.value)
+    assert "SELECT" not in str(caught.value)
+    results.close()

@@ -1,0 +1,150 @@
+"""Log lines keep users' text out, health fails when nothing moves, metrics count what happened."""
+
+import asyncio
+import io
+import json
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import pytest
+from prometheus_client import generate_latest
+
+from tests.record.support import result
+from worker.telemetry import Check, Metrics, Pulse, WatchServer, configure_logging
+
+
+@pytest.fixture
+def log_to() -> Iterator[Callable[..., io.StringIO]]:
+    root = logging.getLogger()
+    before, level = list(root.handlers), root.level
+
+    def configure(form: str, **options: object) -> io.StringIO:
+        stream = io.StringIO()
+        configure_logging("info", form, stream=stream, **options)  # type: ignore[arg-type]
+        return stream
+
+    yield configure
+    logging.captureWarnings(False)
+    for handler in list(root.handlers):
+        root.removeHandler(handler)
+    for handler in before:
+        root.addHandler(handler)
+    root.setLevel(level)
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_prompts_are_logged_only_where_it_is_allowed(form: str, log_to: Callable[..., io.StringIO]) -> None:
+    for allowed in (False, True):
+        stream = log_to(form, with_private=allowed)
+        logging.getLogger("worker.x").info("admitted", extra={"job_id": "j1", "private": {"prompt": "a secret"}})
+        assert ("a secret" in stream.getvalue()) == allowed
+        assert "j1" in stream.getvalue()
+
+
+def test_json_lines_are_json_whatever_is_in_them(log_to: Callable[..., io.StringIO]) -> None:
+    stream = log_to("json", context={"worker": "w1"})
+    logging.getLogger("x").warning("line\nbreak %s", "é", extra={"odd": object()})
+    try:
+        raise ValueError("inner")
+    except ValueError:
+        logging.getLogger("x").exception("failed")
+    first, second = (json.loads(line) for line in stream.getvalue().splitlines())
+    assert (first["message"], first["level"], first["worker"]) == ("line\nbreak é", "warning", "w1")
+    assert "ValueError: inner" in second["exception"]
+
+
+def test_a_text_line_cannot_be_forged(log_to: Callable[..., io.StringIO]) -> None:
+    stream = log_to("text")
+    logging.getLogger("x").info("job %s", "a\n12:00:00 ERROR all is lost", extra={"name_": "b\nc"})
+    assert len(stream.getvalue().splitlines()) == 1
+
+
+def test_a_pulse_is_a_problem_when_it_is_overdue() -> None:
+    now = [100.0]
+    pulse = Pulse("claim", 5.0, clock=lambda: now[0])
+    now[0] = 104.0
+    assert pulse.problem() is None
+    now[0] = 106.0
+    assert pulse.problem() == "no claim for 6 s (limit 5 s)"
+    pulse.beat()
+    assert pulse.problem() is None
+
+
+def test_metrics_count_a_finished_job() -> None:
+    metrics = Metrics()
+    metrics.job_finished(result(), "standard")
+    metrics.watch("engine", lambda: {"steps": 7, "num_running": 2, "away": None}, gauges=["num_running"])
+    text = generate_latest(metrics.registry).decode()
+    for line in (
+        'tokenmill_jobs_finished_total{priority="standard",status="succeeded"} 1.0',
+        'tokenmill_tokens_total{kind="completion"} 3.0',
+        'tokenmill_first_token_seconds_sum{priority="standard"} 0.02',
+        'tokenmill_token_seconds_sum{priority="standard"} 0.035',
+        "tokenmill_engine_steps_total 7.0",
+        "tokenmill_engine_num_running 2.0",
+    ):
+        assert line in text.splitlines(), line
+    assert "away" not in text
+    assert "acme" not in text  # no tenant is a label
+
+
+def test_two_workers_in_one_process_do_not_meet() -> None:
+    one, two = Metrics(), Metrics()
+    one.lost.inc()
+    assert "tokenmill_jobs_lost_total 1.0" in generate_latest(one.registry).decode()
+    assert "tokenmill_jobs_lost_total 0.0" in generate_latest(two.registry).decode()
+
+
+@pytest.fixture
+async def watched() -> AsyncIterator[tuple[WatchServer, dict[str, str | None]]]:
+    problems: dict[str, str | None] = {"steps": None, "sql": None}
+    checks = [Check("steps", lambda: problems["steps"], vital=True), Check("sql", lambda: problems["sql"])]
+    server = await WatchServer("127.0.0.1", 0, Metrics().registry, checks).start()
+    yield server, problems
+    await server.stop()
+
+
+async def _get(server: WatchServer, request: str) -> tuple[int, str]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(request.encode())
+    data = (await reader.read()).decode()
+    writer.close()
+    await writer.wait_closed()
+    head, _, body = data.partition("\r\n\r\n")
+    return int(head.split()[1]), body
+
+
+async def test_health_says_what_fails_and_whether_a_restart_helps(
+    watched: tuple[WatchServer, dict[str, str | None]],
+) -> None:
+    server, problems = watched
+
+    async def look() -> list[int]:
+        return [(await _get(server, f"GET {path} HTTP/1.1\r\n\r\n"))[0] for path in ("/healthz", "/livez")]
+
+    assert await look() == [200, 200]
+    problems["sql"] = "connection refused"
+    assert await look() == [503, 200]
+    _, body = await _get(server, "GET /healthz HTTP/1.1\r\n\r\n")
+    assert json.loads(body) == {"status": "failing", "checks": {"steps": "ok", "sql": "connection refused"}}
+    problems["steps"] = "no step for 200 s"
+    assert await look() == [503, 503]
+
+
+async def test_the_server_answers_only_what_it_serves(watched: tuple[WatchServer, dict[str, str | None]]) -> None:
+    server, _ = watched
+    status, body = await _get(server, "GET /metrics?x=1 HTTP/1.1\r\nHost: a\r\n\r\n")
+    assert status == 200
+    assert "tokenmill_jobs_lost_total" in body
+    assert (await _get(server, "GET /etc/passwd HTTP/1.1\r\n\r\n"))[0] == 404
+    assert (await _get(server, "POST /metrics HTTP/1.1\r\n\r\n"))[0] == 405
+    assert (await _get(server, "nonsense\r\n\r\n"))[0] == 400
+    assert await _get(server, "HEAD /livez HTTP/1.1\r\n\r\n") == (200, "")
+
+
+def test_a_check_that_breaks_has_failed() -> None:
+    def broken() -> str | None:
+        raise LookupError("gone")
+
+    server = WatchServer("127.0.0.1", 0, Metrics().registry, [Check("x", broken)])
+    assert server.report(vital_only=False) == (False, {"x": "the check itself failed: gone"})
