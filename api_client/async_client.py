@@ -182,7 +182,8 @@ class _Performer:
 
     async def perform(self, effect: Effect) -> None:
         try:
-            self._answer = await self._perform(effect)
+            with scripts.heeding_cancellation():
+                self._answer = await self._perform(effect)
         except (RedisError, OSError) as error:
             self._trouble = translate(error)
 

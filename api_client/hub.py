@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import redis.asyncio
@@ -18,6 +18,7 @@ from redis.exceptions import RedisError
 
 from api_client.effects import Signal
 from api_client.errors import QueueUnavailable
+from api_client.scripts import heeding_cancellation
 
 log = logging.getLogger(__name__)
 
@@ -55,33 +56,72 @@ class HubSubscription:
         await self._hub.forget(self)
 
 
+class _Session:
+    """One pub/sub connection. Only its reader connects and reads; `tell` sends beside it, straight to the socket:
+    two that read one socket, or a send while it is closed, break each other."""
+
+    def __init__(self, client: Any, *, sharded: bool, owned: redis.asyncio.Redis | None) -> None:
+        self._pubsub = client.pubsub()
+        self._prefix = "S" if sharded else ""
+        self._owned = owned  # a client that exists for this session only
+        self._lock = asyncio.Lock()
+        self.is_stale = False  # it lacks a channel: to be replaced
+
+    async def open(self, channels: list[str]) -> None:
+        subscribe = self._pubsub.ssubscribe if self._prefix else self._pubsub.subscribe
+        async with self._lock:
+            await subscribe(*channels)
+
+    async def tell(self, channel: str, is_wanted: Callable[[], bool]) -> None:
+        """Subscribe or unsubscribe, as it is wanted when the turn comes: the last word counts."""
+        async with self._lock:
+            verb = f"{self._prefix}{'' if is_wanted() else 'UN'}SUBSCRIBE"
+            connection = self._pubsub.connection
+            try:
+                if connection is None or not connection.is_connected:
+                    raise ConnectionError("not connected")
+                await connection.send_command(verb, channel, check_health=False)
+            except (RedisError, OSError, AttributeError):  # the last: the library lost the socket under our hands
+                self.is_stale = True
+
+    async def next_message(self) -> dict[str, Any] | None:
+        with heeding_cancellation():
+            message: dict[str, Any] | None = await self._pubsub.get_message(timeout=_POLL_S)
+        return message
+
+    async def close(self) -> None:
+        async with self._lock:
+            for part in (self._pubsub, self._owned):
+                with contextlib.suppress(RedisError, OSError):
+                    if part is not None:
+                        await part.aclose()
+
+
 class ChannelHub:
     """Bound to one event loop. `client` is used for nothing but its pub/sub connections."""
 
     def __init__(self, client: redis.asyncio.Redis) -> None:
-        self._client = client
-        self._is_cluster = isinstance(client, redis.asyncio.cluster.RedisCluster)
-        self._subscribers: defaultdict[str, set[HubSubscription]] = defaultdict(set)
+        self._client: Any = client
+        self._is_cluster = isinstance(self._client, redis.asyncio.cluster.RedisCluster)
+        self._subscribers: dict[str, set[HubSubscription]] = {}
         self._confirmed: dict[str, asyncio.Event] = {}
-        self._pubsub: Any = None
-        self._node_client: redis.asyncio.Redis | None = None
+        self._session: _Session | None = None
         self._reader: asyncio.Task[None] | None = None
         self._trouble: Exception | None = None
-        self._is_stale = False  # the connection lacks a channel
 
     async def subscribe(self, channel: str) -> HubSubscription:
         """Returns when the server has confirmed. Raises QueueUnavailable."""
         subscription = HubSubscription(self, channel)
         is_first = channel not in self._subscribers
-        self._subscribers[channel].add(subscription)
+        self._subscribers.setdefault(channel, set()).add(subscription)
         try:
             if is_first:
                 self._confirmed[channel] = asyncio.Event()
-            if self._reader is None or self._reader.done():
+            if self._reader is None:
                 self._trouble = None
                 self._reader = asyncio.create_task(self._run(), name="channel-hub")
-            elif is_first and self._pubsub is not None:
-                await self._send("subscribe", channel)
+            elif is_first and self._session is not None:
+                await self._session.tell(channel, lambda: channel in self._subscribers)
             await self._wait_confirmed(channel)
         except BaseException:
             await self.forget(subscription)
@@ -100,8 +140,8 @@ class ChannelHub:
         self._confirmed.pop(channel, None)
         if not self._subscribers:
             await self._stop_reader()
-        elif self._pubsub is not None:
-            await self._send("unsubscribe", channel)
+        elif self._session is not None:
+            await self._session.tell(channel, lambda: channel in self._subscribers)
 
     async def close(self) -> None:
         self._subscribers.clear()
@@ -116,53 +156,58 @@ class ChannelHub:
             raise QueueUnavailable(f"cannot subscribe: {self._trouble or 'no answer'}") from self._trouble
 
     async def _stop_reader(self) -> None:
-        reader, self._reader = self._reader, None
-        if reader is not None and reader is not asyncio.current_task():
-            reader.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await reader
+        """Whoever subscribes meanwhile gets a reader of his own."""
+        reader, self._reader, self._session = self._reader, None, None
+        while reader is not None and not reader.done():
+            reader.cancel()  # again, should the library have swallowed it
+            await asyncio.wait([reader], timeout=1.0)
 
     async def _run(self) -> None:
-        failures = 0
-        try:
-            while self._subscribers:
-                try:
-                    await self._connect()
-                    for subscribers in self._subscribers.values():
-                        for subscription in subscribers:
-                            subscription.deliver(Signal.MISSED)
-                    failures = 0
-                    await self._read()
-                except (RedisError, OSError) as error:
-                    self._trouble = error
-                    log.debug("pub/sub connection: %s", error)
-                await self._disconnect()
-                await asyncio.sleep(_PAUSES_S[min(failures, len(_PAUSES_S) - 1)])
-                failures += 1
-        finally:
-            await self._disconnect()
+        me, failures = asyncio.current_task(), 0
+        while self._reader is me and self._subscribers:
+            session: _Session | None = None
+            try:
+                session = await self._connect()
+                failures = 0
+                await self._read(session, me)
+            except (RedisError, OSError) as error:
+                self._trouble = error
+                log.debug("pub/sub connection: %s", error)
+            finally:
+                if self._session is session:
+                    self._session = None
+                if session is not None:
+                    await session.close()
+            await asyncio.sleep(_PAUSES_S[min(failures, len(_PAUSES_S) - 1)])
+            failures += 1
 
-    async def _connect(self) -> None:
-        client: Any = self._client
-        if isinstance(client, redis.asyncio.cluster.RedisCluster):
+    async def _connect(self) -> _Session:
+        client, owned = self._client, None
+        if self._is_cluster:
             # All channels of a queue are in one slot. Its node may have changed since.
             await client.nodes_manager.initialize()
-            node = client.get_node_from_key(next(iter(self._subscribers)))
+            node = client.get_node_from_key(next(iter(self._subscribers), ""))
             if node is None:
                 raise QueueUnavailable("no cluster node serves the queue's slot")
-            self._node_client = redis.asyncio.Redis(host=str(node.host), port=int(node.port), **_node_options(node))
-            client = self._node_client
-        self._is_stale = False
-        pubsub = client.pubsub()
-        channels = list(self._subscribers)
-        await (pubsub.ssubscribe(*channels) if self._is_cluster else pubsub.subscribe(*channels))
-        self._pubsub = pubsub
-        for channel in self._subscribers.keys() - set(channels):  # somebody came while we connected
-            await self._send("subscribe", channel)
+            client = owned = redis.asyncio.Redis(host=str(node.host), port=int(node.port), **_node_options(node))
+        session = _Session(client, sharded=self._is_cluster, owned=owned)
+        try:
+            channels = list(self._subscribers)
+            await session.open(channels)
+            self._session = session
+            for channel in self._subscribers.keys() - set(channels):  # somebody came while we connected
+                await session.tell(channel, lambda channel=channel: channel in self._subscribers)  # type: ignore[misc]
+        except BaseException:
+            await session.close()
+            raise
+        for subscribers in self._subscribers.values():
+            for subscription in subscribers:
+                subscription.deliver(Signal.MISSED)
+        return session
 
-    async def _read(self) -> None:
-        while self._subscribers and not self._is_stale:
-            message = await self._pubsub.get_message(timeout=_POLL_S)
+    async def _read(self, session: _Session, me: asyncio.Task[None] | None) -> None:
+        while self._reader is me and self._subscribers and not session.is_stale:
+            message = await session.next_message()
             if message is None:
                 continue
             channel = message["channel"].decode()
@@ -173,30 +218,6 @@ class ChannelHub:
                 self._confirmed[channel].set()
             elif message["type"] == "sunsubscribe" and channel in self._subscribers:
                 return  # the slot has moved: connect anew
-
-    async def _send(self, verb: str, channel: str) -> None:
-        """Straight to the connection, for only the reader may connect: two that read one socket break each other.
-        After a failure the reader connects anew, with every channel.
-        """
-        connection = self._pubsub.connection
-        if connection is None or not connection.is_connected:
-            self._is_stale = True
-            return
-        try:
-            command = ("s" if self._is_cluster else "") + verb
-            await connection.send_command(command.upper(), channel, check_health=False)
-        except (RedisError, OSError, AttributeError):  # closed meanwhile: it has no writer
-            self._is_stale = True
-
-    async def _disconnect(self) -> None:
-        pubsub, self._pubsub = self._pubsub, None
-        node_client, self._node_client = self._node_client, None
-        with contextlib.suppress(RedisError, OSError):
-            if pubsub is not None:
-                await pubsub.aclose()
-        with contextlib.suppress(RedisError, OSError):
-            if node_client is not None:
-                await node_client.aclose()
 
 
 def _node_options(node: Any) -> dict[str, Any]:

@@ -318,6 +318,8 @@ async def _background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        task.cancel()
+        while not task.done():
+            task.cancel()  # again, should a library have swallowed it
+            await asyncio.wait([task], timeout=1.0)
         with contextlib.suppress(asyncio.CancelledError):
-            await task
+            task.result()

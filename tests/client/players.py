@@ -41,25 +41,27 @@ async def answer(worker: JobStream, delivery: Delivery, num_tokens: int, pause_s
 async def playing(queue: Queue, *, pause_s: float = 0.002, worker_id: str = "player") -> AsyncIterator[JobStream]:
     """Answers every job with as many tokens as it asks for."""
     worker = queue.worker(worker_id)
-    tasks: set[asyncio.Task[None]] = set()
+    tasks: list[asyncio.Task[None]] = []
 
     async def run() -> None:
         while True:
             with contextlib.suppress(RedisUnavailable):
                 for delivery in await worker.claim(8):
                     wanted = decode_request(delivery.payload).params.max_tokens or 1
-                    task = asyncio.create_task(answer(worker, delivery, wanted, pause_s))
-                    tasks.add(task)
-                    task.add_done_callback(tasks.discard)
+                    tasks.append(asyncio.create_task(answer(worker, delivery, wanted, pause_s)))
             await asyncio.sleep(0.01)
 
-    runner = asyncio.create_task(run())
+    tasks.append(asyncio.create_task(run()))
     try:
         yield worker
     finally:
-        for task in (runner, *tasks):
-            task.cancel()
-        await asyncio.gather(runner, *tasks, return_exceptions=True)
+        while waiting := [task for task in tasks if not task.done()]:
+            for task in waiting:  # again and again: Python 3.11's wait_for can swallow a cancellation
+                task.cancel()
+            await asyncio.wait(waiting, timeout=0.2)
+        for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(outcome, Exception):
+                raise outcome
 
 
 def assert_told(chunks: list[Chunk], num_tokens: int, first: int = 0) -> None:

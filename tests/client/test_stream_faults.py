@@ -1,0 +1,224 @@
+"""Streams while things break: connections cut, replies lost, messages missed, servers restarted, records gone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from api_client import AsyncClient, ClientOptions, JobNotFound
+from schemas.chunk import Chunk
+from schemas.codec import encode
+from schemas.result import JobResult
+from tests.client.players import assert_told, playing
+from tests.client.test_client import Threaded, collect
+from tests.consume.queue import QUEUE, Queue, close_queue, end_of, open_queue, token
+from tests.support.proxy import FaultProxy
+from tests.support.valkey import ValkeyServer
+
+pytestmark = pytest.mark.redis
+MakeProxy = Callable[[int], FaultProxy]
+OPTIONS = ClientOptions(idle_s=0.3, patience_s=20)
+
+
+@pytest.fixture(params=["sync", "async"])
+async def faulty(
+    request: pytest.FixtureRequest, valkey: ValkeyServer, redis_url: str, make_proxy: MakeProxy
+) -> AsyncIterator[tuple[Any, FaultProxy]]:
+    """A client behind a proxy, and the proxy."""
+    from api_client import Client
+
+    proxy = make_proxy(valkey.port)
+    if request.param == "sync":
+        with Client(proxy.url, queue=QUEUE, options=OPTIONS) as client:
+            yield Threaded(client), proxy
+    else:
+        async with AsyncClient(proxy.url, queue=QUEUE, options=OPTIONS) as aclient:
+            yield aclient, proxy
+
+
+async def test_cut_connections_leave_no_seam(faulty: tuple[Any, FaultProxy], queue: Queue) -> None:
+    client, proxy = faulty
+    job = await queue.submit(max_tokens=150)
+    async with playing(queue, pause_s=0.004):
+        reading = asyncio.create_task(collect(client, job))
+        for _ in range(6):
+            await asyncio.sleep(0.1)
+            proxy.cut()
+        assert_told(await reading, 150)
+
+
+async def test_a_server_out_of_reach_for_a_while_leaves_no_seam(faulty: tuple[Any, FaultProxy], queue: Queue) -> None:
+    client, proxy = faulty
+    job = await queue.submit(max_tokens=60)
+    async with playing(queue, pause_s=0.01):
+        reading = asyncio.create_task(collect(client, job))
+        waiting = asyncio.create_task(client.result(job, timeout=20))
+        await asyncio.sleep(0.3)
+        proxy.cut(refuse=True)
+        await asyncio.sleep(0.8)
+        proxy.heal()
+        assert_told(await reading, 60)
+        assert (await waiting).token_ids == tuple(range(60))
+
+
+async def test_a_lost_reply_to_submit_makes_no_second_job(faulty: tuple[Any, FaultProxy], queue: Queue) -> None:
+    client, proxy = faulty
+    await client.depth()  # connected
+    proxy.lose_replies(1)
+    job = await client.submit(prompt="x")
+    assert (await queue.client.depth()).num_queued == 1
+    assert [delivery.job_id for delivery in await queue.worker().claim(2)] == [job]
+
+
+@pytest.mark.parametrize("missed", [[3], [0], [9], [2, 3, 4], list(range(10))])
+async def test_messages_that_never_came_are_read_from_the_log(queue: Queue, missed: list[int], redis_url: str) -> None:
+    """The worker logs everything; some of it is never published."""
+    job = await queue.submit()
+    worker = queue.worker()
+    (delivery,) = await worker.claim(1)
+    async with AsyncClient(redis_url, queue=QUEUE, options=OPTIONS) as client:
+        reading = asyncio.create_task(collect(client, job))
+        await asyncio.sleep(0.1)
+        for i in range(10):
+            item = token(delivery, i)
+            await worker.append([type(item)(item.token, item.chunk, checkpoint=i in missed)])
+            await asyncio.sleep(0.005)
+        await worker.finish([end_of(delivery, 10)])
+        assert_told(await reading, 10)
+
+
+async def test_foreign_and_repeated_messages_change_nothing(queue: Queue, redis_url: str) -> None:
+    job = await queue.submit()
+    worker = queue.worker()
+    (delivery,) = await worker.claim(1)
+    async with AsyncClient(redis_url, queue=QUEUE, options=OPTIONS) as client:
+        reading = asyncio.create_task(collect(client, job))
+        await asyncio.sleep(0.1)
+        await worker.append([token(delivery, 0)])
+        for chunk in (token(delivery, 0).chunk, Chunk(job_id=job, index=5, token_ids=(9,)), token(delivery, 0).chunk):
+            await queue.redis.publish(queue.keys.chunks(job), encode(chunk))
+        await worker.append([token(delivery, 1)])
+        await worker.finish([end_of(delivery, 2)])
+        assert_told(await reading, 2)
+
+
+async def test_a_subscriber_slower_than_the_servers_patience_recovers(
+    make_valkey: Callable[..., ValkeyServer],
+) -> None:
+    """The server drops it at its output-buffer limit; the log has what it missed."""
+    server = make_valkey(persistent=False, settings={"client-output-buffer-limit": "pubsub 64kb 32kb 1"})
+    queue = await open_queue(server.url)
+    job = await queue.submit()
+    worker = queue.worker()
+    (delivery,) = await worker.claim(1)
+    from api_client import Client
+
+    with Client(server.url, queue=QUEUE, options=OPTIONS) as client:
+        stream = client.stream(job, timeout=20)
+        await worker.append([token(delivery, 0)])
+        told = [await asyncio.to_thread(next, stream)]
+        for i in range(1, 400):  # 40 MB that nobody reads: more than the sockets' buffers take
+            text = f"{i} " + "x" * 100_000
+            await worker.append([token(delivery, i, text=text)])
+        told += await asyncio.to_thread(lambda: [next(stream) for _ in range(399)])
+        stream.close()  # type: ignore[attr-defined]
+        with server.client() as admin:
+            assert int(admin.info("stats")["client_output_buffer_limit_disconnections"]) >= 1
+    assert [i for chunk in told for i in chunk.token_ids] == list(range(400))
+    await close_queue(queue)
+
+
+async def test_a_restarted_server_leaves_no_seam(make_valkey: Callable[..., ValkeyServer]) -> None:
+    server = make_valkey(settings={"appendfsync": "always"})
+    queue = await open_queue(server.url)
+    async with AsyncClient(server.url, queue=QUEUE, options=OPTIONS) as client:
+        job = await client.submit(prompt="x", max_tokens=80)
+        async with playing(queue, pause_s=0.01):
+            reading = asyncio.create_task(collect(client, job))
+            await asyncio.sleep(0.3)
+            await asyncio.to_thread(server.restart, crash=True)
+            assert_told(await reading, 80)
+    await close_queue(queue)
+
+
+class Database:
+    """Has one result."""
+
+    def __init__(self) -> None:
+        self.result: JobResult | None = None
+
+    def get(self, job_id: str) -> JobResult | None:
+        return self.result if self.result is not None and self.result.job_id == job_id else None
+
+    def close(self) -> None:
+        pass
+
+
+class WithDatabase(AsyncClient):
+    """Looks results up in an object of the test's own."""
+
+    def __init__(self, url: str, database: Database) -> None:
+        super().__init__(url, queue=QUEUE, options=OPTIONS, database="sqlite:///unused.db")
+        self._results = database  # type: ignore[assignment]
+
+
+async def test_what_redis_has_forgotten_is_told_from_the_database(queue: Queue, redis_url: str) -> None:
+    job = await queue.submit()
+    worker, database = queue.worker(), Database()
+    (delivery,) = await worker.claim(1)
+    finished = end_of(delivery, 12)
+    await worker.finish([finished])
+    database.result = finished.result
+    await queue.redis.delete(queue.keys.job(job))
+    async with WithDatabase(redis_url, database) as client:
+        assert (await client.result(job)).token_ids == tuple(range(12))
+        assert (await client.status(job)).status == "succeeded"
+        assert await client.cancel(job) == "succeeded"
+        assert_told(await collect(client, job), 12)
+        assert_told(await collect(client, job, starting_after=5), 12, first=5)
+        with pytest.raises(JobNotFound):
+            await client.result("another")
+
+
+async def test_a_server_that_lost_everything_in_mid_stream_ends_in_the_database(
+    make_valkey: Callable[..., ValkeyServer],
+) -> None:
+    """The running job still reaches SQL; its subscriber gets the rest from there."""
+    server, database = make_valkey(persistent=False), Database()
+    queue = await open_queue(server.url)
+    async with WithDatabase(server.url, database) as client:
+        job = await client.submit(prompt="x")
+        worker = queue.worker()
+        (delivery,) = await worker.claim(1)
+        reading = asyncio.create_task(collect(client, job))
+        waiting = asyncio.create_task(client.result(job, timeout=20))
+        await worker.append([token(delivery, 0), token(delivery, 1)])
+        await asyncio.sleep(0.2)
+        await asyncio.to_thread(server.restart, keep=False)
+        await asyncio.sleep(0.5)
+        assert not reading.done()
+        database.result = end_of(delivery, 6).result
+        assert_told(await reading, 6)
+        assert (await waiting).token_ids == tuple(range(6))
+    await close_queue(queue)
+
+
+async def test_a_stream_of_checkpoints_is_told_too(queue: Queue, redis_url: str, tmp_path: Path) -> None:
+    """`stream=False`: nothing is published; whoever looks all the same gets it from the log."""
+    job = await queue.submit(stream=False)
+    worker = queue.worker()
+    (delivery,) = await worker.claim(1)
+    async with AsyncClient(redis_url, queue=QUEUE, options=OPTIONS) as client:
+        reading = asyncio.create_task(collect(client, job))
+        await asyncio.sleep(0.05)
+        item = token(delivery, 0, 8)
+        await worker.append([type(item)(item.token, item.chunk, checkpoint=True)])
+        await asyncio.sleep(0.4)
+        await worker.finish([end_of(delivery, 10)])
+        told = await reading
+    assert [i for chunk in told for i in chunk.token_ids] == list(range(10))
+    assert [len(chunk.token_ids) for chunk in told] == [8, 1, 1, 0]
