@@ -123,14 +123,16 @@ def pack_gated(packer: Packer, gate: Tensor, up: Tensor) -> PackedWeight:
     return packer.pack(mixed.reshape(2 * n, k))
 
 
-def padded(values: Tensor | None, panel_width: int) -> Tensor | None:
+def padded(values: Tensor, panel_width: int) -> Tensor:
     """The same in float32, with zeros up to a whole panel."""
-    if values is None:
-        return None
     n = values.shape[0]
     whole = torch.zeros(-(-n // panel_width) * panel_width)
     whole[:n] = values.detach()
     return whole
+
+
+def padded_bias(bias: Tensor | None, panel_width: int) -> Tensor | None:
+    return None if bias is None else padded(bias, panel_width)
 
 
 class LinearKernels:
@@ -152,7 +154,7 @@ class LinearKernels:
         n, k = rows.shape
         panels = torch.empty(-(-n // self.panel_width) * self.panel_width * k, dtype=torch.float32)
         self._pack(c_void_p(rows.data_ptr()), c_void_p(panels.data_ptr()), c_int64(n), c_int64(k), c_int64(k))
-        return PackedWeight(self._linear, (n, k), panels, None, padded(bias, self.panel_width))
+        return PackedWeight(self._linear, (n, k), panels, None, padded_bias(bias, self.panel_width))
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, residual: Tensor | None = None

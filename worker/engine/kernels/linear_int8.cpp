@@ -1,9 +1,10 @@
-// Linear layers with 8-bit weights (a scale per output) and 8-bit activations (a scale per row).
+// Linear layers with 8-bit weights (a scale per output) and 8-bit activations (a scale and a zero per row).
 //
-// Each row of x is rounded to [-127, 127] by its largest magnitude, the sums over k are exact in 32-bit
-// integers, and both scales are applied at the end: a row's result depends on nothing but the row. Weights
-// are stored plus 128, so that the unsigned operand of the dot product is the one that stays in registers;
-// 128 times the sum of the row is taken off again. Panels are [n / NR][k / 4][NR columns][4 bytes].
+// Each row is rounded to the 256 steps between its least and its largest value: x = scale · q + zero. The
+// sums of q · w over k are exact in 32-bit integers, scales and zeros are applied at the end, so a row's
+// result depends on nothing but the row. Weights are stored plus 128, so that the unsigned operand of the
+// dot product is the one that stays in registers; 128 times the sum of the row's q is taken off again.
+// Panels are [n / NR][k / 4][NR columns][4 bytes], `scale` [n / NR][2][NR]: scales, then sums of the weights.
 
 #include "linear.h"
 
@@ -17,7 +18,6 @@ typedef uint8_t u8;
 #endif
 
 #define DEPTH 4  // bytes of k in one 32-bit lane
-#define MAX_K 65536  // 255 · 127 · k must fit 31 bits
 
 namespace {
 
@@ -83,46 +83,65 @@ INLINE int64_t quads(int64_t k) { return (k + DEPTH - 1) / DEPTH; }
 
 // ── rows of activations ──
 
+// What the end of a row's sums needs.
+struct Row {
+    float scale, zero;
+    int32_t offset;  // 128 · the sum of the row's q
+};
+
 struct Rows {
-    Quad *values;      // [m, quads(k)]
-    float *scales;     // [m]
-    int32_t *offsets;  // [m]: 128 · the sum of the row's values
+    Quad *values;  // [m, stride]
+    Row *rows;     // [m]
     int64_t stride;
 };
 
 INLINE Rows rows_of(const LinearArguments &a) {
-    Rows rows;
-    rows.stride = quads(a.k);
-    rows.values = (Quad *)a.workspace;
-    rows.scales = (float *)(rows.values + a.m * rows.stride);
-    rows.offsets = (int32_t *)(rows.scales + a.m);
-    return rows;
+    const int64_t stride = quads(a.k);
+    return {(Quad *)a.workspace, (Row *)((Quad *)a.workspace + a.m * stride), stride};
 }
 
-void quantise(const float *x, int64_t k, Quad *values, float *scale, int32_t *offset) {
-    vf largest = vf{}, none = vf{};  // none: x − x, which is zero only where x is finite
+struct Range {
+    float low, high, bad;  // bad: x − x summed, which is zero only if all are finite
+};
+
+INLINE Range range_of(const float *x, int64_t k) {
+    Range range{x[0], x[0], 0.0f};
     int64_t i = 0;
-    for (; i + VW <= k; i += VW) {
-        const vf v = load(x + i);
-        largest = larger(select(v < vf{}, -v, v), largest);
-        none += v - v;
+    if (k >= VW) {
+        vf high = load(x), low = high, bad = vf{};
+        for (; i + VW <= k; i += VW) {
+            const vf v = load(x + i);
+            high = larger(v, high);
+            low = select(v < low, v, low);
+            bad += v - v;
+        }
+        range = {-max_lanes(-low), max_lanes(high), sum_lanes(bad)};
     }
-    float most = max_lanes(largest), bad = sum_lanes(none);
-    for (; i < k; ++i) most = fabsf(x[i]) > most ? fabsf(x[i]) : most, bad += x[i] - x[i];
-    const float inverse = most > 0.0f && bad == 0.0f ? 127.0f / most : 0.0f;
+    for (; i < k; ++i) {
+        range.low = x[i] < range.low ? x[i] : range.low;
+        range.high = x[i] > range.high ? x[i] : range.high;
+        range.bad += x[i] - x[i];
+    }
+    return range;
+}
+
+Row quantise(const float *x, int64_t k, Quad *values) {
+    const Range range = range_of(x, k);
+    const float low = range.low, width = range.high - low;
+    const bool varies = width > 0.0f && range.bad == 0.0f;
+    const float inverse = varies ? 255.0f / width : 0.0f, scale = varies ? width / 255.0f : 0.0f;
     int32_t sum = 0;
-    for (int64_t group = 0; group * DEPTH < k; group += 16) {
-        i8 q[16 * DEPTH];
-        const int64_t first = group * DEPTH, count = k - first < 16 * DEPTH ? k - first : 16 * DEPTH;
-        for (int64_t j = 0; j < 16 * DEPTH; ++j) q[j] = 0;
-        // 1.5 · 2^23 rounds to the nearest integer, ties to even
-        for (int64_t j = 0; inverse > 0.0f && j < count; ++j)
-            q[j] = (i8)(int32_t)(x[first + j] * inverse + 12582912.0f - 12582912.0f);
+    for (int64_t first = 0; first < k; first += 16 * DEPTH) {
+        i8 q[16 * DEPTH] = {};
+        const int64_t count = k - first < 16 * DEPTH ? k - first : 16 * DEPTH;
+        if (varies)  // adding 1.5 · 2^23 rounds to the nearest integer, ties to even
+            for (int64_t j = 0; j < count; ++j)
+                q[j] = (i8)((int32_t)((x[first + j] - low) * inverse + 12582912.0f - 12582912.0f) - 128);
         for (int64_t j = 0; j < count; ++j) sum += q[j];
-        for (int64_t j = 0; j < quads(count); ++j) values[group + j] = quad(q + j * DEPTH);
+        for (int64_t j = 0; j < quads(count); ++j) values[first / DEPTH + j] = quad(q + j * DEPTH);
     }
-    *scale = most / 127.0f + bad;  // a row that is not finite must not come out finite
-    *offset = 128 * sum;
+    // A row that is not finite must not come out finite.
+    return {scale, low + 128.0f * scale + range.bad, 128 * sum};
 }
 
 // ── tiles ──
@@ -130,9 +149,9 @@ void quantise(const float *x, int64_t k, Quad *values, float *scale, int32_t *of
 struct Tile {
     const Quad *x;
     const u8 *panel;
-    const float *row_scales, *column_scales;
-    const int32_t *offsets;
-    int64_t stride, depth;
+    const float *scales;  // of the panel's columns, then their weights' sums
+    const Row *rows;
+    int64_t stride;
     Output out;
 };
 
@@ -144,7 +163,7 @@ void tile(const Tile &t) {
         for (int r = 0; r < R; ++r) acc[c][r][0] = acc[c][r][1] = vi{};
     const u8 *w = t.panel;
     int64_t i = 0;
-    for (; i + CHAINS <= t.depth; i += CHAINS) {
+    for (; i + CHAINS <= t.stride; i += CHAINS) {
 #pragma GCC unroll 4
         for (int c = 0; c < CHAINS; ++c, w += NR * DEPTH) {
             const Columns left = columns(w), right = columns(w + VW * DEPTH);
@@ -158,21 +177,22 @@ void tile(const Tile &t) {
             }
         }
     }
-    for (; i < t.depth; ++i, w += NR * DEPTH)
+    for (; i < t.stride; ++i, w += NR * DEPTH)
         for (int r = 0; r < R; ++r) {
             const Quad x = t.x[r * t.stride + i];
             acc[0][r][0] = dot(acc[0][r][0], columns(w), x);
             acc[0][r][1] = dot(acc[0][r][1], columns(w + VW * DEPTH), x);
         }
-    const vf left = load(t.column_scales), right = load(t.column_scales + VW);
+    const vf left = load(t.scales), right = load(t.scales + VW);
+    const vf left_sum = load(t.scales + NR), right_sum = load(t.scales + NR + VW);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
         for (int c = 1; c < CHAINS; ++c) acc[0][r][0] += acc[c][r][0], acc[0][r][1] += acc[c][r][1];
-        const vi offset = t.offsets[r] - vi{};
-        const vf scale = splat(t.row_scales[r]);
+        const vi offset = t.rows[r].offset - vi{};
+        const vf scale = splat(t.rows[r].scale), zero = splat(t.rows[r].zero);
         const vf a = __builtin_convertvector(acc[0][r][0] - offset, vf) * left * scale;
         const vf b = __builtin_convertvector(acc[0][r][1] - offset, vf) * right * scale;
-        finish_row(t.out, a, b, r);
+        finish_row(t.out, fma(zero, left_sum, a), fma(zero, right_sum, b), r);
     }
 }
 
@@ -185,12 +205,12 @@ const TileFunction TILES[] = {nullptr, tile<1>, tile<2>, tile<3>, tile<4>,
 
 void panel_times_rows(const LinearArguments &a, const Rows &rows, int64_t p) {
     const int64_t tiles = (a.m + MR - 1) / MR, base = a.m / tiles, extra = a.m % tiles;
-    Tile t{rows.values, (const u8 *)a.weight + p * rows.stride * NR * DEPTH, rows.scales,
-           (const float *)a.scale + p * NR, rows.offsets, rows.stride, rows.stride, at_panel(whole_output(a), p, a.n)};
+    Tile t{rows.values, (const u8 *)a.weight + p * rows.stride * NR * DEPTH, (const float *)a.scale + p * 2 * NR,
+           rows.rows, rows.stride, at_panel(whole_output(a), p, a.n)};
     for (int64_t index = 0; index < tiles; ++index) {
         const int64_t count = base + (index < extra);
         TILES[count](t);
-        t.x += count * t.stride, t.row_scales += count, t.offsets += count;
+        t.x += count * t.stride, t.rows += count;
         t.out = below(t.out, count);
     }
 }
@@ -201,7 +221,9 @@ extern "C" int tokenmill_panel_width() { return NR; }
 
 extern "C" int64_t tokenmill_panel_bytes(int64_t n, int64_t k) { return (n + NR - 1) / NR * NR * quads(k) * DEPTH; }
 
-extern "C" int64_t tokenmill_workspace_bytes(int64_t m, int64_t k) { return m * (quads(k) * (int64_t)sizeof(Quad) + 8); }
+extern "C" int64_t tokenmill_workspace_bytes(int64_t m, int64_t k) {
+    return m * (quads(k) * (int64_t)sizeof(Quad) + (int64_t)sizeof(Row));
+}
 
 // Integers [n, k] in [-127, 127] → panels; rows past n and columns past k are zero
 extern "C" void tokenmill_pack(const i8 *weight, u8 *packed, int64_t n, int64_t k) {
@@ -216,7 +238,7 @@ extern "C" void tokenmill_pack(const i8 *weight, u8 *packed, int64_t n, int64_t 
             }
 }
 
-// y = epilogue(x · weightᵀ + bias), with `scale` [n] padded to whole panels
+// y = epilogue(x · weightᵀ + bias)
 extern "C" void tokenmill_linear(const LinearArguments *arguments) {
     const LinearArguments &a = *arguments;
     const int64_t panels = (a.n + NR - 1) / NR;
@@ -226,7 +248,7 @@ extern "C" void tokenmill_linear(const LinearArguments *arguments) {
     {
 #pragma omp for schedule(static)
         for (int64_t r = 0; r < a.m; ++r)
-            quantise(a.x + r * a.x_stride, a.k, rows.values + r * rows.stride, rows.scales + r, rows.offsets + r);
+            rows.rows[r] = quantise(a.x + r * a.x_stride, a.k, rows.values + r * rows.stride);
 #pragma omp for schedule(static) nowait
         for (int64_t p = 0; p < panels; ++p) panel_times_rows(a, rows, p);
     }

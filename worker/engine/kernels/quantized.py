@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from worker.engine.kernels.library import load
-from worker.engine.kernels.linear import PackedWeight, padded
+from worker.engine.kernels.linear import PackedWeight, padded, padded_bias
 
-MAX_INT8_DEPTH = 65_536  # sums of 255 · 127 fit 31 bits up to here
+MAX_INT8_DEPTH = 65_536  # sums of 255 · 128 fit 31 bits up to here
 INT4_GROUP = 32
 _RANGES = (1.0, 0.95, 0.9, 0.84)  # shares of a group's range that are tried
 _ROWS_AT_ONCE = 1024
 
 
 class Int8Packer:
-    """A scale per output; rows of activations are rounded by their own largest value when they come."""
+    """A scale per output; each row of activations is rounded within its own range when it comes."""
 
     def __init__(self, cache_dir: Path | None = None, march: str = "native") -> None:
         library = load("linear_int8", cache_dir, march)
@@ -41,8 +41,10 @@ class Int8Packer:
         panels = torch.empty(self._panel_bytes(c_int64(n), c_int64(k)), dtype=torch.uint8)
         self._pack(c_void_p(integers.data_ptr()), c_void_p(panels.data_ptr()), c_int64(n), c_int64(k))
         row_bytes = self._workspace(c_int64(1), c_int64(k))
-        scales = padded(scale, self.panel_width)
-        return PackedWeight(self._linear, (n, k), panels, scales, padded(bias, self.panel_width), row_bytes)
+        sums = scale * integers.sum(dim=1)
+        by_panel = [padded(part, self.panel_width).view(-1, self.panel_width) for part in (scale, sums)]
+        scales = torch.stack(by_panel, dim=1).contiguous()  # [panels, 2, panel_width]
+        return PackedWeight(self._linear, (n, k), panels, scales, padded_bias(bias, self.panel_width), row_bytes)
 
 
 def round_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -77,7 +79,12 @@ class Int4Packer:
         self._pack(*pointers, c_int64(n), c_int64(k))
         thread_bytes = self._thread_bytes(c_int64(k))
         return PackedWeight(
-            self._linear, (n, k), panels, scales, padded(bias, self.panel_width), thread_bytes=thread_bytes
+            self._linear,
+            (n, k),
+            panels,
+            scales,
+            padded_bias(bias, self.panel_width),
+            thread_bytes=thread_bytes,
         )
 
 

@@ -1,0 +1,146 @@
+"""Quantised models through the engine: what is packed how, what is refused, and what it costs on a real model."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ops.benchmarks.quality import measure, text_windows
+from ops.benchmarks.scoring import Scorer
+from schemas.generation import SamplingParams
+from tests.engine.truth import tiny_models
+from worker.engine import Engine, EngineConfig
+from worker.engine.config import EngineConfigError
+from worker.engine.kernels.linear import LinearKernels
+from worker.engine.kernels.toolchain import KernelUnavailableError
+from worker.engine.model.fused import Packing, optimise
+from worker.engine.model.fused.modules import FusedAttention, FusedMLP, PackedLinear
+from worker.engine.model.loader import load_model
+from worker.engine.model.store import ModelNotFoundError, resolve
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiler() -> None:
+    try:
+        LinearKernels()
+    except KernelUnavailableError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def of(name: str) -> Path:
+        if name not in made:
+            made[name] = tiny_models.save(name, tmp_path_factory.mktemp(name))
+        return made[name]
+
+    return of
+
+
+def config(folder: Path, quantization: str | None, **changes: object) -> EngineConfig:
+    settings = {"model": str(folder), "device": "cpu", "block_size": 4, "num_blocks": 200, "max_num_seqs": 8, **changes}
+    return EngineConfig(**settings, quantization=quantization)  # type: ignore[arg-type]
+
+
+def bits(model: nn.Module) -> dict[str, set[torch.dtype]]:
+    """By kind of module: what its panels hold (32-bit integers hold eight 4-bit codes)."""
+    found: dict[str, set[torch.dtype]] = {"attention": set(), "mlp": set(), "linear": set()}
+    for module in model.modules():
+        if isinstance(module, FusedAttention):
+            found["attention"] |= {module.qkv.panels.dtype, module.out.panels.dtype}
+        elif isinstance(module, FusedMLP):
+            found["mlp"] |= {module.gate_up.panels.dtype, module.down.panels.dtype}
+        elif isinstance(module, PackedLinear):
+            found["linear"].add(module.packed.panels.dtype)
+    return found
+
+
+def test_every_product_is_quantised_and_the_head_keeps_8_bits(folder_of: Callable[[str], Path]) -> None:
+    int8 = load_model(folder_of("llama"), config(folder_of("llama"), "int8")).model
+    assert bits(int8) == {"attention": {torch.uint8}, "mlp": {torch.uint8}, "linear": {torch.uint8}}
+    int4 = load_model(folder_of("llama"), config(folder_of("llama"), "int4")).model
+    assert bits(int4) == {"attention": {torch.int32}, "mlp": {torch.int32}, "linear": {torch.uint8}}
+
+
+def test_what_does_not_fit_4_bits_takes_8() -> None:
+    packing = Packing.choose("int4")
+    assert packing.body.pack(torch.randn(16, 64)).panels.dtype is torch.int32
+    assert packing.body.pack(torch.randn(16, 40)).panels.dtype is torch.uint8
+    assert Packing.choose("int8").body.pack(torch.randn(1, 65_537)).panels.dtype is torch.float32
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3", "phi3", "gpt2"])
+def test_a_quantised_family_stays_near(name: str, quantization: str, folder_of: Callable[[str], Path]) -> None:
+    """The same likelihood of a text as with weights and activations rounded, within what rounding may cost."""
+    ids = [(7 * i * i + 3) % tiny_models.VOCAB for i in range(60)]
+    exact = Scorer(config(folder_of(name), None), 60).nll(ids)
+    found = Scorer(config(folder_of(name), quantization), 60).nll(ids)
+    assert found != exact, "nothing was quantised"
+    assert abs(found - exact) < (0.35 if quantization == "int8" else 2.0)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_answers_do_not_depend_on_batch_or_chunks(quantization: str, folder_of: Callable[[str], Path]) -> None:
+    prompts = [list(range(3, 3 + n)) for n in (1, 5, 30, 41)]
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    answers = []
+    for chunk, together in ((512, True), (7, True), (64, False)):
+        with Engine.load(config(folder_of("qwen3"), quantization, max_num_batched_tokens=chunk)) as engine:
+            groups = [prompts] if together else [[prompt] for prompt in prompts]
+            outputs = [o for group in groups for o in engine.generate_batch(group, [params] * len(group))]
+        answers.append([output.token_ids for output in outputs])
+    assert answers[0] == answers[1] == answers[2]
+
+
+def test_weights_that_stay_float32_are_named(
+    folder_of: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        load_model(folder_of("llama"), config(folder_of("llama"), "int8"))
+    assert not caplog.records
+    with caplog.at_level(logging.WARNING):
+        load_model(folder_of("mixtral"), config(folder_of("mixtral"), "int8"))
+    assert "are not quantised and stay float32" in caplog.text
+
+
+def test_a_model_without_a_layer_that_fits_is_refused() -> None:
+    with pytest.raises(EngineConfigError, match="no layer of odd can be quantised"):
+        optimise(nn.Sequential(nn.Bilinear(3, 3, 3)), EngineConfig(model="odd", quantization="int8"))
+
+
+def test_ranks_and_quantization_do_not_go_together(folder_of: Callable[[str], Path]) -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(EngineConfigError, match="on one rank"):
+        optimise(model, EngineConfig(model="x", quantization="int8", tensor_parallel=True))
+
+
+# ── a real model ──
+
+
+@pytest.mark.model
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_loss_on_real_text_is_bounded() -> None:
+    """SmolLM2 came out of 4-bit blocks of 32 (GGUF Q4_1): 4 bits cost it little more than the head's rounding."""
+    name = "smollm2-135m-instruct"
+    try:
+        resolve(name)
+    except ModelNotFoundError as error:
+        pytest.skip(str(error))
+    options = argparse.Namespace(model=name, length=128, answers=16, threads=None)
+    windows = text_windows(name, 6, 128)
+    exact, int8, int4 = (measure(options, kind, windows) for kind in (None, "int8", "int4"))
+    assert 2.0 < exact.nll < 4.0, "a text that the model can read"
+    assert 0.0 < abs(int8.nll - exact.nll) < 0.06
+    assert 0.0 < abs(int4.nll - exact.nll) < 0.02
+    firsts = [[answer[0] for answer in one.answers] for one in (exact, int8, int4)]
+    assert sum(a == b for a, b in zip(firsts[0], firsts[2], strict=True)) >= 5

@@ -1,0 +1,69 @@
+"""The floor: the right products, the engine's own steps, and a share that is no comparison of tokens."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from ops.benchmarks import comparison
+from ops.benchmarks.__main__ import main
+from ops.benchmarks.linear_stack import KINDS, LinearStack, shapes_of
+from ops.benchmarks.peers.floor import Floor
+from ops.benchmarks.peers.protocol import EngineOptions, Round
+from ops.benchmarks.report import report
+from ops.benchmarks.workload_files import Workload, WorkloadRequest
+from tests.engine.truth import tiny_models
+
+WORKLOAD = Workload("small", (WorkloadRequest(tuple(range(3, 40)), 5), WorkloadRequest((4, 5), 3)))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.save("llama", tmp_path_factory.mktemp("llama"))
+
+
+def test_the_shapes_are_those_of_one_pass(llama: Path) -> None:
+    layer = {(64 + 2 * 32, 64), (64, 64), (2 * 96, 64), (64, 96)}
+    shapes = shapes_of(llama)
+    assert len(shapes) == 4 * 4 + 1
+    assert set(shapes[:-1]) == layer
+    assert shapes[-1] == (tiny_models.VOCAB, 64)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_runs(kind: str) -> None:
+    if kind == "mkl" and not torch.backends.mkl.is_available():
+        pytest.skip("this torch was built without MKL")
+    stack = LinearStack([(96, 64), (64, 96), (320, 64)], kind, max_tokens=20)
+    with torch.inference_mode():
+        for num_tokens, num_rows in ((20, 20), (1, 1), (13, 0)):
+            stack.run(num_tokens, num_rows)
+
+
+def test_the_floor_takes_the_engines_steps(llama: Path) -> None:
+    options = EngineOptions(model=str(llama), max_batch_tokens=16, max_sequences=4, settings={"floor": "packed"})
+    floor = Floor(options)
+    measured = floor.run(WORKLOAD.requests)
+    floor.close()
+    assert [len(tokens) for tokens in measured.tokens] == [5, 3]
+    assert measured.computed_tokens == 37 + 4 + 2 + 2, "a last token is never computed"
+
+
+def test_a_floor_is_a_share_and_not_a_peer() -> None:
+    ours = Round(2.0, [[1] * 5, [2] * 3], [1.0, 1.0], [2.0, 2.0])
+    floor = Round(1.0, [[9] * 5, [9] * 3], [0.5, 0.5], [1.0, 1.0])
+    console = Console(record=True, width=200, file=open("/dev/null", "w", encoding="utf-8"))  # noqa: PTH123, SIM115
+    with console.file:
+        result = report(WORKLOAD, {"tokenmill": [ours], "floor mkl": [floor]}, console, frozenset({"floor mkl"}))
+    assert result["comparisons"]["floor mkl"] == {"ratio": 0.5}
+    assert result["equal"], "a floor says nothing about tokens"
+    assert "reaches 50.0% of the floor mkl" in console.export_text()
+    assert comparison.is_floor("floor mkl")
+    assert not comparison.is_floor("vllm")
+
+
+def test_the_command_prints_its_table(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["floor", "--model", str(llama), "--kinds", "packed,int8", "--tokens", "1,4", "--rounds", "1"]) == 0
+    assert "our 8-bit" in capsys.readouterr().out
+    assert main(["floor", "--model", str(llama), "--kinds", "abacus"]) == 1
