@@ -15,6 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 
+from api_client.cancellation import wait_at_most
 from schemas.generation import FinishReason
 from worker.consume.admission import Admission
 from worker.consume.job_stream import JobStream
@@ -22,7 +23,7 @@ from worker.engine.host import EngineDied, EngineHost
 from worker.engine.mailbox import Frame, Ready
 from worker.engine.types import EngineStats
 from worker.errors import RedisUnavailable
-from worker.jobs import Admitted, Delivery, Finished
+from worker.jobs import Admitted, Delivery, Finished, Unwatched, Watcher
 from worker.publish.publisher import Publisher, PublishReport, RetryOrder
 from worker.quarantine import Quarantine
 from worker.record.finalizer import Finalizer
@@ -57,6 +58,7 @@ class Service:
         finalizer: Finalizer,
         max_num_seqs: int,
         on_frame: Callable[[Frame], None] = lambda _frame: None,
+        watcher: Watcher | None = None,
     ) -> None:
         self.health = Health()
         self._stream = stream
@@ -71,6 +73,7 @@ class Service:
         self._host: EngineHost | None = None
         self._admission: Admission | None = None
         self._on_frame = on_frame
+        self._watcher = watcher or Unwatched()
         self.started = asyncio.Event()  # the engine has been ready once: jobs may be claimed
         self._stopping = asyncio.Event()
         self._idle = asyncio.Event()
@@ -100,6 +103,7 @@ class Service:
         """Called by the consumer with what it claimed."""
         for delivery in deliveries:
             self._held[delivery.job_id] = delivery
+        self._watcher.claimed(deliveries)
         self._idle.clear()
         ended = [delivery for delivery in deliveries if delivery.verdict != "run"]  # these only want recording
         await self._start([*ended, *self._quarantine.admit([d for d in deliveries if d.verdict == "run"])])
@@ -121,6 +125,7 @@ class Service:
             self._publisher.open(job)
             self._in_engine.add(job.job_id)
         if admitted:
+            self._watcher.started(admitted)
             self._host.submit(job.generation for job in admitted)
 
     async def _finish(self, finished: Finished) -> None:
@@ -164,7 +169,7 @@ class Service:
         if self._admission is None:
             try:
                 self._admission = await self._admission_factory(ready)
-            except OSError as error:  # a host that was stopped meanwhile has taken its files with it
+            except OSError as error:  # its files are unreadable, or gone since the engine read them
                 raise EngineDied(f"the tokenizer cannot be loaded: {error}", at_start=True) from error
         log.info("engine ready: %s", ready.description)
         self.health.engine_ready = True
@@ -181,6 +186,7 @@ class Service:
                 await self._give_back_retries()
             if len(self._quarantine):
                 await self._start(self._quarantine.admit([]))
+            self._watcher.stepped(frame)
             self._on_frame(frame)
 
     async def _act_on(self, report: PublishReport) -> None:
@@ -200,6 +206,7 @@ class Service:
                 if delivery is not None:
                     await self._stream.retry(order.job_id, delivery.token, order.delay_ms, order.reason)
                     self._forget(order.job_id)
+                    self._watcher.left([order.job_id], "retry")
                 self._retries.pop(0)
 
     # ── ends that come from outside ──
@@ -221,6 +228,7 @@ class Service:
             self.cancel(job_id)
             self._publisher.close(job_id)
             self._forget(job_id)
+            self._watcher.left([job_id], "lost")
 
     def drop_all(self) -> None:
         """The lease ran out (the process was frozen): nothing in hand is ours any more."""
@@ -247,10 +255,10 @@ class Service:
             await self._stream.release([(d.job_id, d.token, crash) for d in deliveries])
         for delivery in deliveries:
             self._forget(delivery.job_id)
+        self._watcher.left([delivery.job_id for delivery in deliveries], "crash" if crash else "handed over")
 
     async def _pause(self, seconds: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._stopping.wait(), seconds)
+        await wait_at_most(self._stopping, seconds)
 
     # ── the end ──
 

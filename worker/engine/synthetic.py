@@ -10,10 +10,8 @@ faults that a device has, on demand.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -27,6 +25,9 @@ from worker.engine.plan import ScheduledSequence, StepOutput, StepPlan
 from worker.engine.sequence import Sequence
 
 PREFIX = "synthetic"
+# Byte-level, in Transformers' files: token id = byte, 256 = end of text. It lies in the package: a folder made at
+# start would be left behind by every engine that is killed.
+TOKENIZER = Path(__file__).with_name("synthetic_tokenizer")
 END_OF_TEXT = 256
 VOCAB_SIZE = 257
 _LETTERS = b"etaoin shrdlu cmfwyp vbgkqjxz. "
@@ -76,8 +77,7 @@ class SyntheticRunner:
     is_asynchronous: bool = False
     graph_counts: tuple[int, int] = (0, 0)
     proposer: Callable[[Sequence], tuple[int, ...]] | None = None
-    model_path: Path = Path()
-    _folder: tempfile.TemporaryDirectory[str] | None = None
+    model_path: Path = TOKENIZER
     _states: dict[Sequence, tuple[int, int]] = field(default_factory=dict)  # sequence → (tokens mixed in, state)
 
     @classmethod
@@ -88,15 +88,11 @@ class SyntheticRunner:
         options = SyntheticOptions.parse(config.model)
         group = LayerGroup(layers=(0,), num_kv_heads=1, head_dim=1)
         num_blocks = config.num_blocks or 1 + config.max_num_seqs * (1024 // config.block_size + 1)
-        folder = tempfile.TemporaryDirectory(prefix="tokenmill-synthetic-")
-        write_tokenizer(Path(folder.name))
         return cls(
             config=config,
             options=options,
             cache_config=CacheConfig(config.block_size, (group,), (num_blocks,), (0,), config.prefix_cache),
             max_model_len=min(config.max_model_len or options.length, options.length),
-            model_path=Path(folder.name),
-            _folder=folder,
         )
 
     @property
@@ -130,8 +126,7 @@ class SyntheticRunner:
         return None
 
     def close(self) -> None:
-        if self._folder is not None:
-            self._folder.cleanup()
+        """Nothing was opened."""
 
     def _misbehave(self, sequence: Sequence) -> None:
         prompt = bytes(t for t in sequence.token_ids[: sequence.num_prompt_tokens] if t < 256)
@@ -163,31 +158,3 @@ class SyntheticRunner:
         if may_end and draw % self.options.mean_tokens == 0:
             return END_OF_TEXT
         return 0xC3 if draw % 41 == 1 else _LETTERS[(draw >> 8) % len(_LETTERS)]
-
-
-def write_tokenizer(folder: Path) -> None:
-    """A byte-level tokenizer in Transformers' files: token id = byte, 256 = end of text."""
-    vocabulary = {_byte_character(byte): byte for byte in range(256)}
-    special = {"id": END_OF_TEXT, "content": "<|end|>", "single_word": False, "lstrip": False, "rstrip": False,
-               "normalized": False, "special": True}  # fmt: skip
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    tokenizer: dict[str, object] = {
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [special], "normalizer": None,
-        "pre_tokenizer": byte_level, "post_processor": None, "decoder": byte_level,
-        "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-                  "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "vocab": vocabulary,
-                  "merges": []},
-    }  # fmt: skip
-    template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "chat_template": template,
-                "model_max_length": 1_000_000, "clean_up_tokenization_spaces": False}  # fmt: skip
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-
-
-def _byte_character(byte: int) -> str:
-    """The printable stand-in that byte-level BPE uses for a byte (GPT-2's table)."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    if byte in printable:
-        return chr(byte)
-    return chr(0x100 + [b for b in range(256) if b not in printable].index(byte))

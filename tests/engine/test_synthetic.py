@@ -1,0 +1,46 @@
+"""The model-free runner: its tokenizer's files, and nothing left behind when its process is killed."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from worker.engine.config import EngineConfig
+from worker.engine.synthetic import END_OF_TEXT, TOKENIZER, SyntheticRunner
+from worker.text.tokenizer import Tokenizer
+
+DIES = """
+import os, signal
+from worker.engine.config import EngineConfig
+from worker.engine.synthetic import SyntheticRunner
+
+runner = SyntheticRunner.load(EngineConfig(model="synthetic"))
+assert (runner.model_path / "tokenizer.json").exists()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.load(TOKENIZER)
+
+
+async def test_a_token_is_a_byte(tokenizer):
+    text = "Grüße, 世界!\n"
+    assert await tokenizer.encode_prompt(text) == tuple(text.encode())
+    assert tokenizer.eos_token_ids == {END_OF_TEXT}
+
+
+def test_runners_share_the_packages_files():
+    runner = SyntheticRunner.load(EngineConfig(model="synthetic"))
+    runner.close()
+    assert runner.model_path == TOKENIZER
+    assert sorted(path.name for path in TOKENIZER.iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
+
+
+def test_a_killed_engine_leaves_no_files(tmp_path):
+    done = subprocess.run([sys.executable, "-c", DIES], env={**os.environ, "TMPDIR": str(tmp_path)}, check=False)  # noqa: TID251 - handed on
+    assert done.returncode == -signal.SIGKILL
+    assert list(tmp_path.iterdir()) == []
