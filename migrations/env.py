@@ -16,6 +16,7 @@ def _run(connection: object) -> None:
         target_metadata=metadata,
         render_as_batch=True,  # SQLite changes a table by copying it
         compare_type=True,
+        transaction_per_migration=True,  # some must run outside of any; SQLite's stay in the caller's
     )
     with context.begin_transaction():
         context.run_migrations()
@@ -27,5 +28,5 @@ _connection = context.config.attributes.get("connection")
 if _connection is not None:
     _run(_connection)
 else:
-    with open_engine(context.get_x_argument(as_dictionary=True)["url"]).begin() as _opened:
+    with open_engine(context.get_x_argument(as_dictionary=True)["url"]).connect() as _opened:
         _run(_opened)

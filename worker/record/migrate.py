@@ -6,6 +6,9 @@ others wait and find it done. Databases ahead of us (a rolling upgrade) are fine
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -21,6 +24,7 @@ import migrations
 from worker.record.connection import open_engine
 
 _LOCK: Final = 0x746F6B656E  # "token": the advisory lock of upgrades
+_LOCK_POLL_S: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,25 +57,63 @@ def standing(connection: Connection) -> Standing:
 
 def upgrade(url: str, revision: str = "head", *, engine: Engine | None = None) -> tuple[str | None, str | None]:
     """Returns the revisions before and after."""
+
+    def change(connection: Connection, config: Config) -> None:
+        found = standing(connection)
+        _leave_transaction(connection)
+        if found.current is None or found.is_known:
+            command.upgrade(config, revision)
+
+    return _migrate(url, engine, change)
+
+
+def downgrade(url: str, revision: str, *, engine: Engine | None = None) -> tuple[str | None, str | None]:
+    """Takes away what came after `revision`, with the data in it. Only with no worker of this version running."""
+    return _migrate(url, engine, lambda _connection, config: command.downgrade(config, revision))
+
+
+def _migrate(
+    url: str, engine: Engine | None, change: Callable[[Connection, Config], None]
+) -> tuple[str | None, str | None]:
     database = engine or open_engine(url)
     try:
-        with database.connect() as connection:
-            with connection.begin():
-                _lock(connection)
-                before = MigrationContext.configure(connection).get_current_revision()
-                known = standing(connection)
-                if before is None or known.is_known:
-                    config = configuration()
-                    config.attributes["connection"] = connection
-                    command.upgrade(config, revision)
-            return before, MigrationContext.configure(connection).get_current_revision()
+        with _alone(database) as connection:
+            before = _current(connection)
+            config = configuration()
+            config.attributes["connection"] = connection
+            change(connection, config)
+            return before, _current(connection)
     finally:
         if engine is None:
             database.dispose()
 
 
-def _lock(connection: Connection) -> None:
+def _current(connection: Connection) -> str | None:
+    revision = MigrationContext.configure(connection).get_current_revision()
+    _leave_transaction(connection)
+    return revision
+
+
+def _leave_transaction(connection: Connection) -> None:
+    """On PostgreSQL the revisions begin their own, and some must run outside of any; SQLite's run in ours."""
     if connection.dialect.name == "postgresql":
-        connection.execute(text(f"SELECT pg_advisory_xact_lock({_LOCK})"))
-    else:
-        connection.exec_driver_sql("BEGIN IMMEDIATE")
+        connection.commit()
+
+
+@contextmanager
+def _alone(database: Engine) -> Iterator[Connection]:
+    """One upgrade at a time. SQLite: a single transaction. PostgreSQL: a lock of a session that is in none, since
+    an index that is made beside running writers waits for every transaction, those that wait for it included."""
+    if database.dialect.name != "postgresql":
+        with database.begin() as connection:
+            connection.exec_driver_sql("BEGIN IMMEDIATE")
+            yield connection
+        return
+    with database.connect().execution_options(isolation_level="AUTOCOMMIT") as guard:
+        while not guard.scalar(text(f"SELECT pg_try_advisory_lock({_LOCK})")):
+            time.sleep(_LOCK_POLL_S)
+        try:
+            with database.connect() as connection:
+                yield connection
+        finally:
+            guard.execute(text(f"SELECT pg_advisory_unlock({_LOCK})"))

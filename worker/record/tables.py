@@ -1,8 +1,9 @@
 """The tables. Times are UTC milliseconds since 1970, as integers; JSON columns are JSONB on PostgreSQL.
 
-`jobs` has one row per finished job, `usage` one row for each of them (kept when payloads are purged);
-`batches` and `batch_items` are bulk files and their lines. Changes are expand, then contract: see
-migrations/README.md. It knows nothing of who writes and reads.
+`jobs` has one row per finished job, `usage` one row for each of them (kept when payloads are purged), and
+`usage_daily` their sums by day; `webhooks` is the outbox of notices; `batches` and `batch_items` are bulk files
+and their lines. Changes are expand, then contract: see migrations/README.md. It knows nothing of who writes
+and reads.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Final
 from sqlalchemy import (
     JSON,
     BigInteger,
+    Boolean,
     Column,
     ForeignKey,
     Index,
@@ -22,6 +24,7 @@ from sqlalchemy import (
     Table,
     Text,
     UniqueConstraint,
+    text,
 )
 from sqlalchemy.dialects.postgresql import JSONB
 
@@ -65,12 +68,16 @@ jobs: Final = Table(
     Column("metadata", _json()),
     Column("batch_id", String(255)),
     Column("result", LargeBinary),  # the encoded JobResult, all choices; NULL after a purge of payloads
-    Index(None, "queue", "finished_ms"),
-    Index(None, "tenant", "finished_ms"),
-    Index(None, "state", "finished_ms"),
-    Index(None, "finished_ms"),
-    Index(None, "batch_id"),
+    # a page of a list is one range of one of these: they end in the two columns that the lists are ordered by
+    Index(None, "queue", "finished_ms", "id"),
+    Index(None, "tenant", "finished_ms", "id"),
+    Index(None, "model", "finished_ms", "id"),
+    Index(None, "state", "finished_ms", "id"),
+    Index(None, "batch_id", "finished_ms", "id"),
+    Index(None, "finished_ms", "id"),
 )
+_HAS_PAYLOAD: Final = text("result IS NOT NULL")  # a purge empties the index as it goes
+Index("ix_jobs_payload", jobs.c.finished_ms, jobs.c.id, postgresql_where=_HAS_PAYLOAD, sqlite_where=_HAS_PAYLOAD)
 
 usage: Final = Table(
     "usage",
@@ -91,6 +98,62 @@ usage: Final = Table(
     Column("preemptions", Integer, nullable=False),
     Index(None, "day", "tenant", "model"),
     Index(None, "tenant", "day"),
+    Index(None, "model", "day"),
+)
+
+usage_daily: Final = Table(
+    "usage_daily",
+    metadata,
+    Column("day", String(10), primary_key=True),
+    Column("tenant", String(255), primary_key=True),
+    Column("model", String(255), primary_key=True),
+    Column("queue", String(255), primary_key=True),
+    Column("state", String(16), primary_key=True),
+    *(
+        Column(name, BigInteger, nullable=False)  # sums
+        for name in (
+            "jobs",
+            "prompt_tokens",
+            "cached_tokens",
+            "completion_tokens",
+            "queue_ms",
+            "ttft_ms",
+            "total_ms",
+            "preemptions",
+        )
+    ),
+    Index(None, "tenant", "day"),
+    Index(None, "model", "day"),
+)
+
+usage_days: Final = Table(
+    "usage_days",
+    metadata,
+    Column("day", String(10), primary_key=True),
+    Column("rolled_ms", BigInteger, nullable=False),  # when its sums were last made
+    Column("sealed", Boolean, nullable=False),  # its usage rows are being removed: never sum it up again
+)
+
+webhooks: Final = Table(
+    "webhooks",
+    metadata,
+    Column("id", String(300), primary_key=True),  # of the message, the same at every try
+    Column("job_id", String(255), nullable=False),
+    Column("queue", String(255), nullable=False),
+    Column("tenant", String(255), nullable=False),
+    Column("event", String(32), nullable=False),  # job.succeeded, job.failed, …
+    Column("url", Text, nullable=False),
+    Column("host", String(255), nullable=False),
+    Column("state", String(16), nullable=False),  # pending, sending, delivered, dead, superseded
+    Column("attempts", Integer, nullable=False),
+    Column("ended_ms", BigInteger, nullable=False),  # finished_ms of the job's end that it tells of
+    Column("due_ms", BigInteger, nullable=False),  # pending: next try; sending: when the try counts as lost
+    Column("delivered_ms", BigInteger),
+    Column("last_status", Integer),
+    Column("last_error", Text),
+    Index(None, "state", "due_ms"),
+    Index(None, "job_id"),
+    Index(None, "tenant", "ended_ms"),
 )
 
 batches: Final = Table(
