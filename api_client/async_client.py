@@ -18,6 +18,7 @@ from redis.exceptions import RedisError
 
 from api_client import programs, queue_programs, scripts
 from api_client.base import ClientBase, ClientOptions, translate
+from api_client.cancellation import heeding_cancellation
 from api_client.connections import connect_async
 from api_client.effects import Commands, Effect, Listen, LookUp, Program, Receive, RunScript, Sleep, Tell
 from api_client.errors import JobFailed, QueueUnavailable
@@ -182,7 +183,7 @@ class _Performer:
 
     async def perform(self, effect: Effect) -> None:
         try:
-            with scripts.heeding_cancellation():
+            with heeding_cancellation():
                 self._answer = await self._perform(effect)
         except (RedisError, OSError) as error:
             self._trouble = translate(error)

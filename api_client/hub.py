@@ -16,9 +16,9 @@ import redis.asyncio
 import redis.asyncio.cluster
 from redis.exceptions import RedisError
 
+from api_client.cancellation import end_task, heeding_cancellation, wait_at_most
 from api_client.effects import Signal
 from api_client.errors import QueueUnavailable
-from api_client.scripts import heeding_cancellation
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,8 @@ class HubSubscription:
         if not self._messages.empty():
             return self._messages.get_nowait()
         try:
-            return await asyncio.wait_for(self._messages.get(), timeout)
+            async with asyncio.timeout(timeout):
+                return await self._messages.get()
         except TimeoutError:
             return None
 
@@ -149,18 +150,13 @@ class ChannelHub:
         await self._stop_reader()
 
     async def _wait_confirmed(self, channel: str) -> None:
-        event = self._confirmed[channel]
-        try:
-            await asyncio.wait_for(event.wait(), _CONFIRM_S)
-        except TimeoutError:
+        if not await wait_at_most(self._confirmed[channel], _CONFIRM_S):
             raise QueueUnavailable(f"cannot subscribe: {self._trouble or 'no answer'}") from self._trouble
 
     async def _stop_reader(self) -> None:
         """Whoever subscribes meanwhile gets a reader of his own."""
         reader, self._reader, self._session = self._reader, None, None
-        while reader is not None and not reader.done():
-            reader.cancel()  # again, should the library have swallowed it
-            await asyncio.wait([reader], timeout=1.0)
+        await end_task(reader)
 
     async def _run(self) -> None:
         me, failures = asyncio.current_task(), 0

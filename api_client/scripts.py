@@ -6,10 +6,7 @@ does not know it (restarted, failed over) gets the text in the same call. It kno
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any, cast
@@ -17,6 +14,8 @@ from typing import Any, cast
 import redis
 import redis.asyncio
 from redis.exceptions import NoScriptError
+
+from api_client.cancellation import heeding_cancellation
 
 COMMON = ("api_client", "common")
 
@@ -58,14 +57,3 @@ async def call_async(client: redis.asyncio.Redis, script: Script, key: str, *arg
             return await client.evalsha(script.sha, 1, key, *cast("tuple[str, ...]", arguments))
         except NoScriptError:
             return await client.eval(script.text, 1, key, *cast("tuple[str, ...]", arguments))
-
-
-@contextmanager
-def heeding_cancellation() -> Iterator[None]:
-    """Python 3.11's wait_for, which the Redis client uses, forgets a cancellation that comes together with the
-    result: the task would go on for ever. Here it is remembered."""
-    task = asyncio.current_task()
-    before = task.cancelling() if task is not None else 0
-    yield
-    if task is not None and task.cancelling() > before:
-        raise asyncio.CancelledError

@@ -1,10 +1,11 @@
-"""A cancellation that arrives together with a reply is not forgotten."""
+"""A cancellation that arrives together with a reply, or with an error, is not forgotten."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 import pytest
 
-from api_client.scripts import heeding_cancellation
+from api_client.cancellation import end_task, heeding_cancellation, wait_at_most
 
 
 async def forgetful() -> str:
@@ -16,12 +17,18 @@ async def forgetful() -> str:
     raise AssertionError("nobody cancelled")
 
 
-async def test_a_swallowed_cancellation_is_raised_all_the_same() -> None:
+async def failing() -> str:
+    await forgetful()
+    raise ConnectionError("the reply never came")
+
+
+@pytest.mark.parametrize("body", [forgetful, failing])
+async def test_a_swallowed_cancellation_is_raised_all_the_same(body: Callable[[], Awaitable[str]]) -> None:
     reached = []
 
     async def work() -> None:
         with heeding_cancellation():
-            await forgetful()
+            await body()
         reached.append("the next line")
 
     task = asyncio.create_task(work())
@@ -35,3 +42,49 @@ async def test_a_swallowed_cancellation_is_raised_all_the_same() -> None:
 async def test_without_one_nothing_happens() -> None:
     with heeding_cancellation():
         await asyncio.sleep(0)
+    with pytest.raises(ConnectionError), heeding_cancellation():
+        raise ConnectionError
+    with pytest.raises(TimeoutError), heeding_cancellation():  # a time limit cancels too, and takes it back
+        async with asyncio.timeout(0.001):
+            await asyncio.sleep(10)
+
+
+async def test_an_event_is_waited_for_until_it_comes_or_the_time_is_up() -> None:
+    event = asyncio.Event()
+    assert not await wait_at_most(event, 0.001)
+    asyncio.get_running_loop().call_soon(event.set)
+    assert await wait_at_most(event, 30)
+
+
+async def test_waiting_ends_by_a_cancellation_that_comes_with_the_event() -> None:
+    event, reached = asyncio.Event(), []
+
+    async def wait() -> None:
+        await wait_at_most(event, 30)
+        reached.append("the next line")
+
+    task = asyncio.create_task(wait())
+    await asyncio.sleep(0)
+    event.set()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert reached == []
+
+
+async def test_a_task_that_swallows_cancellations_is_ended_all_the_same() -> None:
+    swallowed = []
+
+    async def stubborn() -> None:
+        while len(swallowed) < 2:
+            try:
+                await asyncio.sleep(30)
+            except asyncio.CancelledError:
+                swallowed.append(1)
+
+    task = asyncio.create_task(stubborn())
+    await asyncio.sleep(0)
+    await end_task(task)
+    assert task.done()
+    await end_task(task)
+    await end_task(None)

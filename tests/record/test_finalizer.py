@@ -216,6 +216,24 @@ async def test_what_is_in_hand_when_the_worker_is_cancelled_is_still_reported(ri
     assert sorted(finalizer.held_ids) == [f"job-{number}" for number in range(5)]
 
 
+async def test_it_ends_when_a_library_swallows_its_cancellation(rig: Rig) -> None:
+    """As Python 3.11's wait_for does; a task group tells its children once."""
+
+    class Forgetful(FakeStore):
+        async def record(self, finished: Sequence[Finished]) -> RecordReport:
+            try:
+                await asyncio.sleep(30)
+            except asyncio.CancelledError:
+                raise StoreUnavailable("cut in the middle") from None
+            raise AssertionError("nobody cancelled")
+
+    rig.store = Forgetful()
+    async with asyncio.timeout(60), rig.running() as finalizer:
+        await _submit(finalizer, 1)
+        await asyncio.sleep(0.01)
+    assert finalizer.held_ids == ["job-0"]
+
+
 async def test_a_hook_that_fails_changes_nothing(rig: Rig) -> None:
     def broken(_jobs: list[Finished]) -> None:
         raise RuntimeError("metrics are broken")

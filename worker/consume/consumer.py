@@ -8,11 +8,11 @@ ring no bell. It knows no engine: credits come from a callable.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Protocol
 
+from api_client.cancellation import wait_at_most
 from worker.errors import RedisUnavailable
 from worker.jobs import Delivery
 
@@ -121,15 +121,13 @@ class Consumer:
         loop = asyncio.get_running_loop()
         until = loop.time() + self._poll_s
         while not self._stopping.is_set() and (left := until - loop.time()) > 0:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stream.bell.wait(), left)
+            await wait_at_most(self._stream.bell, left)
             if self._credits() > 0:
                 return
             self._stream.bell.clear()
 
     async def _sleep(self, seconds: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._stopping.wait(), seconds)
+        await wait_at_most(self._stopping, seconds)
 
     def _note(self, error: Exception, *, first: bool) -> None:
         if first:

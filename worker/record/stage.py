@@ -14,6 +14,8 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from api_client.cancellation import heeding_cancellation
+
 T = TypeVar("T")
 
 
@@ -69,7 +71,8 @@ class Stage(Generic[T]):
             await self._wait_for_items()
             self._current = [self._waiting.popleft() for _ in range(min(size, len(self._waiting)))]
             try:
-                again = await self._work(self._current)
+                with heeding_cancellation():
+                    again = await self._work(self._current)
             except Exception as error:
                 failures += 1
                 self._on_failure(error)
