@@ -8,7 +8,6 @@ nothing of what is in them.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -128,14 +127,6 @@ class JobStream:
             deliveries = [replies.read_delivery(item) for item in reply]
             self._held.update((delivery.job_id, delivery.token) for delivery in deliveries)
             return deliveries
-
-    async def wait_for_bell(self, timeout: float) -> bool:
-        """True when something may be waiting; rings that came since the last call count."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.bell.wait(), timeout)
-        rang = self.bell.is_set()
-        self.bell.clear()
-        return rang
 
     # ── writing, under a fencing token ──
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
+from api_client.cancellation import end_task
 from schemas.control import WorkerStatus
 from worker.consume.replies import HeartbeatReply
 from worker.errors import RedisUnavailable
@@ -74,7 +75,7 @@ class LeaseKeeper:
                 await self.beat()
                 await asyncio.sleep(self._interval_s)
         finally:
-            ticker.cancel()
+            await end_task(ticker)
 
     async def _tick(self) -> None:
         while True:

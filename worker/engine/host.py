@@ -145,16 +145,17 @@ class EngineProcess(_Reports):
                 sys.executable, "-m", "worker.engine.child", str(theirs.fileno()), pass_fds=[theirs.fileno()],
                 start_new_session=True,  # a Ctrl-C at the terminal is the worker's to handle
             )  # fmt: skip
-        finally:
-            theirs.close()
-        reader, self._writer = await asyncio.open_unix_connection(sock=ours, limit=1 << 24)
+        if self._stopping:  # while the process was being made: nobody else would end it
+            await self._end(patience_s=0.0)
+            raise EngineDied("the engine was stopped while it started", at_start=True)
         settings = msgspec.to_builtins({"config": self._config, "cache_dir": self._cache_dir})
         self._write(_encoder.encode(settings))
         self._reading = asyncio.create_task(self._read(reader), name="engine-frames")
         return await self._wait_ready(on_progress)
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        try:
+        with theirs:
+            reader, self._writer = await asyncio.open_unix_connection(sock=ours, limit=1 << 24)
             while True:
                 length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "little")
                 self._queue.put_nowait(_report_decoder.decode(await reader.readexactly(length)))
@@ -169,10 +170,10 @@ class EngineProcess(_Reports):
             self._writer.write(len(payload).to_bytes(LENGTH_BYTES, "little") + payload)
 
     async def stop(self) -> None:
-        """Ask it to end; kill it after five seconds."""
+        """Ask it to end; kill it after five seconds. While it loads it hears nothing."""
         self._stopping = True
         self._send(Stop())
-        await self._end(patience_s=5.0)
+        await self._end(patience_s=5.0 if self._capacity is not None else 0.0)
 
     async def kill(self) -> None:
         self._stopping = True
@@ -180,14 +181,14 @@ class EngineProcess(_Reports):
 
     async def _end(self, patience_s: float) -> None:
         process = self._process
-        if process is None:
-            return
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), patience_s)
-        if process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
+        if process is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(patience_s):
+                    await process.wait()
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                await process.wait()
         if self._writer is not None:
             self._writer.close()
         if self._reading is not None:
