@@ -1,4 +1,4 @@
-"""A finished job as the rows of `jobs` and `usage`, and the milder forms of a row that the database refused.
+"""A finished job as rows of `jobs`, `usage` and `webhooks`, and the milder forms of a row that the database refused.
 
 It knows the tables' columns and no connection. The prompt stays out unless asked for: results are read by
 more people than prompts are meant for.
@@ -10,6 +10,7 @@ import dataclasses
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -26,11 +27,14 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class JobRow:
-    """Both rows of one job. `token` is the fencing token under which the job was finished."""
+    """The rows of one job. `token` is the fencing token under which the job was finished; `webhook` is the notice
+    to be sent, where the job asks for one.
+    """
 
     job: Values
     usage: Values
     token: int = 0
+    webhook: Values | None = None
 
     @property
     def job_id(self) -> str:
@@ -68,7 +72,7 @@ class JobRow:
             "day": _day(result.finished_ms),
             **numbers,
         }
-        return cls(job, usage, finished.token)
+        return cls(job, usage, finished.token, _webhook(result, request, queue) if request else None)
 
     def cleaned(self) -> JobRow:
         """Without what some databases cannot store: NUL characters, lone surrogates, numbers beyond 64 bits."""
@@ -96,6 +100,37 @@ def _identity(result: JobResult, queue: str) -> Values:
         "state": result.status.value,
         "finished_ms": result.finished_ms,
     }
+
+
+def _webhook(result: JobResult, request: JobRequest, queue: str) -> Values | None:
+    """Its id is the same for whoever records this end of the job; a job that is redriven has another end."""
+    host = _host(request.webhook) if request.webhook else None
+    if host is None:
+        return None
+    identity = _identity(result, queue)
+    return {
+        **{name: identity[name] for name in ("queue", "tenant")},
+        "id": f"msg_{result.job_id}_{result.finished_ms}",
+        "job_id": result.job_id,
+        "event": f"job.{result.status.value}",
+        "url": request.webhook,
+        "host": host,
+        "state": "pending",
+        "attempts": 0,
+        "ended_ms": result.finished_ms,
+        "due_ms": result.finished_ms,
+    }
+
+
+def _host(url: str) -> str | None:
+    """None: nothing can be sent there. Such a job was refused at the door, and its end is recorded all the same."""
+    if not url.isprintable():
+        return None
+    try:
+        parts = urlsplit(url)
+        return (parts.hostname or "")[:_MAX_NAME] if parts.scheme in ("http", "https") and parts.hostname else None
+    except ValueError:
+        return None
 
 
 def _prompt(request: JobRequest) -> object:

@@ -1,4 +1,4 @@
-"""Writes finished jobs: many per transaction, each at most once, result and usage together.
+"""Writes finished jobs: many per transaction, each at most once, result, usage and notice together.
 
 The primary key decides: a job whose row exists is left alone and the existing result handed back, so that
 Redis can be told the same. One exception: a row in state "dead" gives way to what a redrive brought.
@@ -25,7 +25,7 @@ from worker.record.connection import LOCK_TIMEOUT_S, STATEMENT_TIMEOUT_S, in_thr
 from worker.record.faults import Verdict, sentence_of, verdict_of
 from worker.record.migrate import Standing, standing
 from worker.record.rows import JobRow
-from worker.record.tables import jobs, usage
+from worker.record.tables import jobs, usage, webhooks
 
 log = logging.getLogger(__name__)
 
@@ -136,9 +136,12 @@ class ResultStore:
             _limit(connection)
             inserted = connection.execute(_upsert_job(self._engine.dialect.name), [row.job for row in rows])
             report.written.update(inserted.scalars())
-            new = [row.usage for row in rows if row.job_id in report.written]
+            new = [row for row in rows if row.job_id in report.written]
             if new:
-                connection.execute(_upsert_usage(self._engine.dialect.name), new)
+                connection.execute(_upsert_usage(self._engine.dialect.name), [row.usage for row in new])
+            notices = [row.webhook for row in new if row.webhook is not None]
+            if notices:
+                connection.execute(_insert(self._engine.dialect.name, webhooks).on_conflict_do_nothing(), notices)
             self._read_existing(
                 connection, {row.job_id: row for row in rows if row.job_id not in report.written}, report
             )

@@ -1,0 +1,75 @@
+"""A job that asks for a notice leaves one in the outbox, in the transaction of its result, and never two."""
+
+import msgspec
+import pytest
+import sqlalchemy as sa
+
+from schemas import JobStatus
+from tests.record.support import failed, finished, rows
+from worker.errors import StoreUnavailable
+from worker.jobs import Finished
+from worker.record import ResultStore
+from worker.record.connection import open_engine
+
+HOOK = "https://hooks.example.org:8443/a?b=c"
+
+
+def noticed(job: Finished, url: str | None = HOOK) -> Finished:
+    assert job.request is not None
+    request = msgspec.structs.replace(job.request, webhook=url)
+    return Finished(job.token, job.result, job.final_chunk, request)
+
+
+async def test_a_notice_is_left_only_where_one_is_asked_for(url: str, store: ResultStore) -> None:
+    await store.record([noticed(finished("a", finished_ms=50)), finished("b"), noticed(failed("c"))])
+    found = rows(url, "SELECT * FROM webhooks ORDER BY job_id")
+    assert [(row["id"], row["event"], row["host"]) for row in found] == [
+        ("msg_a_50", "job.succeeded", "hooks.example.org"),
+        (found[1]["id"], "job.failed", "hooks.example.org"),
+    ]
+    first = found[0]
+    assert (first["url"], first["state"], first["attempts"], first["due_ms"], first["tenant"], first["queue"]) == (
+        HOOK,
+        "pending",
+        0,
+        50,
+        "acme",
+        "q",
+    )
+
+
+async def test_a_job_that_is_recorded_twice_is_told_once(url: str, store: ResultStore) -> None:
+    await store.record([noticed(finished("a", finished_ms=50))])
+    await store.record([noticed(finished("a", token=2, finished_ms=60))])  # another worker, another end
+    assert [row["id"] for row in rows(url, "SELECT id FROM webhooks")] == ["msg_a_50"]
+
+
+async def test_a_redriven_job_is_told_again(url: str, store: ResultStore) -> None:
+    await store.record([noticed(failed("a", status=JobStatus.DEAD, finished_ms=50))])
+    await store.record([noticed(finished("a", token=2, finished_ms=60))])
+    found = rows(url, "SELECT event FROM webhooks ORDER BY ended_ms")
+    assert [row["event"] for row in found] == ["job.dead", "job.succeeded"]
+
+
+async def test_no_result_without_its_notice(url: str) -> None:
+    """The outbox cannot be written: then neither is the result, and both come later together."""
+    engine = open_engine(url)
+    with engine.begin() as connection:
+        connection.execute(sa.text("ALTER TABLE webhooks RENAME TO hidden"))
+    store = ResultStore(url, queue="q", engine=engine)
+    with pytest.raises(StoreUnavailable, match="db upgrade"):
+        await store.record([noticed(finished("a"))])
+    assert rows(url, "SELECT count(*) AS n FROM jobs") == [{"n": 0}]
+    with engine.begin() as connection:
+        connection.execute(sa.text("ALTER TABLE hidden RENAME TO webhooks"))
+    assert (await store.record([noticed(finished("a"))])).written == {"a"}
+    assert rows(url, "SELECT count(*) AS n FROM webhooks") == [{"n": 1}]
+    await store.close()
+
+
+@pytest.mark.parametrize("bad", ["https://", "ftp://a/b", "https://[::1/", "http://a\x00b/", "nonsense"])
+async def test_an_address_that_is_none_keeps_no_result_from_being_recorded(
+    url: str, store: ResultStore, bad: str
+) -> None:
+    assert (await store.record([noticed(failed("a"), bad)])).written == {"a"}
+    assert rows(url, "SELECT * FROM webhooks") == []
