@@ -16,8 +16,18 @@ class Drain(msgspec.Struct, frozen=True, tag="drain"):
 ControlMessage = Cancel | Drain
 
 
+class TenantLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one tenant has of a worker."""
+
+    running: int = 0
+    tokens_per_s: float = 0.0
+
+
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A worker's heartbeat value: who it is and how loaded it is."""
+    """A worker's heartbeat value: who it is and how loaded it is, for people who look (`tokenmill top`).
+
+    Times are milliseconds over the last minute, as (median, 95th percentile); None where nothing was timed.
+    """
 
     worker_id: str
     model: str = ""
@@ -28,3 +38,14 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     free_blocks: int = 0
     tokens_per_s: float = 0.0
     draining: bool = False
+    max_running: int = 0
+    total_blocks: int = 0
+    cached_blocks: int = 0  # free, but found again by what is in them
+    prefix_hits: float | None = None  # share of the prompt tokens looked up that were found, since the start
+    queue_ms: tuple[float, float] | None = None
+    first_token_ms: tuple[float, float] | None = None
+    token_ms: tuple[float, float] | None = None
+    to_record: int = 0  # finished, and not acknowledged yet
+    engine_restarts: int = 0
+    problems: tuple[str, ...] = ()  # what /healthz complains of
+    tenants: dict[str, TenantLoad] = {}  # the busiest ones

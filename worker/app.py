@@ -14,13 +14,10 @@ import logging
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-import msgspec
-
+from api_client.cancellation import end_task, wait_at_most
 from api_client.connections import Link, connect_async, parse_url
-from schemas.control import WorkerStatus
 from schemas.keys import Keys
 from worker.consume.admission import Admission, ServedModel
 from worker.consume.consumer import Consumer
@@ -30,14 +27,15 @@ from worker.consume.leases import LeaseKeeper
 from worker.engine.host import EngineHost, EngineProcess
 from worker.engine.mailbox import Ready
 from worker.errors import Unavailable
-from worker.jobs import Finished
+from worker.observer import Observer
 from worker.publish.publisher import Publisher, PublishLimits
 from worker.record.finalizer import Finalizer, FinalizerLimits
 from worker.record.store import ResultStore
 from worker.service import Service
 from worker.settings import Settings
-from worker.telemetry import Check, Metrics, Pulse, WatchServer, configure_logging
+from worker.telemetry import Metrics, Tracing, WatchServer, configure_logging
 from worker.text.tokenizer import Tokenizer
+from worker.watch import Parts, Watch, package_version
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +45,8 @@ STARTUP_PATIENCE_S = 60.0
 
 def run(settings: Settings) -> int:
     """Serve until a signal; the exit status. Raises SettingsError, SchemaOutdated, EngineDied."""
-    configure_logging(settings.log_level, settings.log_format, with_private=settings.log_prompts)
+    context = {"worker": settings.worker_name, "queue": settings.queue_name} if settings.log_format == "json" else {}
+    configure_logging(settings.log_level, settings.log_format, with_private=settings.log_prompts, context=context)
     return asyncio.run(Worker(settings).serve())
 
 
@@ -65,26 +64,28 @@ class Worker:
         store_type: type[ResultStore] = ResultStore,
     ) -> None:
         self.settings = settings
-        self.metrics = Metrics()
         self.ready = asyncio.Event()
+        self.watch_port: int | None = None  # of /metrics, once it is served
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
-        self._model = ""
-        self._started_at = time.time()
         self._had_room = False
         self._host_factory = host_factory or self._engine_process
         self._config = settings.engine_config()
+        self.metrics = Metrics(settings.queue_name, self._config.model)
+        self._tracing = open_tracing(settings)
+        observer = Observer(self.metrics, self._tracing, queue=settings.queue_name, worker_id=settings.worker_name)
         keys = Keys(settings.queue_name, settings.key_prefix)
         sharded = parse_url(settings.redis_url).is_cluster
         self._redis = connect_async(settings.redis_url, REDIS_LINK)
         self._redis_control = connect_async(settings.redis_url, REDIS_LINK)
         self.stream = stream_type(self._redis, keys, settings.worker_name, stream_options(settings), sharded=sharded)
+        self.stream.on_call, self.stream.on_refused = observer.called, observer.refused
         self._store = store_type(settings.database_url, queue=settings.queue_name, with_prompts=settings.record_prompts)
         self._finalizer = Finalizer(
             self._store,
             self.stream,
             FinalizerLimits(max_buffered=settings.record_buffer, max_group=settings.record_group),
-            on_recorded=self._count_finished,
+            on_recorded=observer.recorded,
         )
         self._publisher = Publisher(
             self.stream,
@@ -92,8 +93,6 @@ class Worker:
             model=self._config.model,
             limits=PublishLimits(checkpoint_tokens=settings.checkpoint_tokens),
         )
-        self._claims = Pulse("claim", limit_s=settings.stall_seconds)
-        self._steps = Pulse("engine frame", limit_s=settings.stall_seconds)
         self.service = Service(
             stream=self.stream,
             host_factory=self._host_factory,
@@ -102,6 +101,7 @@ class Worker:
             finalizer=self._finalizer,
             max_num_seqs=self._config.max_num_seqs,
             on_frame=lambda _frame: self._note_frame(),
+            watcher=observer,
         )
         self._consumer = Consumer(
             self.stream,
@@ -112,7 +112,7 @@ class Worker:
         )
         self._lease = LeaseKeeper(
             self.stream,
-            self._status,
+            lambda: self.watch.status(),
             lease_s=settings.lease_seconds,
             interval_s=settings.heartbeat_interval,
             on_cancelled=self.service.cancel_all,
@@ -126,6 +126,10 @@ class Worker:
             on_bell=self._consumer.poke,
             on_cancel=self.service.cancel,
             on_drain=self.drain,
+        )
+        parts = Parts(settings, self.service, self.stream, self._lease, self._publisher, self._finalizer, observer)
+        self.watch = Watch(
+            parts, self._config.model, max_running=self._config.max_num_seqs, is_stopping=self._stop.is_set
         )
 
     # ── life ──
@@ -151,10 +155,11 @@ class Worker:
             undo.push_async_callback(self._redis.aclose)
             undo.push_async_callback(self._redis_control.aclose)
             undo.push_async_callback(self._store.close)
-            await self._watch(undo)
-            await self._patiently(self._store.check)
-            await self._patiently(self.stream.open)
-            await self._run_stages()
+            if self._tracing is not None:
+                undo.push_async_callback(asyncio.to_thread, self._tracing.close)
+            await self._be_watched(undo)
+            if await self._patiently(self._store.check) and await self._patiently(self.stream.open):
+                await self._run_stages()
         log.info("stopped")
         return 0
 
@@ -178,17 +183,20 @@ class Worker:
         self.ready.set()
         await self._consumer.run()
 
-    async def _patiently(self, what: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """A dependency may start later than we do."""
+    async def _patiently(self, what: Callable[[], Coroutine[Any, Any, None]]) -> bool:
+        """A dependency may start later than we do. False: a signal came first."""
         deadline = time.monotonic() + STARTUP_PATIENCE_S
-        while True:
+        while not self._stop.is_set():
             try:
-                return await what()
+                await what()
             except Unavailable as error:
-                if time.monotonic() >= deadline or self._stop.is_set():
+                if time.monotonic() >= deadline:
                     raise
                 log.warning("not ready: %s", error)
-                await asyncio.sleep(1.0)
+                await wait_at_most(self._stop, 1.0)
+            else:
+                return True
+        return False
 
     # ── what the stages are built from ──
 
@@ -197,7 +205,6 @@ class Worker:
 
     async def _admission(self, ready: Ready) -> Admission:
         tokenizer = await asyncio.to_thread(Tokenizer.load, ready.model_path)
-        self._model = ready.model
         served = ServedModel(
             names=(self._config.model, self.settings.queue_name),
             max_model_len=ready.max_model_len,
@@ -207,19 +214,6 @@ class Worker:
         )
         return Admission(tokenizer, served, worker_id=self.settings.worker_name)
 
-    def _status(self) -> WorkerStatus:
-        stats = self.service.health.stats
-        return WorkerStatus(
-            worker_id=self.settings.worker_name,
-            model=self._model,
-            version=package_version(),
-            started_ms=int(self._started_at * 1000),
-            running=stats.num_running,
-            waiting=stats.num_waiting,
-            free_blocks=stats.blocks_free,
-            draining=self.service.health.draining,
-        )
-
     async def _expired(self) -> None:
         self.service.drop_all()
         with contextlib.suppress(Unavailable):
@@ -227,59 +221,28 @@ class Worker:
 
     # ── being watched ──
 
-    async def _watch(self, undo: contextlib.AsyncExitStack) -> None:
+    async def _be_watched(self, undo: contextlib.AsyncExitStack) -> None:
         settings = self.settings
-        self.metrics.watch("engine", lambda: msgspec.structs.asdict(self.service.health.stats), _ENGINE_GAUGES)
-        self.metrics.watch("worker", self._numbers, _WORKER_GAUGES)
+        self.metrics.watch(self.watch.readings)
         if settings.metrics_port is None:
             return
-        server = WatchServer(settings.metrics_host, settings.metrics_port, self.metrics.registry, self._checks())
+        server = WatchServer(settings.metrics_host, settings.metrics_port, self.metrics.registry, self.watch.checks())
         await server.start()
+        self.watch_port = server.port
         undo.push_async_callback(server.stop)
         log.info("metrics and health on http://%s:%d", settings.metrics_host, server.port)
 
-    def _checks(self) -> list[Check]:
-        stats = self._finalizer.stats
-        return [
-            Check("engine", lambda: None if self.service.health.engine_ready else "the engine is not running"),
-            Check("steps", self._steps.problem, vital=True),
-            Check("claims", self._claims.problem),
-            Check("redis", lambda: None if self._lease.is_reachable else "Redis cannot be reached"),
-            Check("sql", lambda: f"SQL: {stats.last_error}" if stats.record_down_since is not None else None),
-            Check(
-                "buffer", lambda: "finished jobs wait for SQL: intake has stopped" if self._finalizer.is_full else None
-            ),
-        ]
-
-    def _numbers(self) -> dict[str, float | int | None]:
-        return {
-            "jobs_held": self.service.num_held,
-            "jobs_to_record": len(self._finalizer),
-            "tokens_unlogged": self._publisher.num_unlogged,
-            "engine_restarts": self.service.health.engine_restarts,
-        }
-
     def _note_claim(self, count: int) -> None:
-        self._claims.beat()
+        self.watch.claims.beat()
         self.metrics.claims.labels("jobs" if count else "empty").inc()
 
     def _note_frame(self) -> None:
         """A place that has become free is filled at once; while places are free, the bell says when to look."""
-        self._steps.beat()
+        self.watch.steps.beat()
         has_room = self.service.credits() > 0
         if has_room and not self._had_room:
             self._consumer.poke()
         self._had_room = has_room
-
-    def _count_finished(self, finished: list[Finished]) -> None:
-        for item in finished:
-            self.metrics.job_finished(item.result, item.request.priority.value if item.request else "")
-        for seconds in self._finalizer.stats.take_commit_seconds():
-            self.metrics.commit_seconds.observe(seconds)
-
-
-_ENGINE_GAUGES = ("num_running", "num_waiting", "num_offloaded", "blocks_total", "blocks_free", "blocks_cached")
-_WORKER_GAUGES = ("jobs_held", "jobs_to_record", "tokens_unlogged")
 
 
 def stream_options(settings: Settings) -> StreamOptions:
@@ -296,11 +259,16 @@ def stream_options(settings: Settings) -> StreamOptions:
     )
 
 
-def package_version() -> str:
-    try:
-        return version("tokenmill")
-    except PackageNotFoundError:
-        return "unknown"
+def open_tracing(settings: Settings) -> Tracing | None:
+    """Raises MissingPackage when it is asked for and cannot be."""
+    if not settings.otel_endpoint:
+        return None
+    resource = {
+        "service.name": "tokenmill-worker",
+        "service.instance.id": settings.worker_name,
+        "service.version": package_version(),
+    }
+    return Tracing.open(settings.otel_endpoint, sample_ratio=settings.otel_sample_ratio, resource=resource)
 
 
 async def _first(*events: asyncio.Event) -> None:
@@ -318,8 +286,6 @@ async def _background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        while not task.done():
-            task.cancel()  # again, should a library have swallowed it
-            await asyncio.wait([task], timeout=1.0)
+        await end_task(task)
         with contextlib.suppress(asyncio.CancelledError):
             task.result()

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, Protocol
@@ -12,6 +13,7 @@ from typing import Literal, Protocol
 from schemas.chunk import Chunk
 from schemas.job import JobRequest
 from schemas.result import JobResult
+from worker.engine.mailbox import Frame
 from worker.engine.types import GenerationRequest
 from worker.text.answer import Answer
 
@@ -95,3 +97,33 @@ class Acknowledger(Protocol):
     async def finish(self, jobs: list[Finished]) -> list[bool]:
         """After SQL has committed. False where the fencing token was outdated (the job is another's now)."""
         ...
+
+
+class Watcher(Protocol):
+    """Hears what becomes of jobs between claim and record; `worker.observer` is one. Must not raise."""
+
+    def claimed(self, deliveries: Sequence[Delivery]) -> None: ...
+
+    def started(self, jobs: Sequence[Admitted]) -> None:
+        """The engine has them."""
+        ...
+
+    def stepped(self, frame: Frame) -> None:
+        """A frame's tokens are published."""
+        ...
+
+    def left(self, job_ids: Iterable[str], reason: str) -> None:
+        """They go on elsewhere: "handed over", "crash", "retry", "lost"."""
+        ...
+
+
+class Unwatched:
+    """A watcher that does not care."""
+
+    def claimed(self, deliveries: Sequence[Delivery]) -> None: ...
+
+    def started(self, jobs: Sequence[Admitted]) -> None: ...
+
+    def stepped(self, frame: Frame) -> None: ...
+
+    def left(self, job_ids: Iterable[str], reason: str) -> None: ...

@@ -102,8 +102,10 @@ class Settings(_EngineFields):
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="debug, info, warning, error")
     log_format: Literal["text", "json"] = Field("text", description="text or json")
     log_prompts: bool = Field(False, description="let prompts and answers into the log")
-    metrics_host: str = Field("127.0.0.1", description="address of /healthz and /metrics")
+    metrics_host: str = Field("127.0.0.1", description="address of /healthz, /readyz and /metrics")
     metrics_port: int | None = Field(None, ge=0, le=65535, description="their port; 0: any (default: not served)")
+    otel_endpoint: str = Field("", description="OTLP over HTTP, as http://host:4318 (default: no traces)")
+    otel_sample_ratio: float = Field(1.0, ge=0, le=1, description="share traced of the jobs that bring no trace")
     stall_seconds: float = Field(120.0, gt=0, description="/healthz fails when work waits and nothing moved this long")
     engine_host: Literal["process", "thread"] = Field("process", description="where the engine runs")
 
@@ -228,6 +230,7 @@ def _semantic_problems(settings: Settings, given: Mapping[str, object]) -> list[
     for name, problem in (
         ("redis_url", _redis_problem(settings.redis_url)),
         ("database_url", _database_problem(settings.database_url)),
+        ("otel_endpoint", _endpoint_problem(settings.otel_endpoint)),
     ):
         if problem is not None:
             found.append(f"{spelt(name)}: {problem}, not {_masked(getattr(settings, name))!r}")
@@ -264,6 +267,10 @@ def _database_problem(url: str) -> str | None:
     if scheme.startswith("sqlite") and rest.split("?")[0].strip("/") in ("", ":memory:"):
         return "must name a file, as in sqlite:///tokenmill.db"
     return None
+
+
+def _endpoint_problem(url: str) -> str | None:
+    return None if not url or re.match(r"https?://[^/\s]", url) else "must begin with http:// or https://"
 
 
 def _masked(value: object) -> object:

@@ -8,9 +8,11 @@ from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families as parse
 
 from tests.record.support import result
 from worker.telemetry import Check, Metrics, Pulse, WatchServer, configure_logging
+from worker.telemetry.families import counter, gauge
 
 
 @pytest.fixture
@@ -71,34 +73,54 @@ def test_a_pulse_is_a_problem_when_it_is_overdue() -> None:
 
 
 def test_metrics_count_a_finished_job() -> None:
-    metrics = Metrics()
-    metrics.job_finished(result(), "standard")
-    metrics.watch("engine", lambda: {"steps": 7, "num_running": 2, "away": None}, gauges=["num_running"])
+    metrics = Metrics("q", "tiny")
+    metrics.request_finished(result(), "standard")
+    metrics.watch(lambda: [counter("steps", "Steps", 7), gauge("now", "Now", 2), gauge("away", "Away", None)])
     text = generate_latest(metrics.registry).decode()
-    for line in (
-        'tokenmill_jobs_finished_total{priority="standard",status="succeeded"} 1.0',
-        'tokenmill_tokens_total{kind="completion"} 3.0',
-        'tokenmill_first_token_seconds_sum{priority="standard"} 0.02',
-        'tokenmill_token_seconds_sum{priority="standard"} 0.035',
-        "tokenmill_engine_steps_total 7.0",
-        "tokenmill_engine_num_running 2.0",
+    for name, labels, value in (
+        ("jobs_finished_total", {"priority": "standard", "status": "succeeded"}, 1.0),
+        ("request_success_total", {"finished_reason": "stop"}, 1.0),
+        ("request_generation_tokens_sum", {"priority": "standard"}, 3.0),
+        ("time_to_first_token_seconds_sum", {"priority": "standard"}, 0.02),
+        ("request_time_per_output_token_seconds_sum", {"priority": "standard"}, 0.035),
+        ("steps_total", {}, 7.0),
+        ("now", {}, 2.0),
     ):
-        assert line in text.splitlines(), line
+        wanted = {"queue": "q", "model_name": "tiny", **labels}
+        assert metrics.registry.get_sample_value(f"tokenmill:{name}", wanted) == pytest.approx(value), name
     assert "away" not in text
     assert "acme" not in text  # no tenant is a label
 
 
 def test_two_workers_in_one_process_do_not_meet() -> None:
     one, two = Metrics(), Metrics()
-    one.lost.inc()
-    assert "tokenmill_jobs_lost_total 1.0" in generate_latest(one.registry).decode()
-    assert "tokenmill_jobs_lost_total 0.0" in generate_latest(two.registry).decode()
+    one.left.labels("lost").inc()
+    assert 'reason="lost"' in generate_latest(one.registry).decode()
+    assert 'reason="lost"' not in generate_latest(two.registry).decode()
+
+
+def test_a_tally_is_a_histogram_that_prometheus_reads() -> None:
+    metrics = Metrics()
+    tally = metrics.inter_token.of("bulk")
+    tally.observe(0.01)
+    tally.observe(0.011, times=3)
+    tally.observe(99.0)
+    families = {family.name: family for family in parse(generate_latest(metrics.registry).decode())}
+    samples = families["tokenmill:inter_token_latency_seconds"].samples
+    buckets = {sample.labels["le"]: sample.value for sample in samples if sample.name.endswith("_bucket")}
+    assert (buckets["0.005"], buckets["0.01"], buckets["0.02"], buckets["10.0"], buckets["+Inf"]) == (0, 1, 4, 4, 5)
+    sums = {sample.name.rsplit("_", 1)[1]: sample.value for sample in samples if "le" not in sample.labels}
+    assert sums == {"count": 5, "sum": pytest.approx(99.043)}
 
 
 @pytest.fixture
 async def watched() -> AsyncIterator[tuple[WatchServer, dict[str, str | None]]]:
-    problems: dict[str, str | None] = {"steps": None, "sql": None}
-    checks = [Check("steps", lambda: problems["steps"], vital=True), Check("sql", lambda: problems["sql"])]
+    problems: dict[str, str | None] = {"steps": None, "sql": None, "drain": None}
+    checks = [
+        Check("steps", lambda: problems["steps"], vital=True),
+        Check("sql", lambda: problems["sql"]),
+        Check("drain", lambda: problems["drain"], ready=True),
+    ]
     server = await WatchServer("127.0.0.1", 0, Metrics().registry, checks).start()
     yield server, problems
     await server.stop()
@@ -120,22 +142,25 @@ async def test_health_says_what_fails_and_whether_a_restart_helps(
     server, problems = watched
 
     async def look() -> list[int]:
-        return [(await _get(server, f"GET {path} HTTP/1.1\r\n\r\n"))[0] for path in ("/healthz", "/livez")]
+        paths = ("/healthz", "/readyz", "/livez")
+        return [(await _get(server, f"GET {path} HTTP/1.1\r\n\r\n"))[0] for path in paths]
 
-    assert await look() == [200, 200]
+    assert await look() == [200, 200, 200]
+    problems["drain"] = "it drains"
+    assert await look() == [200, 503, 200]
     problems["sql"] = "connection refused"
-    assert await look() == [503, 200]
+    assert await look() == [503, 503, 200]
     _, body = await _get(server, "GET /healthz HTTP/1.1\r\n\r\n")
     assert json.loads(body) == {"status": "failing", "checks": {"steps": "ok", "sql": "connection refused"}}
     problems["steps"] = "no step for 200 s"
-    assert await look() == [503, 503]
+    assert await look() == [503, 503, 503]
 
 
 async def test_the_server_answers_only_what_it_serves(watched: tuple[WatchServer, dict[str, str | None]]) -> None:
     server, _ = watched
     status, body = await _get(server, "GET /metrics?x=1 HTTP/1.1\r\nHost: a\r\n\r\n")
     assert status == 200
-    assert "tokenmill_jobs_lost_total" in body
+    assert "tokenmill:jobs_left_total" in body
     assert (await _get(server, "GET /etc/passwd HTTP/1.1\r\n\r\n"))[0] == 404
     assert (await _get(server, "POST /metrics HTTP/1.1\r\n\r\n"))[0] == 405
     assert (await _get(server, "nonsense\r\n\r\n"))[0] == 400
@@ -147,4 +172,4 @@ def test_a_check_that_breaks_has_failed() -> None:
         raise LookupError("gone")
 
     server = WatchServer("127.0.0.1", 0, Metrics().registry, [Check("x", broken)])
-    assert server.report(vital_only=False) == (False, {"x": "the check itself failed: gone"})
+    assert server.report() == (False, {"x": "the check itself failed: gone"})

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -67,6 +68,8 @@ class JobStream:
         self.worker_id = worker_id
         self.options = options or StreamOptions()
         self.bell = asyncio.Event()
+        self.on_call: Callable[[str, float, int, bool], None] = lambda *_: None  # script, seconds, round trips, done
+        self.on_refused: Callable[[str, int], None] = lambda *_: None  # call, how many fencing tokens were outdated
         self.guard: Callable[[], bool] = lambda: False  # true: this process stood still past its lease
         self._client = client
         self._head: tuple[Argument, ...] = (keys.base, "SPUBLISH" if sharded else "PUBLISH")
@@ -157,6 +160,7 @@ class JobStream:
         for item, (word, _) in zip(items, outcome, strict=True):
             if word is AppendReply.LOST:
                 self._forget(item.chunk.job_id, item.token)
+        self._count_refused("append", sum(word is AppendReply.LOST for word, _ in outcome))
         return outcome
 
     async def finish(self, jobs: list[Finished]) -> list[bool]:
@@ -170,6 +174,7 @@ class JobStream:
             done += [bool(flag) for flag in await self._call(scripts.FINISH, *ttls, *arguments)]
         for job in jobs:
             self._forget(job.result.job_id, job.token)
+        self._count_refused("finish", done.count(False))
         return done
 
     async def release(self, jobs: Iterable[tuple[str, int, bool]]) -> list[bool]:
@@ -192,7 +197,9 @@ class JobStream:
         reply = await self._call(scripts.RELEASE, *(value for job in jobs for value in job))
         for job_id, token, *_ in jobs:
             self._forget(job_id, token)
-        return [bool(flag) for flag in reply]
+        given_back = [bool(flag) for flag in reply]
+        self._count_refused("release", given_back.count(False))
+        return given_back
 
     # ── staying alive ──
 
@@ -232,16 +239,26 @@ class JobStream:
         if self._held.get(job_id) == token:
             del self._held[job_id]
 
+    def _count_refused(self, call: str, count: int) -> None:
+        if count:
+            self.on_refused(call, count)
+
     async def _call(self, script: Script, *arguments: Argument, attempts: int = 2) -> Any:
         """A connection that broke while it was idle costs one more attempt, not an error."""
-        for attempt in range(attempts):
-            try:
-                async with _translated():
-                    return await call_async(self._client, script, self.keys.meta, *self._head, *arguments)
-            except RedisUnavailable:
-                if attempt + 1 == attempts:
-                    raise
-        raise AssertionError("unreachable")
+        started, attempt, is_done = time.perf_counter(), 0, False
+        try:
+            while True:
+                attempt += 1
+                try:
+                    async with _translated():
+                        reply = await call_async(self._client, script, self.keys.meta, *self._head, *arguments)
+                    is_done = True
+                    return reply
+                except RedisUnavailable:
+                    if attempt == attempts:
+                        raise
+        finally:
+            self.on_call(script.name, time.perf_counter() - started, attempt, is_done)
 
 
 def _finish_arguments(job: Finished) -> tuple[Argument, ...]:

@@ -58,6 +58,7 @@ class LeaseKeeper:
         self._ticked_at = clock()
         self._froze = False
         self.is_reachable = True
+        self.num_renewed = self.num_failed = self.num_expired = 0  # since the start
         stream.guard = self.stood_still
 
     def stood_still(self) -> bool:
@@ -88,6 +89,7 @@ class LeaseKeeper:
         self._ticked_at = self._clock()
         if not froze:
             return
+        self.num_expired += 1
         log.error("this process stood still for longer than its lease of %g s: its jobs are others' now", self._lease_s)
         try:
             await self._on_expired()
@@ -106,10 +108,12 @@ class LeaseKeeper:
             if self.is_reachable:
                 log.warning("the lease cannot be renewed (%s): trying again", error)
             self.is_reachable = False
+            self.num_failed += 1
             return
         if not self.is_reachable:
             log.info("the lease is renewed again")
         self.is_reachable = True
+        self.num_renewed += 1
         if reply.lost:
             self._on_lost(reply.lost)
         if reply.cancelled:

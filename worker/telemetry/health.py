@@ -1,9 +1,10 @@
-"""/metrics, /healthz and /livez of one worker, on a small HTTP server in its event loop.
+"""/metrics, /healthz, /readyz and /livez of one worker, on a small HTTP server in its event loop.
 
 /livez    503 when a restart is the remedy: the loop or the engine stands still. For liveness probes.
-/healthz  503 when any check fails, a dependency that is away included. For readiness, and for people.
+/healthz  503 when any check fails, a dependency that is away included. For people and alerts.
+/readyz   503 also while it drains, which is no fault: does it take jobs now? For readiness probes.
 
-Both answer with JSON that names each check. That they answer at all shows that the event loop turns; that
+All answer with JSON that names each check. That they answer at all shows that the event loop turns; that
 claims and steps are being made, the checks must show. It knows nothing of what is checked.
 """
 
@@ -33,11 +34,14 @@ _REASONS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """`problem()` is one sentence, or None when all is well. `vital`: a restart is the remedy."""
+    """`problem()` is one sentence, or None when all is well. `vital`: a restart is the remedy. `ready`: it says
+    only that no jobs are taken, for good reason.
+    """
 
     name: str
     problem: Callable[[], str | None]
     vital: bool = False
+    ready: bool = False
 
 
 @dataclass(slots=True)
@@ -87,11 +91,11 @@ class WatchServer:
             self._server.close()
             await self._server.wait_closed()
 
-    def report(self, *, vital_only: bool) -> tuple[bool, dict[str, str]]:
+    def report(self, path: str = "/healthz") -> tuple[bool, dict[str, str]]:
         """Whether all is well, and each check's state. A check that raises has failed."""
         states = {}
         for check in self._checks:
-            if vital_only and not check.vital:
+            if (path == "/livez" and not check.vital) or (path != "/readyz" and check.ready):
                 continue
             try:
                 problem = check.problem()
@@ -105,11 +109,11 @@ class WatchServer:
             return 405, "text/plain", b"only GET\n"
         if path == "/metrics":
             return 200, CONTENT_TYPE_LATEST, generate_latest(self._registry)
-        if path in ("/healthz", "/livez"):
-            is_well, states = self.report(vital_only=path == "/livez")
+        if path in ("/healthz", "/readyz", "/livez"):
+            is_well, states = self.report(path)
             body = msgspec.json.encode({"status": "ok" if is_well else "failing", "checks": states}) + b"\n"
             return 200 if is_well else 503, "application/json", body
-        return 404, "text/plain", b"here are /healthz, /livez and /metrics\n"
+        return 404, "text/plain", b"here are /healthz, /readyz, /livez and /metrics\n"
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, TimeoutError):

@@ -1,91 +1,99 @@
-"""Prometheus metrics in a registry of their own, handed to whoever needs it; nothing is global.
+"""A worker's Prometheus metrics, in a registry of their own that is handed to whoever needs it.
 
-Two ways in: what happens once is counted here (`job_finished`, `claimed`, …); what others count already
-(engine, finalizer, publisher) is read at each scrape through `watch`. Labels are only those that stay few:
-no job ids, and no tenants, whose number a service does not control.
+Names are vLLM's where they mean the same, with the prefix `tokenmill:` for `vllm:`, so that its dashboards need
+only that replaced; each carries `queue` and `model_name`. What happens once is counted here; what parts count
+already is read at each scrape (`watch`). Labels are only those that stay few: no job ids, and no tenants, whose
+number a service does not control.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from schemas.result import JobResult
+from worker.telemetry.families import PREFIX, Labelled, Reading, Tallies, Watched
 
-_SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-_PER_TOKEN: Final = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
-_COMMIT: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5, 30)
-
-Source = Callable[[], Mapping[str, float | int | None]]
-
-
-class _Watched(Collector):
-    """Turns a part's own counters into metrics at the moment of a scrape."""
-
-    def __init__(self, prefix: str, source: Source, gauges: Collection[str]) -> None:
-        self._prefix = prefix
-        self._source = source
-        self._gauges = frozenset(gauges)
-
-    def collect(self) -> Iterator[Metric]:
-        for name, value in self._source().items():
-            if value is None:
-                continue
-            title, words = f"{self._prefix}_{name}", f"{name.replace('_', ' ')} of the {self._prefix.split('_')[-1]}"
-            if name in self._gauges:
-                yield GaugeMetricFamily(title, words, value=float(value))
-            else:
-                yield CounterMetricFamily(title, words, value=float(value))
-
-    def describe(self) -> list[Metric]:
-        return []  # the names are known at the first scrape only
+_SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
+_PER_TOKEN: Final = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 10)
+_CALL: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5, 30)
+_TOKENS: Final = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+_BATCH: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
 
 
 class Metrics:
     """One worker's. Times in seconds."""
 
-    def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        self.registry = registry or CollectorRegistry(auto_describe=False)
-
-        def counter(name: str, words: str, labels: tuple[str, ...] = ()) -> Counter:
-            return Counter(f"tokenmill_{name}", words, labels, registry=self.registry)
-
-        def histogram(name: str, words: str, buckets: tuple[float, ...], labels: tuple[str, ...] = ()) -> Histogram:
-            return Histogram(f"tokenmill_{name}", words, labels, buckets=buckets, registry=self.registry)
-
-        self.claims = counter("claims_total", "Claims tried, and how they ended", ("outcome",))
-        self.claimed = counter("jobs_claimed_total", "Jobs claimed, by where they came from", ("source",))
-        self.finished = counter("jobs_finished_total", "Jobs at their end", ("status", "priority"))
-        self.tokens = counter("tokens_total", "Tokens of finished jobs", ("kind",))
-        self.lost = counter("jobs_lost_total", "Jobs that another worker holds by now")
-        self.errors = counter("errors_total", "Errors that were survived", ("part",))
-        self.queue_seconds = histogram("queue_seconds", "Created to first claimed", _SECONDS, ("priority",))
-        self.first_token_seconds = histogram("first_token_seconds", "Created to first token", _SECONDS, ("priority",))
-        self.token_seconds = histogram("token_seconds", "Time per token after the first", _PER_TOKEN, ("priority",))
-        self.job_seconds = histogram("job_seconds", "Created to finished", _SECONDS, ("priority",))
-        self.commit_seconds = histogram("commit_seconds", "One SQL transaction of finished jobs", _COMMIT)
-        self.queue_depth = Gauge(
-            "tokenmill_queue_depth", "Jobs that wait in the queue", ("priority",), registry=self.registry
+    def __init__(self, queue: str = "", model_name: str = "") -> None:
+        self._inner = CollectorRegistry(auto_describe=False)
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.registry.register(Labelled(self._inner, {"queue": queue, "model_name": model_name}))
+        # requests, as vLLM calls them
+        self.success = self._counter(
+            "request_success_total", "Requests that came to an end, by why", ("finished_reason",)
         )
+        self.first_token = self._histogram("time_to_first_token_seconds", "Created to first token", _SECONDS)
+        self.queue_time = self._histogram("request_queue_time_seconds", "Created to first claimed", _SECONDS)
+        self.prefill = self._histogram("request_prefill_time_seconds", "Given to the engine to first token", _SECONDS)
+        self.decode = self._histogram("request_decode_time_seconds", "First token to last", _SECONDS)
+        self.e2e = self._histogram("e2e_request_latency_seconds", "Created to finished", _SECONDS)
+        self.per_token = self._histogram(
+            "request_time_per_output_token_seconds", "A request's mean time per token after its first", _PER_TOKEN
+        )
+        self.prompt_size = self._histogram("request_prompt_tokens", "Prompt tokens of a request", _TOKENS)
+        self.answer_size = self._histogram("request_generation_tokens", "Generated tokens of a request", _TOKENS)
+        self.inter_token = self._tallies(
+            "inter_token_latency_seconds", "Time between a request's tokens, as published", _PER_TOKEN, "priority"
+        )
+        # the engine's steps
+        self.step_seconds = self._tallies("engine_step_seconds", "Time of one engine step", _PER_TOKEN)
+        self.step_tokens = self._tallies("iteration_tokens_total", "Tokens computed in one engine step", _BATCH)
+        # the queue, Redis and SQL
+        self.jobs = self._counter("jobs_finished_total", "Jobs recorded, by how they ended", ("status", "priority"))
+        self.claims = self._counter("claims_total", "Claims, by whether they brought jobs", ("outcome",))
+        self.deliveries = self._counter(
+            "deliveries_total", "Jobs that came into this worker's hands", ("verdict", "redelivered")
+        )
+        self.left = self._counter("jobs_left_total", "Jobs that left this worker unfinished, by why", ("reason",))
+        self.refusals = self._counter(
+            "fencing_refusals_total", "Writes refused because another worker held the job", ("call",)
+        )
+        self.commit_seconds = self._bare_histogram("sql_commit_seconds", "One SQL transaction of finished jobs", _CALL)
+        self.call_seconds = self._tallies("redis_call_seconds", "One script call, retries included", _CALL, "script")
 
-    def job_finished(self, result: JobResult, priority: str) -> None:
-        usage = result.usage
-        self.finished.labels(result.status.value, priority).inc()
-        self.tokens.labels("prompt").inc(usage.prompt_tokens)
-        self.tokens.labels("cached").inc(usage.cached_tokens)
-        self.tokens.labels("completion").inc(usage.completion_tokens)
-        self.queue_seconds.labels(priority).observe(max(0, usage.queue_ms) / 1000)
-        self.job_seconds.labels(priority).observe(max(0, usage.total_ms) / 1000)
-        if usage.completion_tokens > 0:
-            self.first_token_seconds.labels(priority).observe(max(0, usage.ttft_ms) / 1000)
-        if usage.completion_tokens > 1:
+    def request_finished(self, result: JobResult, priority: str) -> None:
+        """From what the result says of itself, whichever workers it went through."""
+        usage, tokens = result.usage, result.usage.completion_tokens
+        reason = result.finish_reason.value if result.finish_reason is not None else result.status.value
+        self.success.labels(reason).inc()
+        self.jobs.labels(result.status.value, priority).inc()
+        self.queue_time.labels(priority).observe(max(0, usage.queue_ms) / 1000)
+        self.e2e.labels(priority).observe(max(0, usage.total_ms) / 1000)
+        if usage.prompt_tokens:
+            self.prompt_size.labels(priority).observe(usage.prompt_tokens)
+        if tokens:
+            self.answer_size.labels(priority).observe(tokens)
+            self.first_token.labels(priority).observe(max(0, usage.ttft_ms) / 1000)
+        if tokens > 1:
             rest_ms = max(0, usage.total_ms - usage.ttft_ms)
-            self.token_seconds.labels(priority).observe(rest_ms / 1000 / (usage.completion_tokens - 1))
+            self.per_token.labels(priority).observe(rest_ms / 1000 / (tokens - 1))
 
-    def watch(self, part: str, source: Source, gauges: Collection[str] = ()) -> None:
-        """`source()` gives a part's numbers at each scrape: counters, but for the names in `gauges`; None: left out."""
-        self.registry.register(_Watched(f"tokenmill_{part}", source, gauges))
+    def watch(self, source: Callable[[], Iterable[Reading]]) -> None:
+        """`source()` gives a part's numbers at each scrape."""
+        self._inner.register(Watched(source))
+
+    def _counter(self, name: str, words: str, labels: tuple[str, ...]) -> Counter:
+        return Counter(PREFIX + name, words, labels, registry=self._inner)
+
+    def _histogram(self, name: str, words: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(PREFIX + name, words, ("priority",), buckets=buckets, registry=self._inner)
+
+    def _bare_histogram(self, name: str, words: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(PREFIX + name, words, buckets=buckets, registry=self._inner)
+
+    def _tallies(self, name: str, words: str, bounds: tuple[float, ...], label: str | None = None) -> Tallies:
+        tallies = Tallies(name, words, bounds, label)
+        self._inner.register(tallies)
+        return tallies

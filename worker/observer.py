@@ -1,0 +1,194 @@
+"""Follows every job through this worker, and gives what it saw to metrics, log, traces and the heartbeat.
+
+The stages tell it what they do (`jobs.Watcher`) and know nothing of what becomes of it. On the path of each token it
+does two dictionary look-ups and one comparison; everything else waits until the job has left.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Sequence
+
+from schemas.control import TenantLoad
+from worker.engine.mailbox import Frame
+from worker.engine.types import EngineStats
+from worker.jobs import Admitted, Delivery, Finished
+from worker.recent import Rate, Recent
+from worker.telemetry import Metrics, Tracing
+from worker.timeline import Timeline
+
+log = logging.getLogger("worker.jobs")
+
+MAX_TENANTS = 20  # in a heartbeat: those with the most tokens
+
+
+class Observer:
+    """One per worker. Nothing here raises for what a job can be."""
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        tracing: Tracing | None,
+        *,
+        queue: str,
+        worker_id: str,
+        clock_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        self._metrics = metrics
+        self._tracing = tracing
+        self._queue, self._worker_id = queue, worker_id
+        self._clock_ns = clock_ns
+        self._timelines: dict[str, Timeline] = {}
+        self._stats = EngineStats()
+        self.tokens = Rate()
+        self.first_token_s, self.token_s, self.queue_s = Recent(), Recent(), Recent()
+        self.redis_round_trips: Counter[str] = Counter()
+        self.redis_failures: Counter[str] = Counter()
+        self._tenant_tokens: Counter[str] = Counter()
+        self._tenant_rates: dict[str, Rate] = {}
+
+    # ── what the stages tell (jobs.Watcher) ──
+
+    def claimed(self, deliveries: Sequence[Delivery]) -> None:
+        now = self._clock_ns()
+        for delivery in deliveries:
+            self._timelines[delivery.job_id] = Timeline(delivery, now)
+            self._metrics.deliveries.labels(delivery.verdict, str(delivery.deliveries > 1).lower()).inc()
+
+    def started(self, jobs: Sequence[Admitted]) -> None:
+        now = self._clock_ns()
+        for job in jobs:
+            timeline = self._timelines.get(job.job_id)
+            if timeline is not None:
+                timeline.request, timeline.started_ns = job.request, now
+            if job.request.tenant not in self._tenant_rates:
+                rate = self._tenant_rates[job.request.tenant] = Rate()
+                rate.add(self._tenant_tokens[job.request.tenant])
+
+    def stepped(self, frame: Frame) -> None:
+        """After the frame's tokens have been published."""
+        now = self._clock_ns()
+        gap = None
+        for event in frame.events:
+            count = len(event.token_ids)
+            timeline = self._timelines.get(event.request_id) if count else None
+            if timeline is None or timeline.request is None:
+                continue
+            timeline.tokens += count
+            self._tenant_tokens[timeline.tenant] += count
+            last = timeline.last_ns.get(event.choice)
+            timeline.last_ns[event.choice] = now
+            if last is not None:
+                gap = (now - last) / 1e9 / count
+                self._metrics.inter_token.of(timeline.request.priority.value).observe(gap, count)
+            elif not timeline.first_ns:
+                self._first_token(timeline, now)
+        if gap is not None:
+            self.token_s.add(gap)
+        self._count_steps(frame.stats)
+
+    def left(self, job_ids: Iterable[str], reason: str) -> None:
+        """These jobs are out of this worker's hands, without an end: why, in a word."""
+        for job_id in job_ids:
+            timeline = self._timelines.pop(job_id, None)
+            if timeline is not None:
+                self._metrics.left.labels(reason).inc()
+                self._tell(timeline, None, reason)
+
+    def recorded(self, finished: Sequence[Finished]) -> None:
+        """Their rows are committed."""
+        for item in finished:
+            result = item.result
+            priority = item.request.priority.value if item.request is not None else ""
+            self._metrics.request_finished(result, priority)
+            timeline = self._timelines.pop(result.job_id, None)
+            trace_id = None
+            if timeline is not None:
+                timeline.request = timeline.request or item.request
+                trace_id = self._tell(timeline, item, "")
+            if log.isEnabledFor(logging.INFO):
+                log.info("job %s", result.status.value, extra=_fields(item, trace_id))
+
+    # ── what JobStream tells ──
+
+    def called(self, script: str, seconds: float, round_trips: int, is_done: bool) -> None:
+        self._metrics.call_seconds.of(script).observe(seconds)
+        self.redis_round_trips[script] += round_trips
+        if not is_done:
+            self.redis_failures[script] += 1
+
+    def refused(self, call: str, count: int) -> None:
+        self._metrics.refusals.labels(call).inc(count)
+
+    # ── what the heartbeat says ──
+
+    def forget_all_but(self, held: Container[str]) -> None:
+        """Jobs that SQL knew already end without being recorded: their timelines go here."""
+        for job_id in [job_id for job_id in self._timelines if job_id not in held]:
+            del self._timelines[job_id]
+
+    def tenants(self) -> dict[str, TenantLoad]:
+        """Of those that have jobs here or had tokens a moment ago; the busiest."""
+        running = Counter(timeline.tenant for timeline in self._timelines.values() if timeline.started_ns)
+        for name, rate in self._tenant_rates.items():
+            rate.add(self._tenant_tokens[name])
+        loads = {
+            name: TenantLoad(running=running[name], tokens_per_s=round(rate.per_s, 1))
+            for name, rate in self._tenant_rates.items()
+        }
+        for name in [name for name, load in loads.items() if not load.running and not load.tokens_per_s]:
+            del self._tenant_rates[name], loads[name]
+            self._tenant_tokens.pop(name, None)
+        busiest = sorted(loads, key=lambda name: (-loads[name].tokens_per_s, -loads[name].running, name))
+        return {name: loads[name] for name in busiest[:MAX_TENANTS]}
+
+    # ── inside ──
+
+    def _first_token(self, timeline: Timeline, now: int) -> None:
+        timeline.first_ns = now
+        assert timeline.request is not None
+        priority = timeline.request.priority.value
+        self._metrics.prefill.labels(priority).observe(max(0, now - timeline.started_ns) / 1e9)
+        if timeline.delivery.deliveries == 1:
+            self.first_token_s.add(max(0.0, now / 1e9 - timeline.delivery.created_ms / 1e3))
+            self.queue_s.add(max(0.0, timeline.claimed_ns / 1e9 - timeline.delivery.created_ms / 1e3))
+
+    def _count_steps(self, stats: EngineStats) -> None:
+        before, self._stats = self._stats, stats
+        steps = stats.steps - before.steps
+        if steps < 0:  # another engine process
+            before, steps = EngineStats(), stats.steps
+        if steps:
+            self._metrics.step_seconds.of().observe((stats.busy_s - before.busy_s) / steps, steps)
+            self._metrics.step_tokens.of().observe((stats.computed_tokens - before.computed_tokens) / steps, steps)
+        self.tokens.add(self.tokens.total + max(0, stats.generated_tokens - before.generated_tokens))
+
+    def _tell(self, timeline: Timeline, item: Finished | None, left: str) -> str | None:
+        if item is not None and timeline.first_ns and timeline.request is not None:
+            seconds = (timeline.latest_ns - timeline.first_ns) / 1e9
+            self._metrics.decode.labels(timeline.request.priority.value).observe(max(0.0, seconds))
+        if self._tracing is None:
+            return None
+        result = item.result if item is not None else None
+        return self._tracing.tell(timeline.story(self._queue, self._worker_id, self._clock_ns(), result, left))
+
+
+def _fields(item: Finished, trace_id: str | None) -> dict[str, object]:
+    """Of a log line: who, what became of it, how much and how long. No text."""
+    result, usage = item.result, item.result.usage
+    fields: dict[str, object] = {
+        "job_id": result.job_id,
+        "tenant": result.tenant,
+        "priority": item.request.priority.value if item.request is not None else "",
+        "finish_reason": result.finish_reason.value if result.finish_reason is not None else None,
+        "error": result.error.code if result.error is not None else None,
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "queue_ms": usage.queue_ms,
+        "ttft_ms": usage.ttft_ms,
+        "total_ms": usage.total_ms,
+        "trace_id": trace_id,
+    }
+    return {name: value for name, value in fields.items() if value not in (None, "")}

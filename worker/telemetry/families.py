@@ -1,0 +1,130 @@
+"""What prometheus_client lacks: constant labels, numbers read at the scrape, and a histogram for hot paths.
+
+`Tally` is that histogram: many equal observations are one call, and summing up is left to the scrape. `Watched`
+turns what a part counts anyway into metrics. `Labelled` puts the same labels on everything that a registry
+holds. None of them knows what is measured.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf, isinf
+from typing import Final
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
+
+PREFIX: Final = "tokenmill:"
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts per bucket; `bounds` are upper limits, ascending."""
+
+    bounds: Sequence[float]
+    total: float = 0.0
+    counts: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.counts = [0] * (len(self.bounds) + 1)
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """As the exposition wants them: cumulative, the last one unbounded."""
+        running = 0
+        pairs = []
+        for bound, count in zip([*self.bounds, inf], self.counts, strict=True):
+            running += count
+            pairs.append(("+Inf" if isinf(bound) else str(float(bound)), float(running)))
+        return pairs
+
+
+class Tallies(Collector):
+    """One tally per value of a label (none: a single one), made when first asked for."""
+
+    def __init__(self, name: str, words: str, bounds: Sequence[float], label: str | None = None) -> None:
+        self._name, self._words, self._bounds, self._label = PREFIX + name, words, tuple(bounds), label
+        self._tallies: dict[str, Tally] = {} if label else {"": Tally(self._bounds)}
+
+    def of(self, value: str = "") -> Tally:
+        tally = self._tallies.get(value)
+        if tally is None:
+            tally = self._tallies[value] = Tally(self._bounds)
+        return tally
+
+    def collect(self) -> Iterator[Metric]:
+        family = HistogramMetricFamily(self._name, self._words, labels=[self._label] if self._label else [])
+        for value, tally in list(self._tallies.items()):
+            family.add_metric([value] if self._label else [], tally.buckets(), tally.total)
+        yield family
+
+    def describe(self) -> list[Metric]:
+        return []
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One metric as it stands at a scrape: a value per combination of labels. None leaves a value out."""
+
+    name: str
+    words: str
+    values: Mapping[tuple[str, ...], float | None]
+    labels: tuple[str, ...] = ()
+    is_counter: bool = False
+
+
+def gauge(name: str, words: str, value: float | None) -> Reading:
+    return Reading(name, words, {(): value})
+
+
+def counter(name: str, words: str, value: float | None) -> Reading:
+    return Reading(name, words, {(): value}, is_counter=True)
+
+
+def by_label(name: str, words: str, label: str, values: Mapping[str, float], *, is_counter: bool = False) -> Reading:
+    return Reading(name, words, {(key,): value for key, value in values.items()}, (label,), is_counter)
+
+
+class Watched(Collector):
+    """`source()` is asked at each scrape."""
+
+    def __init__(self, source: Callable[[], Iterable[Reading]]) -> None:
+        self._source = source
+
+    def collect(self) -> Iterator[Metric]:
+        for reading in self._source():
+            kind = CounterMetricFamily if reading.is_counter else GaugeMetricFamily
+            family = kind(PREFIX + reading.name, reading.words, labels=reading.labels)
+            for labels, value in reading.values.items():
+                if value is not None:
+                    family.add_metric(labels, float(value))
+            if family.samples:
+                yield family
+
+    def describe(self) -> list[Metric]:
+        return []  # the names are known at the scrape only
+
+
+class Labelled(Collector):
+    """Everything in `inner`, with these labels first."""
+
+    def __init__(self, inner: CollectorRegistry, labels: Mapping[str, str]) -> None:
+        self._inner, self._labels = inner, dict(labels)
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._inner.collect():
+            metric.samples = [
+                Sample(sample.name, {**self._labels, **sample.labels}, sample.value, sample.timestamp, sample.exemplar)
+                for sample in metric.samples
+            ]
+            yield metric
+
+    def describe(self) -> list[Metric]:
+        return []
