@@ -140,7 +140,8 @@ class EngineProcess(_Reports):
 
     async def start(self, on_progress: Callable[[str, float], None] | None = None) -> Ready:
         ours, theirs = socket.socketpair()
-        try:
+        with theirs:
+            reader, self._writer = await asyncio.open_unix_connection(sock=ours, limit=1 << 24)
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "worker.engine.child", str(theirs.fileno()), pass_fds=[theirs.fileno()],
                 start_new_session=True,  # a Ctrl-C at the terminal is the worker's to handle
@@ -154,8 +155,7 @@ class EngineProcess(_Reports):
         return await self._wait_ready(on_progress)
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        with theirs:
-            reader, self._writer = await asyncio.open_unix_connection(sock=ours, limit=1 << 24)
+        try:
             while True:
                 length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "little")
                 self._queue.put_nowait(_report_decoder.decode(await reader.readexactly(length)))
