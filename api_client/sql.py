@@ -29,7 +29,7 @@ GROUPINGS: Final = ("tenant", "model", "day", "queue", "state")
 
 _JOB: Final = (
     "id", "queue", "model", "tenant", "priority", "state", "finish_reason", "text", "error_code", "error_message",
-    "attempts", "worker_id", "created_ms", "started_ms", "finished_ms", "prompt_kind", "batch_id", "result",
+    "attempts", "worker_id", "created_ms", "started_ms", "finished_ms", "prompt_kind", "batch_id", "metadata", "result",
 )  # fmt: skip
 _USAGE: Final = (
     "job_id", "queue", "model", "tenant", "state", "day", "prompt_tokens", "cached_tokens", "completion_tokens",
@@ -58,6 +58,7 @@ class JobRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    metadata: dict[str, str] = {}
 
 
 class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -202,6 +203,8 @@ def _error(row: dict[str, Any]) -> JobError | None:
 def _job_row(row: dict[str, Any]) -> JobRow:
     names = set(JobRow.__struct_fields__) & set(row)
     values = {name: row[name] for name in names if row[name] is not None or name in ("finish_reason", "batch_id")}
+    if isinstance(values.get("metadata"), str):  # SQLite keeps JSON as text
+        values["metadata"] = msgspec.json.decode(values["metadata"], type=dict[str, str])
     return JobRow(job_id=row["id"], status=row["state"], error=_error(row), **values)
 
 

@@ -73,6 +73,16 @@ def test_lists_are_filtered_and_newest_first(url: str, results: SqlResults) -> N
     assert results.jobs(batch_id="none") == []
 
 
+def test_a_list_has_the_metadata_of_its_jobs(url: str, results: SqlResults) -> None:
+    _record(
+        url, finished("a", metadata={"title": "Why is the sky “blue”?"}, finished_ms=2), finished("b", finished_ms=1)
+    )
+    assert [row.metadata for row in results.jobs()] == [
+        {"title": "Why is the sky “blue”?"},
+        finished("b").result.metadata,
+    ]
+
+
 def test_usage_sums_are_those_of_the_jobs(url: str, results: SqlResults) -> None:
     day = 86_400_000
     _record(
