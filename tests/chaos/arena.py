@@ -1,7 +1,8 @@
 """Real servers and real worker processes, and what may befall them: killed, frozen, drained, cut off, restarted.
 
-Each fault is a coroutine that leaves the arena able to work again, some at once, some after a while. Which
-come, and when, is the caller's business; so is what is true at the end.
+Each fault is a coroutine that leaves the arena able to work again, some at once, some after a while; workers that
+are gone are replaced by `keep_up`, as an orchestrator would. Which faults come, and when, is the caller's business;
+so is what is true at the end.
 """
 
 from __future__ import annotations
@@ -11,147 +12,205 @@ import contextlib
 import itertools
 import random
 import signal
-import sys
 import time
+import uuid
 from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 import redis
 
+from tests.chaos.processes import WorkerProcess, environment, marked_processes
 from tests.support.postgres import PostgresServer
 from tests.support.valkey import ValkeyServer
-from worker.tether import Tether
 
-ROOT = Path(__file__).parents[2]
-LEASE_S = 1.0
-PATIENCE_S = 40.0
+LEASE_S = 2.0
 
 
-class WorkerProcess:
-    """One worker; `descendants` remembers every process that it ever had."""
+@dataclass(frozen=True, slots=True)
+class Troop:
+    """Workers of one queue. `engines`: where the engines live, in turn."""
 
-    def __init__(self, name: str, redis_url: str, database: str, log: Path, **settings: object) -> None:
-        values = [f"{key}={value}" for key, value in settings.items()]
-        command = [sys.executable, "-m", "tests.chaos.plain_worker", name, redis_url, database, *values]
-        self.name = name
-        self.log = log
-        with log.open("ab") as output:
-            self._tether = Tether(command, at_death=signal.SIGKILL, cwd=ROOT, output=output)
+    queue: str
+    size: int
+    engines: tuple[str, ...]
+    settings: dict[str, object]
 
-    @property
-    def process(self) -> Any:
-        return self._tether.process
 
-    @property
-    def is_alive(self) -> bool:
-        return self._tether.is_alive
-
-    @property
-    def words(self) -> str:
-        return self.log.read_text(encoding="utf-8", errors="replace")
-
-    def send(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self.process.send_signal(number)
-
-    def children(self) -> list[psutil.Process]:
-        try:
-            return list(psutil.Process(self.process.pid).children(recursive=True))
-        except psutil.Error:
-            return []
-
-    async def wait(self, timeout_s: float = PATIENCE_S) -> int:
-        deadline = time.monotonic() + timeout_s
-        while self.is_alive:
-            if time.monotonic() > deadline:
-                self.send(signal.SIGUSR1)
-                await asyncio.sleep(1)
-                raise TimeoutError(f"worker {self.name} does not end: {self.words[-6000:]}")
-            await asyncio.sleep(0.05)
-        return int(self.process.wait())
-
-    def end(self) -> None:
-        self._tether.end(signal.SIGKILL)
+FAST = Troop(
+    "q", 3, ("process", "thread"),
+    {"model": "synthetic?step_ms=8", "lease_seconds": LEASE_S, "heartbeat_seconds": LEASE_S / 4, "max_num_seqs": 16},
+)  # fmt: skip
+REAL = Troop(
+    "real", 1, ("process",),
+    {
+        "model": "smollm2-135m-instruct", "dtype": "float32", "num_threads": 1, "num_blocks": 128, "max_num_seqs": 4,
+        "lease_seconds": 3 * LEASE_S, "heartbeat_seconds": LEASE_S / 2,
+    },
+)  # fmt: skip
 
 
 class Arena:
-    """`num_workers` workers over one Valkey and one PostgreSQL; `survived` counts the faults."""
+    """Workers over one Valkey and one PostgreSQL; `survived` counts the faults, `problems` what must not be."""
 
     def __init__(
-        self, valkey: ValkeyServer, postgres: PostgresServer, database: str, folder: Path, chance: random.Random
+        self,
+        valkey: ValkeyServer,
+        postgres: PostgresServer,
+        database: str,
+        folder: Path,
+        chance: random.Random,
+        troops: tuple[Troop, ...] = (FAST, REAL),
     ) -> None:
         self.valkey = valkey
         self.postgres = postgres
         self.database = database
+        self.troops = troops
         self.survived: Counter[str] = Counter()
         self.problems: list[str] = []
-        self.workers: list[WorkerProcess] = []
+        self.num_started = 0
+        self._workers: list[tuple[Troop, WorkerProcess]] = []
         self._folder = folder
         self._chance = chance
-        self._numbers = itertools.count(1)
-        self._busy: set[str] = set()  # workers that are in the middle of a fault
-        self._descendants: dict[int, psutil.Process] = {}
+        self._mark = uuid.uuid4().hex
+        self._env = environment(folder, self._mark)
+        self._numbers = {troop.queue: itertools.count() for troop in troops}
+        self._frozen: set[str] = set()
+        self._server_locks = {"valkey": asyncio.Lock(), "postgres": asyncio.Lock()}
 
-    def start_worker(self) -> WorkerProcess:
-        """Every third has its engine in a process of its own."""
-        number = next(self._numbers)
+    @property
+    def faults(self) -> list[Callable[[], Awaitable[None]]]:
+        return [
+            self.kill_worker, self.kill_worker, self.kill_real_worker, self.kill_every_worker, self.freeze_worker,
+            self.kill_engine, self.kill_real_engine, self.freeze_engine, self.signal_engine,
+            self.drain_worker, self.drain_real_worker, self.hurry_worker, self.cut_connections,
+            self.crash_valkey, self.restart_valkey, self.freeze_valkey,
+            self.crash_postgres, self.restart_postgres, self.cut_postgres,
+        ]  # fmt: skip
+
+    # ── workers ──
+
+    async def keep_up(self) -> None:
+        """Until cancelled: as many workers as there should be, whatever happens to them."""
+        while True:
+            for gone in [item for item in self._workers if not item[1].is_alive]:
+                self._workers.remove(gone)
+                self.problems += gone[1].problems()
+                gone[1].end()
+            for troop in self.troops:
+                serving = [w for t, w in self._workers if t is troop and not w.is_leaving]
+                for _ in range(troop.size - len(serving)):
+                    self._start_worker(troop)
+            await asyncio.sleep(0.1)
+
+    def _start_worker(self, troop: Troop) -> None:
+        number = next(self._numbers[troop.queue])
+        engine_host = troop.engines[number % len(troop.engines)]
+        name = f"{troop.queue}{number}"
         worker = WorkerProcess(
-            f"w{number}", self.valkey.url, self.database, self._folder / f"w{number}.log",
-            model="synthetic?step_ms=8", lease_seconds=LEASE_S, heartbeat_seconds=LEASE_S / 4, poll_seconds=0.2,
-            drain_seconds=1.0, max_num_seqs=32, max_crashes=50, engine_host="thread" if number % 3 else "process",
+            name, self.valkey.url, self.database, self._folder / f"{name}.log", env=self._env, queue=troop.queue,
+            engine_host=engine_host, poll_seconds=0.2, drain_seconds=1.0, max_crashes=6, **troop.settings,
         )  # fmt: skip
-        self.workers.append(worker)
-        return worker
+        if engine_host == "thread":  # a poisonous prompt takes the whole process with it
+            worker.may_end_with.add(-signal.SIGKILL)
+        self._workers.append((troop, worker))
+        self.num_started += 1
 
-    def _pick(self) -> WorkerProcess | None:
-        free = [worker for worker in self.workers if worker.is_alive and worker.name not in self._busy]
-        if not free:
-            return None
-        worker = self._chance.choice(free)
-        self._descendants |= {child.pid: child for child in worker.children()}
-        return worker
+    def _serving(self, *queues: str) -> list[WorkerProcess]:
+        return [
+            worker
+            for troop, worker in self._workers
+            if worker.is_alive and not worker.is_leaving and worker.name not in self._frozen and troop.queue in queues
+        ]
 
-    # ── faults ──
+    def _pick(self, *queues: str) -> WorkerProcess | None:
+        serving = self._serving(*queues)
+        return self._chance.choice(serving) if serving else None
 
-    async def kill_worker(self) -> None:
-        if (worker := self._pick()) is not None:
-            worker.send(signal.SIGKILL)
-            await worker.wait()
-            self.start_worker()
+    def _pick_engine(self, *queues: str) -> psutil.Process | None:
+        engines = [engine for worker in self._serving(*queues) if (engine := worker.engine()) is not None]
+        return self._chance.choice(engines) if engines else None
+
+    # ── faults of workers ──
+
+    async def _kill(self, queue: str) -> None:
+        if (worker := self._pick(queue)) is not None:
+            worker.kill()
             self.survived["workers killed"] += 1
 
-    async def kill_engine(self) -> None:
-        """Of a worker that has one; the worker itself goes on."""
-        for worker in [w for w in self.workers if w.is_alive and w.name not in self._busy]:
-            engines = [child for child in worker.children() if "python" in child.name()]
-            self._descendants |= {child.pid: child for child in engines}
-            if engines:
-                with contextlib.suppress(psutil.Error):
-                    engines[0].kill()
-                    self.survived["engines killed"] += 1
-                return
+    async def kill_worker(self) -> None:
+        await self._kill(FAST.queue)
+
+    async def kill_real_worker(self) -> None:
+        await self._kill(REAL.queue)
+
+    async def kill_every_worker(self) -> None:
+        for worker in self._serving(FAST.queue, REAL.queue):
+            worker.kill()
+        self.survived["all workers killed"] += 1
 
     async def freeze_worker(self) -> None:
         """Longer than its lease: it wakes as one whose jobs are others'."""
-        if (worker := self._pick()) is not None:
-            self._busy.add(worker.name)
+        if (worker := self._pick(FAST.queue)) is not None:
+            self._frozen.add(worker.name)
             worker.send(signal.SIGSTOP)
-            await asyncio.sleep(LEASE_S * self._chance.uniform(1.5, 3))
+            await asyncio.sleep(LEASE_S * self._chance.uniform(1.2, 2))
             worker.send(signal.SIGCONT)
-            self._busy.discard(worker.name)
+            self._frozen.discard(worker.name)
             self.survived["workers frozen past their lease"] += 1
 
-    async def drain_worker(self) -> None:
-        if (worker := self._pick()) is not None:
-            self._busy.add(worker.name)
-            self.start_worker()
-            worker.send(signal.SIGTERM)
-            status = await worker.wait()
-            if status not in (0, -signal.SIGTERM):  # the latter: it had not yet got as far as listening
-                self.problems.append(f"drained worker {worker.name} ended with {status}: {worker.words[-1500:]}")
+    async def _drain(self, queue: str) -> None:
+        if (worker := self._pick(queue)) is not None:
+            worker.ask_to_end()
+            await worker.wait()
             self.survived["workers drained"] += 1
+
+    async def drain_worker(self) -> None:
+        await self._drain(FAST.queue)
+
+    async def drain_real_worker(self) -> None:
+        await self._drain(REAL.queue)
+
+    async def hurry_worker(self) -> None:
+        """SIGTERM, and another before the grace period is over."""
+        if (worker := self._pick(FAST.queue)) is not None:
+            worker.ask_to_end()
+            await asyncio.sleep(self._chance.uniform(0.0, 0.5))
+            worker.ask_to_end(self._chance.choice([signal.SIGTERM, signal.SIGINT]))
+            await worker.wait()
+            self.survived["workers hurried out"] += 1
+
+    # ── faults of engines: the worker itself goes on ──
+
+    async def _signal_engine(self, queue: str, number: int, what: str) -> None:
+        if (engine := self._pick_engine(queue)) is not None:
+            with contextlib.suppress(psutil.Error):
+                engine.send_signal(number)
+                self.survived[what] += 1
+
+    async def kill_engine(self) -> None:
+        await self._signal_engine(FAST.queue, signal.SIGKILL, "engines killed")
+
+    async def kill_real_engine(self) -> None:
+        await self._signal_engine(REAL.queue, signal.SIGKILL, "engines killed")
+
+    async def signal_engine(self) -> None:
+        """The worker decides when its engine ends, nobody else."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            await self._signal_engine(REAL.queue, number, "engines told to end by a stranger")
+
+    async def freeze_engine(self) -> None:
+        if (engine := self._pick_engine(FAST.queue, REAL.queue)) is not None:
+            with contextlib.suppress(psutil.Error):
+                engine.send_signal(signal.SIGSTOP)
+                await asyncio.sleep(self._chance.uniform(0.5, 2 * LEASE_S))
+                self.survived["engines frozen"] += 1
+            with contextlib.suppress(psutil.Error):
+                engine.send_signal(signal.SIGCONT)
+
+    # ── faults of servers ──
 
     async def cut_connections(self) -> None:
         def cut() -> None:
@@ -160,46 +219,88 @@ class Arena:
                     client.execute_command("CLIENT", "KILL", "TYPE", kind, "SKIPME", "yes")
 
         await asyncio.to_thread(cut)
-        self.survived["all connections cut"] += 1
+        self.survived["all connections to Valkey cut"] += 1
+
+    async def _restart_valkey(self, number: int, what: str) -> None:
+        async with self._server_locks["valkey"]:
+            await asyncio.to_thread(self.valkey.halt, number)
+            await asyncio.sleep(self._chance.choice([0.0, 0.5, 2.0]))
+            await asyncio.to_thread(self.valkey.start)
+            self.survived[what] += 1
 
     async def crash_valkey(self) -> None:
-        await asyncio.to_thread(self.valkey.restart, crash=True)
-        self.survived["Valkey killed"] += 1
+        await self._restart_valkey(signal.SIGKILL, "Valkey killed")
 
-    async def crash_postgres(self) -> None:
-        """SIGKILL to the server; its children hold the data for a moment longer."""
+    async def restart_valkey(self) -> None:
+        await self._restart_valkey(signal.SIGTERM, "Valkey restarted")
 
-        def crash() -> None:
-            self.postgres.kill()
-            time.sleep(self._chance.uniform(0.0, 0.5))
-            for attempt in range(20):
+    async def freeze_valkey(self) -> None:
+        async with self._server_locks["valkey"]:
+            self.valkey.freeze()
+            await asyncio.sleep(self._chance.uniform(0.3, 1.5 * LEASE_S))
+            self.valkey.thaw()
+            self.survived["Valkey frozen"] += 1
+
+    async def _restart_postgres(self, number: int, what: str) -> None:
+        """After SIGKILL the server's children hold the data for a moment longer."""
+
+        def start() -> None:
+            deadline = time.monotonic() + 30
+            while True:
                 try:
                     self.postgres.start()
                 except RuntimeError:
-                    if attempt == 19:
+                    if time.monotonic() > deadline:
                         raise
                     time.sleep(0.3)
                 else:
                     return
 
-        await asyncio.to_thread(crash)
-        self.survived["PostgreSQL killed"] += 1
+        async with self._server_locks["postgres"]:
+            await asyncio.to_thread(self.postgres.halt, number)
+            await asyncio.sleep(self._chance.choice([0.0, 0.5, 3.0]))
+            await asyncio.to_thread(start)
+            self.survived[what] += 1
+
+    async def crash_postgres(self) -> None:
+        await self._restart_postgres(signal.SIGKILL, "PostgreSQL killed")
+
+    async def restart_postgres(self) -> None:
+        await self._restart_postgres(signal.SIGINT, "PostgreSQL restarted")
+
+    async def cut_postgres(self) -> None:
+        async with self._server_locks["postgres"]:
+            others = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid()"
+            await asyncio.to_thread(self.postgres.execute, others)
+            self.survived["all connections to PostgreSQL cut"] += 1
 
     # ── the end ──
 
     async def drain_all(self) -> None:
-        for worker in self.workers:
-            self._descendants |= {child.pid: child for child in worker.children()}
-            worker.send(signal.SIGTERM)
-        for worker in self.workers:
-            await worker.wait()
+        """In order, every one with exit status 0; nothing of theirs may remain, neither process nor temporary file."""
+        workers, self._workers = [worker for _, worker in self._workers], []
+        for worker in workers:
+            worker.ask_to_end()
+        for worker in workers:
+            try:
+                await worker.wait()
+            except TimeoutError as error:
+                self.problems.append(str(error))
+                worker.kill()
+            self.problems += worker.problems()
+            worker.end()
+        _, alive = await asyncio.to_thread(psutil.wait_procs, marked_processes(self._mark), timeout=5)
+        self.problems += [f"process {process.pid} is left" for process in alive]
+        self.problems += [f"file {path} is left" for path in (self._folder / "tmp").iterdir()]
 
-    def left_processes(self, timeout_s: float = 5.0) -> list[str]:
-        """Engines whose worker is gone must go too."""
-        _, alive = psutil.wait_procs(list(self._descendants.values()), timeout=timeout_s)
-        return [f"process {child.pid} is left" for child in alive]
+    def ask_what_they_do(self) -> None:
+        for _, worker in self._workers:
+            worker.send(signal.SIGUSR1)
 
     def end(self) -> None:
-        for worker in self.workers:
+        for _, worker in self._workers:
             worker.send(signal.SIGCONT)
             worker.end()
+        for process in marked_processes(self._mark):
+            with contextlib.suppress(psutil.Error):
+                process.kill()

@@ -6,14 +6,17 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from api_client import AsyncClient
+from api_client import AsyncClient, Client
 from api_client.errors import QueueUnavailable
 from tests.chaos.checker import Told
 
 PAUSE_S = 0.1
+NUM_THREADS = 4
 
 
 async def submit(client: AsyncClient, key: str, **job: Any) -> str:
@@ -21,6 +24,16 @@ async def submit(client: AsyncClient, key: str, **job: Any) -> str:
     while True:
         try:
             return str(await client.submit(idempotency_key=key, **job))
+        except QueueUnavailable:
+            await asyncio.sleep(PAUSE_S)
+
+
+async def cancel(client: AsyncClient, job: str, after_s: float) -> str:
+    """Until it is heard; returns what the client was told."""
+    await asyncio.sleep(after_s)
+    while True:
+        try:
+            return str(await client.cancel(job))
         except QueueUnavailable:
             await asyncio.sleep(PAUSE_S)
 
@@ -33,7 +46,7 @@ async def listen(
     while not told.ended:
         left = leave_after() if leave_after is not None else 1 << 60
         try:
-            stream = client.stream(job, starting_after=len(told.token_ids))
+            stream = client.stream(job, starting_after=told.num_tokens)
             try:
                 async for chunk in stream:
                     told.hear(chunk)
@@ -47,16 +60,30 @@ async def listen(
         await asyncio.sleep(PAUSE_S)
 
 
+def listen_in_a_thread(client: Client, job: str, told: Told) -> None:
+    """As `listen`, by the client that has a connection per stream."""
+    while not told.ended:
+        try:
+            for chunk in client.stream(job, starting_after=told.num_tokens):
+                told.hear(chunk)
+        except QueueUnavailable:
+            pass
+        time.sleep(PAUSE_S)
+
+
 class Audience:
-    """Of every four jobs one has a subscriber from the start, one who comes and goes, one who comes in the middle,
-    and one who comes when all is over.
+    """The jobs of one queue have, in turn, a subscriber from the start, one who comes and goes, one who comes in the
+    middle, and one who comes when all is over. A few jobs have one more, in a thread.
     """
 
-    def __init__(self, client: AsyncClient, chance: random.Random) -> None:
+    def __init__(self, client: AsyncClient, threaded: Client, chance: random.Random) -> None:
         self.told: dict[str, list[Told]] = {}
         self._client = client
+        self._threaded = threaded
         self._chance = chance
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Future[None]] = set()
+        self._threads = ThreadPoolExecutor(NUM_THREADS, "audience")
+        self._num_in_threads = 0
 
     def attend(self, job: str) -> None:
         kind = len(self.told) % 4
@@ -67,13 +94,25 @@ class Audience:
             self._listen(job, leave_after=lambda: self._chance.randint(1, 20))
         elif kind == 2:
             self._listen(job, after_s=self._chance.uniform(0.2, 3.0))
+        if self._num_in_threads < NUM_THREADS:
+            self._listen_in_a_thread(job)
 
     def _listen(self, job: str, **how: Any) -> None:
-        task = asyncio.create_task(listen(self._client, job, self.told[job][0], **how))
+        self._tasks.add(asyncio.create_task(listen(self._client, job, self.told[job][0], **how)))
+
+    def _listen_in_a_thread(self, job: str) -> None:
+        told = Told()
+        self.told[job].append(told)
+        self._num_in_threads += 1
+        task = asyncio.get_running_loop().run_in_executor(self._threads, listen_in_a_thread, self._threaded, job, told)
+        task.add_done_callback(self._leave_thread)
         self._tasks.add(task)
 
+    def _leave_thread(self, _task: object) -> None:
+        self._num_in_threads -= 1
+
     async def hear_the_end(self, timeout_s: float) -> None:
-        """Everyone who listens hears the end, and then those who come late."""
+        """Everyone who listens hears the end, and then those who come late. Who hears none is the checker's to tell."""
         if self._tasks:
             done, pending = await asyncio.wait(self._tasks, timeout=timeout_s)
             for task in pending:
@@ -81,7 +120,10 @@ class Audience:
             await asyncio.gather(*pending, return_exceptions=True)
             for task in done:
                 task.result()
-        late = [(job, told[0]) for job, told in self.told.items() if not told[0].ended and not told[0].token_ids]
+        late = [(job, told[0]) for job, told in self.told.items() if not told[0].ended and not told[0].num_tokens]
         for first in range(0, len(late), 50):
-            group = late[first : first + 50]
-            await asyncio.wait_for(asyncio.gather(*(listen(self._client, *item) for item in group)), timeout_s)
+            group = [asyncio.create_task(listen(self._client, *item)) for item in late[first : first + 50]]
+            _, pending = await asyncio.wait(group, timeout=timeout_s)
+            for task in pending:
+                task.cancel()
+        self._threads.shutdown(wait=False, cancel_futures=True)

@@ -1,70 +1,232 @@
-"""Verifies the promises from outside: what was accepted, what subscribers were told, what stands in SQL.
+"""Verifies the promises from outside: what was accepted, what subscribers were told, what stands in SQL and in Redis.
 
-Shares no code with the worker: rows are read with plain SQL, and a job's expected answer comes from an
-undisturbed run.
+Shares no code with the worker: rows are read with plain SQL, results as plain MessagePack, keys by the names in the
+documents, and a job's expected answer comes from an undisturbed run.
 """
 
 from __future__ import annotations
 
+import collections
+import json
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 import sqlalchemy
+
+Answer = tuple[tuple[tuple[int, ...], str], ...]  # (token ids, text) of each choice
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """A broken promise. `kind` is what the report counts it as."""
+
+    kind: Literal["loss", "duplicate", "wrong"]
+    words: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.words}"
 
 
 @dataclass(slots=True)
 class Told:
     """What one subscriber was told of one job."""
 
-    token_ids: list[int] = field(default_factory=list)
-    text: str = ""
+    token_ids: dict[int, list[int]] = field(default_factory=lambda: collections.defaultdict(list))
+    text: dict[int, str] = field(default_factory=lambda: collections.defaultdict(str))
     problems: list[str] = field(default_factory=list)
-    ended: bool = False
+    status: str = ""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(ids) for ids in self.token_ids.values())
+
+    @property
+    def ended(self) -> bool:
+        return bool(self.status)
 
     def hear(self, chunk: Any) -> None:
         if self.ended:
             self.problems.append("a chunk after the last one")
-        if chunk.index != len(self.token_ids):
-            self.problems.append(f"a chunk at {chunk.index} after {len(self.token_ids)} tokens")
-        self.token_ids += chunk.token_ids
-        self.text += chunk.text
-        self.ended = chunk.status is not None
+        if chunk.index != self.num_tokens:
+            self.problems.append(f"a chunk at {chunk.index} after {self.num_tokens} tokens")
+        self.token_ids[chunk.choice] += chunk.token_ids
+        self.text[chunk.choice] += chunk.text
+        self.status = str(chunk.status.value) if chunk.status is not None else ""
+
+    def answer(self, num_choices: int) -> Answer:
+        return tuple((tuple(self.token_ids[i]), self.text[i]) for i in range(num_choices))
 
 
-def violations(database: str, expected: dict[str, Any], told: dict[str, list[Told]]) -> list[str]:
-    """`expected` maps job ids to results of an undisturbed run; `told` to what each subscriber heard."""
-    found: list[str] = []
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """How an accepted job may end. A job that succeeds says all of `answer`, another one at most its beginning."""
+
+    answer: Answer
+    prompt_tokens: int
+    states: frozenset[str] = frozenset({"succeeded"})
+    not_before_ms: int = 0
+
+    @classmethod
+    def of(cls, result: Any, **changes: Any) -> Wanted:
+        """From the client's result of an undisturbed run."""
+        answer = tuple((tuple(choice.token_ids), choice.text) for choice in result.choices)
+        return cls(answer, result.usage.prompt_tokens, **changes)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A job as it stands in SQL."""
+
+    state: str
+    answer: Answer
+    started_ms: int
+
+
+def violations(database: str, wanted: dict[str, Wanted], told: dict[str, list[Told]]) -> list[Violation]:
+    """`wanted` names every accepted job and no other; `told` has what each of its subscribers heard."""
+    found: list[Violation] = []
     engine = sqlalchemy.create_engine(database)
     with engine.connect() as connection:
-        jobs = connection.execute(sqlalchemy.text("select id, state, text from jobs")).fetchall()
-        usage = connection.execute(
-            sqlalchemy.text("select job_id, prompt_tokens, completion_tokens from usage")
-        ).fetchall()
+        columns = "select id, state, text, token_ids, started_ms, result from jobs"
+        jobs = connection.execute(sqlalchemy.text(columns)).fetchall()
+        columns = "select job_id, prompt_tokens, completion_tokens from usage"
+        usage = connection.execute(sqlalchemy.text(columns)).fetchall()
     engine.dispose()
-    for name, rows in (("result", [row[0] for row in jobs]), ("usage", [row[0] for row in usage])):
-        found += [f"job {job} has no {name} row" for job in expected if job not in rows]
-        found += [f"job {job} has {rows.count(job)} {name} rows" for job in set(rows) if rows.count(job) > 1]
-    for job, state, text in jobs:
-        want = expected[job]
-        if state != "succeeded":
-            found.append(f"job {job} is {state}")
-        elif text != want.text:
-            found.append(f"job {job}: the stored text differs from the undisturbed run's")
+    found += _once("result", [row[0] for row in jobs], wanted)
+    found += _once("usage", [row[0] for row in usage], wanted)
+    rows = {job: Row(state, _answer_of(result), started) for job, state, _, _, started, result in jobs}
+    for job, _, text, token_ids, _, _ in jobs:
+        ids = tuple(json.loads(token_ids) if isinstance(token_ids, str) else token_ids or ())
+        if (ids, text or "") != (rows[job].answer or (((), ""),))[0]:
+            found.append(Violation("wrong", f"job {job}: the columns and the encoded result differ"))
+    for job in wanted.keys() & rows.keys():
+        found += _misanswered(job, rows[job], wanted[job])
     for job, prompt_tokens, completion_tokens in usage:
-        want = expected[job].usage
-        if (prompt_tokens, completion_tokens) != (want.prompt_tokens, want.completion_tokens):
-            found.append(f"job {job}: billed {prompt_tokens}+{completion_tokens} tokens, not {want}")
-    return found + _misled(expected, told)
-
-
-def _misled(expected: dict[str, Any], told: dict[str, list[Told]]) -> list[str]:
-    found: list[str] = []
+        if job in rows and job in wanted:
+            found += _misbilled(job, rows[job], wanted[job], (prompt_tokens, completion_tokens))
     for job, subscribers in told.items():
         for number, heard in enumerate(subscribers):
-            who = f"subscriber {number} of job {job}"
-            found += [f"{who}: {problem}" for problem in heard.problems]
-            if not heard.ended:
-                found.append(f"{who} heard no end")
-            elif (tuple(heard.token_ids), heard.text) != (expected[job].token_ids, expected[job].text):
-                found.append(f"{who} was told another answer")
+            found += _misled(f"subscriber {number} of job {job}", heard, rows.get(job))
     return found
+
+
+def _once(name: str, ids: list[str], wanted: dict[str, Wanted]) -> Iterator[Violation]:
+    counts = collections.Counter(ids)
+    for job in wanted.keys() - counts.keys():
+        yield Violation("loss", f"job {job} has no {name} row")
+    for job, count in counts.items():
+        if job not in wanted:
+            yield Violation("duplicate", f"job {job} has a {name} row and was never accepted")
+        elif count > 1:
+            yield Violation("duplicate", f"job {job} has {count} {name} rows")
+
+
+def _answer_of(result: bytes) -> Answer:
+    decoded = msgspec.msgpack.decode(bytes(result))
+    return tuple((tuple(c.get("token_ids", ())), c.get("text", "")) for c in decoded.get("choices", ()))
+
+
+def _misanswered(job: str, row: Row, wanted: Wanted) -> Iterator[Violation]:
+    if row.state not in wanted.states:
+        yield Violation("wrong", f"job {job} is {row.state}, not {' or '.join(sorted(wanted.states))}")
+    elif row.state == "succeeded" and row.answer != wanted.answer:
+        yield Violation("wrong", f"job {job}: the stored answer differs from the undisturbed run's")
+    elif not _begins(wanted.answer, row.answer):
+        yield Violation(
+            "wrong", f"job {job} is {row.state} with an answer that the undisturbed run does not begin with"
+        )
+    if row.started_ms and row.started_ms < wanted.not_before_ms:
+        yield Violation("wrong", f"job {job} began {wanted.not_before_ms - row.started_ms} ms before it was due")
+
+
+def _begins(whole: Answer, part: Answer) -> bool:
+    """A broken-off answer may end in the middle of a character."""
+    return len(part) in (0, len(whole)) and all(
+        have[0] == full[0][: len(have[0])] and full[1].startswith(have[1].rstrip("\N{REPLACEMENT CHARACTER}"))
+        for have, full in zip(part, whole, strict=False)
+    )
+
+
+def _misbilled(job: str, row: Row, wanted: Wanted, billed: tuple[int, int]) -> Iterator[Violation]:
+    generated = sum(len(token_ids) for token_ids, _ in row.answer)
+    due = (wanted.prompt_tokens if generated else 0, generated)
+    if billed != due:
+        yield Violation("wrong", f"job {job}: billed {billed} tokens, not {due}")
+
+
+def _misled(who: str, heard: Told, row: Row | None) -> Iterator[Violation]:
+    for problem in heard.problems:
+        yield Violation("duplicate", f"{who}: {problem}")
+    if not heard.ended:
+        yield Violation("loss", f"{who} heard no end")
+    elif row is not None and heard.status != row.state:
+        yield Violation("wrong", f"{who} was told that it {heard.status}; it is {row.state}")
+    elif row is not None and heard.answer(len(row.answer)) != row.answer:
+        yield Violation("loss", f"{who} was told another answer than the result's")
+
+
+# ── Redis ──
+
+
+def left_in_redis(client: Any, queue: str, states: dict[str, str]) -> list[Violation]:
+    """After the end nothing waits, nothing is held, and the counters agree with `states`, the jobs' rows in SQL."""
+    base = f"tm:{{{queue}}}:"
+    found: list[Violation] = []
+    for key in client.scan_iter(f"{_escaped(base)}*"):
+        name = key.decode().removeprefix(base)
+        if name.startswith(("log:", "held:", "worker:")) or name in ("workers", "returned", "ended", "delayed"):
+            found.append(Violation("wrong", f"{key.decode()} is left"))
+        elif name.startswith("jobs:") and client.xlen(key):
+            found.append(Violation("wrong", f"{key.decode()} still has {client.xlen(key)} entries"))
+        elif name.startswith("tenant:") and int(client.hget(key, "running") or 0):
+            found.append(Violation("wrong", f"{key.decode()} still counts running jobs"))
+    if client.zcard(f"{base}deadlines"):
+        found.append(Violation("wrong", "deadlines of finished jobs are left"))
+    meta = {key.decode(): value.decode() for key, value in client.hgetall(f"{base}meta").items()}
+    found += _miscounted(meta, collections.Counter(states.values()), client.xlen(f"{base}dead"))
+    return found + list(_unsettled(client, base, states))
+
+
+def _miscounted(meta: dict[str, str], ended: collections.Counter[str], num_dead: int) -> Iterator[Violation]:
+    for name in ("running", *(f"queued:{c}" for c in ("interactive", "standard", "bulk"))):
+        if int(meta.get(name, 0)):
+            yield Violation("wrong", f"the queue still counts {meta[name]} jobs as {name}")
+    if int(meta.get("submitted", 0)) != ended.total():
+        yield Violation("duplicate", f"{meta.get('submitted', 0)} submissions were counted, {ended.total()} accepted")
+    for state in {name.removeprefix("finished:") for name in meta if name.startswith("finished:")} | ended.keys():
+        count = int(meta.get(f"finished:{state}", 0))
+        if count != ended[state]:
+            kind: Literal["duplicate", "loss"] = "duplicate" if count > ended[state] else "loss"
+            yield Violation(kind, f"{count} jobs were settled as {state}; SQL has {ended[state]}")
+    if num_dead != ended["dead"]:
+        yield Violation("wrong", f"{num_dead} dead letters for {ended['dead']} dead jobs")
+
+
+def _unsettled(client: Any, base: str, states: dict[str, str]) -> Iterator[Violation]:
+    jobs = list(states)
+    for first in range(0, len(jobs), 500):
+        group = jobs[first : first + 500]
+        with client.pipeline(transaction=False) as pipeline:
+            for job in group:
+                pipeline.hmget(f"{base}job:{job}", "state", "settled")
+            for job, (state, settled) in zip(group, pipeline.execute(), strict=True):
+                if not settled or state.decode() != states[job]:
+                    yield Violation(
+                        "wrong", f"job {job} is {state} (settled: {settled}) in Redis, {states[job]} in SQL"
+                    )
+
+
+def states_of(database: str, queue: str) -> dict[str, str]:
+    engine = sqlalchemy.create_engine(database)
+    with engine.connect() as connection:
+        rows: Iterable[Any] = connection.execute(
+            sqlalchemy.text("select id, state from jobs where queue = :queue"), {"queue": queue}
+        ).fetchall()
+    engine.dispose()
+    return {row[0]: row[1] for row in rows}
+
+
+def _escaped(pattern: str) -> str:
+    return "".join(f"\\{letter}" if letter in "*?[]\\" else letter for letter in pattern)

@@ -1,7 +1,8 @@
-"""A worker process as in production, but with a model-free engine: `NAME REDIS_URL DATABASE_URL [NAME=VALUE…]`.
+"""A worker process as in production: `NAME REDIS_URL DATABASE_URL [NAME=VALUE…]`.
 
 What follows the addresses are settings. `engine_host=process` gives the engine a process of its own; otherwise it
-runs in a thread, which starts quicker. SIGUSR1 writes down what every task and thread is doing.
+runs in a thread, which starts quicker. It says "listening" once signals are its own to handle; SIGUSR1 writes down
+what every task and thread is doing.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import sys
 from tests.support.worker import settings, thread_host
 from worker.app import Worker
 from worker.telemetry import configure_logging
+
+LISTENING = "listening"
 
 
 def main(name: str, redis_url: str, database: str, *changes: str) -> int:
@@ -31,7 +34,10 @@ async def serve(worker: Worker) -> int:
             task.print_stack(file=sys.stderr)
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, tell)
-    return await worker.serve()
+    serving = asyncio.create_task(worker.serve())
+    await asyncio.sleep(0)  # it takes its signals first
+    print(LISTENING, flush=True)  # noqa: T201
+    return await serving
 
 
 if __name__ == "__main__":

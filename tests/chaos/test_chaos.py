@@ -1,10 +1,12 @@
 """Everything at once, at random: workers over a real Valkey and a real PostgreSQL, killed, frozen, drained, cut off
 and restarted, while jobs come in and people listen. At the end a checker of its own counts.
 
-`--rounds 3` is the short form. The seed is printed; `CHAOS_SEED` repeats a run's choices, not its timing.
+`--rounds 3` is the short form, `--rounds 200` the long one. The seed is printed; `CHAOS_SEED` repeats a run's
+choices, not its timing.
 """
 
 import asyncio
+import dataclasses
 import gc
 import os
 import random
@@ -13,107 +15,177 @@ import time
 import pytest
 import sqlalchemy
 
-from tests.chaos.arena import Arena
-from tests.chaos.audience import Audience, submit
-from tests.chaos.checker import violations
+from api_client import AsyncClient, Client
+from tests.chaos.arena import FAST, REAL, Arena
+from tests.chaos.audience import Audience, cancel, submit
+from tests.chaos.checker import Violation, left_in_redis, states_of, violations
+from tests.chaos.witness import Witness
+from tests.chaos.workload import (
+    NUM_KINDS,
+    NUM_REAL_KINDS,
+    Workload,
+    kind_of_job,
+    kind_of_real_job,
+    undisturbed,
+)
 from tests.support.leaks import leaked_keys
-from tests.support.worker import client_of, database_url, running_worker
+from tests.support.worker import database_url, running_worker
 from worker.record import migrate
 
 pytestmark = [
     pytest.mark.redis,
     pytest.mark.postgres,
     pytest.mark.chaos,
-    pytest.mark.timeout(3600),
+    pytest.mark.model,
+    pytest.mark.timeout(7200),
     # When the server dies, SQLAlchemy forgets a pool's idle connections without closing them.
     pytest.mark.filterwarnings("ignore:.*psycopg.Connection.*was deleted while still open:ResourceWarning"),
 ]
 
-NUM_WORKERS = 3
-NUM_KINDS = 24
 SEED = int(os.environ.get("CHAOS_SEED", "0")) or random.SystemRandom().randrange(1 << 32)  # noqa: TID251
+MIN_JOBS = 300
+MIN_FAULTS = 20
 
 
-def kind_of_job(number):
-    """Greedy and sampled, streamed and not, short and long, of several tenants."""
-    job = {"prompt": f"question {number}", "max_tokens": 20 + 7 * number, "ignore_eos": True, "seed": number}
-    job |= {"temperature": 0.0 if number % 3 == 0 else 0.9, "tenant": f"t{number % 4}"}
-    if number % 5 == 0:
-        job |= {"stream": False, "priority": "bulk"}
-    return job
+def say(words):
+    print(f"chaos: {words}", flush=True)  # noqa: T201
 
 
-async def undisturbed(redis_url, folder):
-    """What each kind of job answers when nothing happens."""
+async def answers_of(redis_url, folder, kinds, **settings):
+    folder.mkdir()
     database = database_url(folder)
-    async with running_worker(redis_url, database), client_of(redis_url, database) as client:
-        ids = [await client.submit(**kind_of_job(number)) for number in range(NUM_KINDS)]
-        return [await client.result(job, timeout=60) for job in ids]
+    async with (
+        running_worker(redis_url, database, **settings),
+        AsyncClient(redis_url, queue=str(settings["queue"]), database=database) as client,
+    ):
+        return await undisturbed(client, kinds)
 
 
-async def test_chaos(make_valkey, own_postgres, redis_url, tmp_path, rounds):
+@pytest.fixture
+async def workloads(redis_url, tmp_path):
+    """Of the model-free engine and of the real one, with what they answer when nothing happens."""
     chance = random.Random(SEED)
-    answers = await undisturbed(redis_url, tmp_path)
+    kinds = [kind_of_job(number) for number in range(NUM_KINDS)]
+    real_kinds = [kind_of_real_job(number) for number in range(NUM_REAL_KINDS)]
+    fast, real = await asyncio.gather(
+        answers_of(redis_url, tmp_path / "fast", kinds, queue=FAST.queue),
+        answers_of(
+            redis_url,
+            tmp_path / "real",
+            real_kinds,
+            queue=REAL.queue,
+            in_process=True,
+            **{**REAL.settings, "lease_seconds": 30},
+        ),
+    )
+    return Workload(kinds, fast, chance), Workload(real_kinds, real, chance, with_poison=False)
+
+
+class Crowd:
+    """Everyone at one queue: who submits and cancels, who listens, and the witness."""
+
+    def __init__(self, url, database, queue, workload, chance):
+        self.queue = queue
+        self.wanted = {}
+        self.problems = []
+        self._url = url
+        self._database = database
+        self._workload = workload
+        self._chance = chance
+        self._cancelling = []
+
+    async def __aenter__(self):
+        self.client = await AsyncClient(self._url, queue=self.queue, database=self._database).__aenter__()
+        self.threaded = Client(self._url, queue=self.queue, database=self._database)
+        self.audience = Audience(self.client, self.threaded, self._chance)
+        self.witness = Witness(self._url, self.queue)
+        self._witnessing = asyncio.create_task(self.witness.run())
+        return self
+
+    async def __aexit__(self, *_):
+        self._witnessing.cancel()
+        await asyncio.gather(self._witnessing, *self._cancelling, return_exceptions=True)
+        await self.witness.close()
+        self.threaded.close()
+        await self.client.close()
+
+    async def submit(self, number):
+        """So many jobs, ten at a time."""
+        for first in range(0, number, 10):
+            await asyncio.gather(*(self._submit_one() for _ in range(min(10, number - first))))
+
+    async def _submit_one(self):
+        ask = self._workload.next()
+        key = f"{self.queue}-{self._chance.getrandbits(64)}"
+        calls = [submit(self.client, key, **ask.arguments) for _ in range(1 + ask.is_asked_twice)]
+        ids = set(await asyncio.gather(*calls))
+        job = ids.pop()
+        if ids:
+            self.problems.append(Violation("duplicate", f"key {key} made the jobs {job} and {ids}"))
+        self.wanted[job] = ask.wanted
+        self.audience.attend(job)
+        if ask.cancel_after_s is not None:
+            self._cancelling.append(asyncio.create_task(self._cancel(job, ask.cancel_after_s)))
+
+    async def _cancel(self, job, after_s):
+        """Who was told "cancelled" has a cancelled job."""
+        if await cancel(self.client, job, after_s) == "cancelled":
+            self.wanted[job] = dataclasses.replace(self.wanted[job], states=frozenset({"cancelled"}))
+
+
+async def test_chaos(make_valkey, own_postgres, workloads, tmp_path, rounds):
+    chance = random.Random(SEED + 1)
     database = own_postgres.create_database()
     migrate.upgrade(database)
     valkey = make_valkey(settings={"appendfsync": "always"})
     arena = Arena(valkey, own_postgres, database, tmp_path, chance)
     started = time.monotonic()
-    print(f"chaos: seed {SEED}, {rounds} rounds")  # noqa: T201
+    say(f"seed {SEED}, {rounds} rounds")
+    keeping_up = asyncio.create_task(arena.keep_up())
     try:
-        async with client_of(valkey.url, database) as client:
-            audience = Audience(client, chance)
-            expected = await rage(arena, client, audience, answers, rounds, chance)
-            await wait_for_rows(database, len(expected), 90 + rounds)
-            await audience.hear_the_end(60)
+        async with (
+            Crowd(valkey.url, database, FAST.queue, workloads[0], chance) as fast,
+            Crowd(valkey.url, database, REAL.queue, workloads[1], chance) as real,
+        ):
+            crowds = (fast, real)
+            await rage(arena, crowds, rounds, chance)
+            await wait_for_rows(arena, sum(len(crowd.wanted) for crowd in crowds), 120 + rounds)
+            for crowd in crowds:
+                await crowd.audience.hear_the_end(90)
+            keeping_up.cancel()
+            await asyncio.gather(keeping_up, return_exceptions=True)
             await arena.drain_all()
+            found = await asyncio.to_thread(verdict, arena, crowds)
     finally:
+        keeping_up.cancel()
         arena.end()
-    found = arena.problems + violations(database, expected, audience.told)
-    with valkey.client() as left:
-        found += leaked_keys(left)
-        found += [f"{key!r} is left" for key in left.scan_iter() if b":log:" in key or b":held:" in key]
-        found += [f"{key!r} still has entries" for key in left.scan_iter("*:jobs:*") if left.xlen(key)]
-    found += arena.left_processes()
-    report(arena, expected, found, time.monotonic() - started)
+    report(arena, crowds, found, time.monotonic() - started)
     gc.collect()  # while the filter above holds
     assert found == [], f"seed {SEED}"
 
 
-async def rage(arena, client, audience, answers, rounds, chance):
-    """Rounds of jobs and faults; returns what each accepted job must answer."""
-    expected = {}
-    faults = [
-        arena.kill_worker, arena.kill_engine, arena.freeze_worker, arena.drain_worker,
-        arena.cut_connections, arena.crash_valkey, arena.crash_postgres,
-    ]  # fmt: skip
-    for _ in range(NUM_WORKERS):
-        arena.start_worker()
+async def rage(arena, crowds, rounds, chance):
+    """Rounds of jobs and faults; no fault comes again before every other has come."""
+    fast, real = crowds
+    per_round = max(3, -(-MIN_FAULTS // rounds))
     bag = []
-    for _ in range(rounds):
-        storm = asyncio.create_task(faults_of_a_round(bag, faults, chance))
-        for _ in range(max(40, 300 // rounds)):
-            number = len(expected)
-            job = await submit(client, f"key-{number}", **kind_of_job(number % NUM_KINDS))
-            expected[job] = answers[number % NUM_KINDS]
-            audience.attend(job)
-        await storm
-        if not any(worker.is_alive for worker in arena.workers):
-            arena.start_worker()
-    return expected
+    for number in range(rounds):
+        storm = []
+        jobs = asyncio.create_task(fast.submit(max(30, -(-MIN_JOBS // rounds))))
+        real_jobs = asyncio.create_task(real.submit(max(1, 12 // rounds)))
+        for _ in range(per_round):
+            await asyncio.sleep(chance.uniform(0.1, 1.0))
+            bag = bag or chance.sample(arena.faults, len(arena.faults))
+            storm.append(asyncio.create_task(bag.pop()()))
+        await asyncio.gather(jobs, real_jobs, *storm)
+        if number % 10 == 9:
+            count = sum(arena.survived.values())
+            say(f"round {number + 1}: {count} faults, {len(fast.wanted)} + {len(real.wanted)} jobs accepted")
 
 
-async def faults_of_a_round(bag, faults, chance):
-    """Three, the last two at once; no fault comes again before every other has come."""
-    for together in (1, 2):
-        await asyncio.sleep(chance.uniform(0.2, 1.5))
-        if len(bag) < together:
-            bag += chance.sample(faults, len(faults))
-        await asyncio.gather(*(bag.pop(0)() for _ in range(together)))
-
-
-async def wait_for_rows(database, number, timeout_s):
-    engine = sqlalchemy.create_engine(database)
+async def wait_for_rows(arena, number, timeout_s):
+    """Until every accepted job is recorded. If that does not come, every worker says what it is doing."""
+    engine = sqlalchemy.create_engine(arena.database)
     deadline = time.monotonic() + timeout_s
     try:
         while time.monotonic() < deadline:
@@ -123,15 +195,32 @@ async def wait_for_rows(database, number, timeout_s):
             await asyncio.sleep(0.5)
     finally:
         engine.dispose()
+    arena.ask_what_they_do()
+    await asyncio.sleep(2)
 
 
-def report(arena, expected, found, seconds):
-    losses = sum("has no" in line or "heard no end" in line for line in found)
-    duplicates = sum("rows" in line or "a chunk a" in line for line in found)
+def verdict(arena, crowds):
+    wanted = {job: item for crowd in crowds for job, item in crowd.wanted.items()}
+    told = {job: item for crowd in crowds for job, item in crowd.audience.told.items()}
+    found = [Violation("wrong", words) for words in arena.problems]
+    found += violations(arena.database, wanted, told)
+    with arena.valkey.client() as redis:
+        found += [Violation("wrong", words) for words in leaked_keys(redis)]
+        for crowd in crowds:
+            states = states_of(arena.database, crowd.queue)
+            found += crowd.problems + left_in_redis(redis, crowd.queue, states) + crowd.witness.violations(states)
+    return found
+
+
+def report(arena, crowds, found, seconds):
+    fast, real = crowds
     survived = ", ".join(f"{count} × {name}" for name, count in sorted(arena.survived.items()))
-    print(  # noqa: T201
-        f"chaos: {sum(arena.survived.values())} faults survived ({survived}); {len(expected)} jobs in {seconds:.0f} s, "
-        f"{losses} losses, {duplicates} duplicates, {len(found)} violations"
+    kinds = [item.kind for item in found]
+    say(
+        f"{sum(arena.survived.values())} faults survived ({survived}; {arena.num_started} workers started); "
+        f"{len(fast.wanted)} jobs on the model-free engine and {len(real.wanted)} on the real model, "
+        f"{fast.witness.num_heard + real.witness.num_heard} chunks overheard, in {seconds:.0f} s: "
+        f"{kinds.count('loss')} losses, {kinds.count('duplicate')} duplicates, {kinds.count('wrong')} other violations"
     )
-    for line in found[:30]:
-        print(f"  {line}")  # noqa: T201
+    for item in found[:40]:
+        say(f"  {item}")

@@ -6,9 +6,9 @@ import signal
 import pytest
 from redis import Redis
 
-from tests.chaos.arena import WorkerProcess
 from tests.chaos.audience import listen
-from tests.chaos.checker import Told, violations
+from tests.chaos.checker import Told, Wanted, violations
+from tests.chaos.processes import WorkerProcess
 from tests.support.worker import client_of, database_url, running_worker
 
 pytestmark = [pytest.mark.redis, pytest.mark.chaos]
@@ -19,7 +19,7 @@ LONG = {"prompt": "freeze me", "max_tokens": 250, "ignore_eos": True, "seed": 3}
 
 async def heard(told, number):
     async with asyncio.timeout(40):
-        while len(told.token_ids) < number:  # noqa: ASYNC110 - the listener knows no event
+        while told.num_tokens < number:  # noqa: ASYNC110 - the listener knows no event
             await asyncio.sleep(0.02)
 
 
@@ -34,7 +34,7 @@ async def test_a_frozen_worker_writes_nothing_when_it_wakes(redis_url, tmp_path)
             listening = asyncio.create_task(listen(client, job, told))
             await heard(told, 30)
             frozen.send(signal.SIGSTOP)
-            known = len(told.token_ids)
+            known = told.num_tokens
             async with running_worker(redis_url, database, model="synthetic?step_ms=10", worker_id="survivor", **LEASE):
                 await heard(told, known + 30)  # the survivor goes on
                 frozen.send(signal.SIGCONT)
@@ -48,7 +48,8 @@ async def test_a_frozen_worker_writes_nothing_when_it_wakes(redis_url, tmp_path)
         frozen.end()
     assert "stood still" in frozen.words
     assert result.worker_id == "survivor"
-    problems = violations(database, {job: undisturbed, again: undisturbed}, {job: [told]})
+    wanted = Wanted.of(undisturbed)
+    problems = violations(database, {job: wanted, again: wanted}, {job: [told]})
     assert problems == []
     with Redis.from_url(redis_url) as redis:
         assert not [key for key in redis.scan_iter() if b":log:" in key or b":held:" in key]

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.checker import Told, violations
+from schemas.chunk import Chunk
+from tests.chaos.checker import Told, Wanted, violations
 from tests.chaos.doomed_worker import POINTS
 from tests.support.worker import client_of, database_url, running_worker
 
@@ -56,7 +57,7 @@ async def test_nothing_is_lost_or_told_twice(redis_url, tmp_path, undisturbed, p
             await asyncio.wait_for(asyncio.gather(*early), 30)
             for job in ids:
                 await listen(client, job, told[job][1])
-    expected = {job: expected_by_prompt[asked["prompt"]] for job, asked in zip(ids, JOBS, strict=True)}
+    expected = {job: Wanted.of(expected_by_prompt[asked["prompt"]]) for job, asked in zip(ids, JOBS, strict=True)}
     assert violations(database, expected, told) == []
     assert_redis_is_clean(redis_url)
 
@@ -98,17 +99,10 @@ def test_the_checker_sees_what_is_wrong(tmp_path):
     """A checker that cannot fail proves nothing."""
     database = database_url(tmp_path)
 
-    class Wanted:
-        text, token_ids = "ab", (1, 2)
-
-    told = Told()
-
-    class Piece:
-        index, token_ids, text, status = 1, (2,), "b", None
-
-    told.hear(Piece())
-    found = violations(database, {"j": Wanted()}, {"j": [told]})
+    told, late = Told(), Told()
+    told.hear(Chunk(job_id="j", index=1, token_ids=(2,), text="b"))
+    found = [str(item) for item in violations(database, {"j": Wanted((((1, 2), "ab"),), 3)}, {"j": [told, late]})]
     assert any("no result row" in line for line in found)
     assert any("no usage row" in line for line in found)
     assert any("a chunk at 1" in line for line in found)
-    assert any("no end" in line for line in found)
+    assert sum("no end" in line for line in found) == 2

@@ -1,0 +1,126 @@
+"""Worker processes of a chaos run: started with a mark that every descendant inherits, ended, and accounted for.
+
+A process that nobody told to end, or that ended otherwise than it was told to, is a finding.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.chaos.plain_worker import LISTENING
+from worker.tether import Tether
+
+ROOT = Path(__file__).parents[2]
+MARK = "CHAOS_RUN"
+PATIENCE_S = 90.0
+
+
+def environment(folder: Path, mark: str) -> dict[str, str]:
+    """Temporary files where they can be counted, and bytecode kept between starts."""
+    values = dict(os.environ)  # noqa: TID251 - handed on, not read
+    values.pop("PYTHONDONTWRITEBYTECODE", None)
+    (folder / "tmp").mkdir(exist_ok=True)
+    return values | {MARK: mark, "TMPDIR": str(folder / "tmp"), "PYTHONPYCACHEPREFIX": str(folder / "bytecode")}
+
+
+class WorkerProcess:
+    """One worker. `may_end_with` are the exit statuses that it may have by now."""
+
+    def __init__(
+        self,
+        name: str,
+        redis_url: str,
+        database: str,
+        log: Path,
+        *,
+        env: dict[str, str] | None = None,
+        **settings: object,
+    ) -> None:
+        values = [f"{key}={value}" for key, value in settings.items()]
+        command = [sys.executable, "-m", "tests.chaos.plain_worker", name, redis_url, database, *values]
+        self.name = name
+        self.log = log
+        self.may_end_with: set[int] = set()
+        self.is_leaving = False
+        with log.open("ab") as output:
+            self._tether = Tether(command, at_death=signal.SIGKILL, cwd=ROOT, output=output, env=env)
+
+    @property
+    def process(self) -> Any:
+        return self._tether.process
+
+    @property
+    def is_alive(self) -> bool:
+        return self._tether.is_alive
+
+    @property
+    def words(self) -> str:
+        return self.log.read_text(encoding="utf-8", errors="replace")
+
+    def send(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(number)
+
+    def ask_to_end(self, number: int = signal.SIGTERM) -> None:
+        """Who is still loading its modules dies of the signal; everyone else ends in order."""
+        self.is_leaving = True
+        self.may_end_with |= {0} if LISTENING in self.words else {0, -number}
+        self.send(number)
+
+    def kill(self) -> None:
+        self.is_leaving = True
+        self.may_end_with.add(-signal.SIGKILL)
+        self.send(signal.SIGKILL)
+
+    def engine(self) -> psutil.Process | None:
+        """The engine's process, if it has one of its own."""
+        with contextlib.suppress(psutil.Error):
+            for child in psutil.Process(self.process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    if "worker.engine.child" in child.cmdline():
+                        return child
+        return None
+
+    async def wait(self, timeout_s: float = PATIENCE_S) -> int:
+        """Its exit status. Who takes too long has to say what it is doing."""
+        deadline = time.monotonic() + timeout_s
+        while self.is_alive:
+            if time.monotonic() > deadline:
+                self.send(signal.SIGUSR1)
+                await asyncio.sleep(1)
+                raise TimeoutError(f"worker {self.name} does not end: {self.words[-6000:]}")
+            await asyncio.sleep(0.05)
+        return int(self.process.wait())
+
+    def problems(self) -> Iterator[str]:
+        """Of one that has ended."""
+        status = self.process.poll()
+        if status not in self.may_end_with:
+            yield f"worker {self.name} ended with {status}: {self.words[-1500:]}"
+        for word in ("Traceback", "Task was destroyed", "was never retrieved"):
+            if word in self.words:
+                yield f"worker {self.name} wrote {word!r}: {self.words[self.words.index(word) - 500 :][:2500]}"
+                return
+
+    def end(self) -> None:
+        self._tether.end(signal.SIGKILL)
+
+
+def marked_processes(mark: str) -> list[psutil.Process]:
+    """Every process on this machine that descends from one that we marked."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found

@@ -1,0 +1,62 @@
+"""A witness that overhears every channel of a queue, and knows each chunk that was published twice.
+
+He reads the bytes as plain MessagePack and takes part in no protocol: what he misses while his connection is down
+he misses, but what he hears twice was said twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from typing import Any
+
+import msgspec
+import redis.asyncio
+from redis.exceptions import RedisError
+
+from tests.chaos.checker import Violation
+
+
+class Witness:
+    """One per queue; `run` until cancelled."""
+
+    def __init__(self, url: str, queue: str) -> None:
+        self.num_heard = 0
+        self._client = redis.asyncio.Redis.from_url(url)
+        self._pattern = f"tm:{{{queue}}}:chunks:*"
+        self._tokens: Counter[tuple[str, int]] = Counter()
+        self._ends: Counter[str] = Counter()
+
+    async def run(self) -> None:
+        while True:
+            with contextlib.suppress(RedisError, OSError):
+                async with self._client.pubsub() as pubsub:
+                    await pubsub.psubscribe(self._pattern)
+                    async for message in pubsub.listen():
+                        if message["type"] == "pmessage":
+                            self._hear(msgspec.msgpack.decode(message["data"]))
+            await asyncio.sleep(0.05)
+
+    def _hear(self, chunk: dict[str, Any]) -> None:
+        self.num_heard += 1
+        job = chunk["job_id"]
+        if chunk.get("status"):
+            self._ends[job] += 1
+        for place in range(len(chunk.get("token_ids", ()))):
+            self._tokens[job, chunk["index"] + place] += 1
+
+    def violations(self, states: dict[str, str]) -> list[Violation]:
+        """A job that was ended while it waited says so at once, and again when it is recorded."""
+        found = [
+            Violation("duplicate", f"token {index} of job {job} was published {count} times")
+            for (job, index), count in self._tokens.items()
+            if count > 1
+        ]
+        for job, count in self._ends.items():
+            if count > (2 if states.get(job) in ("cancelled", "expired") else 1):
+                found.append(Violation("duplicate", f"the end of job {job} was published {count} times"))
+        return found
+
+    async def close(self) -> None:
+        await self._client.aclose()

@@ -1,0 +1,108 @@
+"""What the chaos asks for: kinds of jobs with answers that an undisturbed run gives, and what is done to some of them.
+
+Every job's expectation follows from its kind and its twist alone. It knows no server.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from api_client import AsyncClient
+from tests.chaos.checker import Wanted
+
+NUM_KINDS = 24
+NUM_REAL_KINDS = 6
+NUM_TENANTS = 4
+NOTHING = (((), ""),)
+SOME_STOPS = ("ea", "o t", "zq", "nn", " h", "é")
+CRASH = {"prompt": "poison [[crash]]", "max_tokens": 5}
+FAIL = {"prompt": "poison [[fail]]", "max_tokens": 5, "retry": {"max_attempts": 2, "backoff_ms": 300}}
+
+
+def kind_of_job(number: int) -> dict[str, Any]:
+    """Greedy and sampled, streamed and not, one choice and several, short and long, chats, stop strings."""
+    job: dict[str, Any] = {"max_tokens": 12 + 5 * number, "ignore_eos": number % 2 == 0, "seed": number}
+    job["temperature"] = 0.0 if number % 3 == 0 else 0.9
+    if number % 6 == 4:
+        job["messages"] = [{"role": "user", "content": f"question {number}"}]
+    else:
+        job["prompt"] = f"question {number} " + "and so on " * (number % 5)
+    if number % 4 == 1:
+        job |= {"n": 2 + number % 2, "temperature": 0.9}
+    if number % 5 == 2:
+        job["stop"] = SOME_STOPS
+    if number % 7 == 3:
+        job["logprobs"] = True
+    if number % 5 == 0:
+        job |= {"stream": False, "priority": "bulk"}
+    elif number % 6 == 1:
+        job["priority"] = "interactive"
+    return job
+
+
+def kind_of_real_job(number: int) -> dict[str, Any]:
+    """Few tokens: a step of the real model takes a while."""
+    job: dict[str, Any] = {"messages": [{"role": "user", "content": f"Name {number + 2} rivers."}], "max_tokens": 16}
+    job |= {"temperature": 0.0} if number % 2 == 0 else {"temperature": 0.8, "seed": number}
+    if number == 3:
+        job |= {"n": 2, "max_tokens": 10}
+    if number == 4:
+        job |= {"stop": (",",), "max_tokens": 24}
+    return job
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One job to submit, what is to be done to it, and how it may end."""
+
+    arguments: dict[str, Any]
+    wanted: Wanted
+    is_asked_twice: bool = False
+    cancel_after_s: float | None = None
+
+
+@dataclass(slots=True)
+class Workload:
+    """`answers[k]` is what an undisturbed run gives for `kinds[k]`."""
+
+    kinds: Sequence[dict[str, Any]]
+    answers: Sequence[Any]
+    chance: random.Random
+    with_poison: bool = True
+    _number: int = field(default=0)
+
+    def next(self) -> Ask:
+        number, self._number = self._number, self._number + 1
+        if self.with_poison and number % 400 == 177:
+            return Ask(CRASH, Wanted(NOTHING, 0, frozenset({"dead"})))
+        if self.with_poison and number % 67 == 31:
+            return Ask(FAIL, Wanted(NOTHING, 0, frozenset({"failed"})))
+        kind = self.chance.randrange(len(self.kinds))
+        arguments = {**self.kinds[kind], "tenant": f"t{number % NUM_TENANTS}"}
+        return self._twisted(number, arguments, self.answers[kind])
+
+    def _twisted(self, number: int, arguments: dict[str, Any], result: Any) -> Ask:
+        """Mostly not; a job that is cancelled or late may still succeed before that."""
+        if number % 13 == 5:
+            states = frozenset({"cancelled", "succeeded"})
+            return Ask(arguments, Wanted.of(result, states=states), cancel_after_s=self.chance.uniform(0.0, 2.0))
+        if number % 17 == 3:
+            arguments["deadline"] = self.chance.uniform(0.3, 4.0)
+            return Ask(arguments, Wanted.of(result, states=frozenset({"expired", "succeeded"})))
+        if number % 11 == 7:
+            delay = timedelta(seconds=self.chance.uniform(0.5, 3.0))
+            arguments["not_before"] = delay
+            due_ms = int((time.time() + delay.total_seconds()) * 1000) - 1
+            return Ask(arguments, Wanted.of(result, not_before_ms=due_ms))
+        return Ask(arguments, Wanted.of(result), is_asked_twice=number % 7 == 2)
+
+
+async def undisturbed(client: AsyncClient, kinds: Sequence[dict[str, Any]]) -> list[Any]:
+    """What each kind of job answers when nothing happens."""
+    ids = [await client.submit(**kind) for kind in kinds]
+    return [await client.result(job, timeout=120) for job in ids]
