@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar
 import redis.asyncio
 from redis.exceptions import RedisError
 
-from api_client import programs, queue_programs, scripts
+from api_client import programs, queue_programs, queue_state, scripts
 from api_client.base import ClientBase, ClientOptions, translate
 from api_client.cancellation import heeding_cancellation
 from api_client.connections import connect_async
@@ -24,8 +24,10 @@ from api_client.effects import Commands, Effect, Listen, LookUp, Program, Receiv
 from api_client.errors import JobFailed, QueueUnavailable
 from api_client.hub import ChannelHub, HubSubscription
 from api_client.queue_programs import DeadJob
+from api_client.queue_state import QueueState
 from api_client.records import JobInfo, QueueDepth
 from api_client.requests import JobHandle
+from api_client.tracing import producing
 from schemas.chunk import Chunk
 from schemas.control import WorkerStatus
 from schemas.job import JobRequest
@@ -59,7 +61,8 @@ class AsyncClient(ClientBase):
 
     async def submit_many(self, jobs: Iterable[JobRequest | Mapping[str, Any]]) -> list[JobHandle]:
         """As Client.submit_many."""
-        return await self._run(programs.submit(self._view, self._requests(jobs)))
+        with producing(self.queue, self._requests(jobs)) as requests:
+            return await self._run(programs.submit(self._view, requests))
 
     def stream(self, job: str, *, starting_after: int = 0, timeout: float | None = None) -> AsyncGenerator[Chunk, None]:
         """As Client.stream. Close it (`aclose`) when you leave it early and care when its subscription ends."""
@@ -89,6 +92,10 @@ class AsyncClient(ClientBase):
 
     async def depth(self) -> QueueDepth:
         return await self._run(queue_programs.depth(self._view))
+
+    async def overview(self) -> QueueState:
+        """As Client.overview."""
+        return await self._run(queue_state.overview(self._view))
 
     async def workers(self) -> Sequence[WorkerStatus]:
         return await self._run(queue_programs.workers(self._view))
@@ -192,8 +199,8 @@ class _Performer:
         match effect:
             case RunScript(script, arguments):
                 return await scripts.call_async(self._redis, script, *self._client.script_head, *arguments)
-            case Commands(commands):
-                return await self._commands(commands)
+            case Commands(commands, tolerant):
+                return await self._commands(commands, tolerant)
             case Listen(channel):
                 await self.close()
                 self._subscription = await self._hub.subscribe(channel)
@@ -207,17 +214,17 @@ class _Performer:
                 return await asyncio.sleep(seconds)
         raise TypeError(f"no such effect: {effect!r}")
 
-    async def _commands(self, commands: Sequence[tuple[scripts.Argument, ...]]) -> Sequence[Any]:
+    async def _commands(self, commands: Sequence[tuple[scripts.Argument, ...]], tolerant: bool) -> Sequence[Any]:
         if not commands:
             return []
-        if len(commands) == 1:
+        if len(commands) == 1 and not tolerant:
             execute: Any = self._redis.execute_command
             return [await execute(*commands[0])]
         pipeline: Any
         async with self._redis.pipeline(transaction=False) as pipeline:
             for command in commands:
                 pipeline.execute_command(*command)
-            replies: Sequence[Any] = await pipeline.execute()
+            replies: Sequence[Any] = await pipeline.execute(raise_on_error=not tolerant)
         return replies
 
     async def close(self) -> None:

@@ -18,15 +18,17 @@ from typing import Any, Self, TypeVar
 import redis
 from redis.exceptions import RedisError
 
-from api_client import programs, queue_programs, scripts
+from api_client import programs, queue_programs, queue_state, scripts
 from api_client.base import ClientBase, ClientOptions, translate
 from api_client.connections import connect
 from api_client.effects import Commands, Effect, Listen, LookUp, Program, Receive, RunScript, Sleep, Tell
 from api_client.errors import JobFailed, QueueUnavailable
 from api_client.queue_programs import DeadJob
+from api_client.queue_state import QueueState
 from api_client.records import JobInfo, QueueDepth
 from api_client.requests import JobHandle
 from api_client.subscription import Subscription
+from api_client.tracing import producing
 from schemas.chunk import Chunk
 from schemas.control import WorkerStatus
 from schemas.job import JobRequest
@@ -60,7 +62,8 @@ class Client(ClientBase):
 
     def submit_many(self, jobs: Iterable[JobRequest | Mapping[str, Any]]) -> list[JobHandle]:
         """Queue many jobs in few round trips. A refusal names those already accepted in `.accepted`."""
-        return self._run(programs.submit(self._view, self._requests(jobs)))
+        with producing(self.queue, self._requests(jobs)) as requests:
+            return self._run(programs.submit(self._view, requests))
 
     def stream(self, job: str, *, starting_after: int = 0, timeout: float | None = None) -> Iterator[Chunk]:
         """Every chunk of the job once and in order, from now or long ago, through reconnects, to its last chunk.
@@ -91,6 +94,10 @@ class Client(ClientBase):
 
     def depth(self) -> QueueDepth:
         return self._run(queue_programs.depth(self._view))
+
+    def overview(self) -> QueueState:
+        """Everything about the queue at a glance."""
+        return self._run(queue_state.overview(self._view))
 
     def workers(self) -> Sequence[WorkerStatus]:
         return self._run(queue_programs.workers(self._view))
@@ -179,8 +186,8 @@ class _Performer:
         match effect:
             case RunScript(script, arguments):
                 return scripts.call(self._redis, script, *self._client.script_head, *arguments)
-            case Commands(commands):
-                return self._commands(commands)
+            case Commands(commands, tolerant):
+                return self._commands(commands, tolerant)
             case Listen(channel):
                 self.close()
                 self._subscription = Subscription(self._redis, channel)
@@ -194,17 +201,17 @@ class _Performer:
                 return time.sleep(seconds)
         raise TypeError(f"no such effect: {effect!r}")
 
-    def _commands(self, commands: Sequence[tuple[scripts.Argument, ...]]) -> Sequence[Any]:
+    def _commands(self, commands: Sequence[tuple[scripts.Argument, ...]], tolerant: bool) -> Sequence[Any]:
         if not commands:
             return []
-        if len(commands) == 1:
+        if len(commands) == 1 and not tolerant:
             execute: Any = self._redis.execute_command
             return [execute(*commands[0])]
         pipeline: Any
         with self._redis.pipeline(transaction=False) as pipeline:
             for command in commands:
                 pipeline.execute_command(*command)
-            replies: Sequence[Any] = pipeline.execute()
+            replies: Sequence[Any] = pipeline.execute(raise_on_error=not tolerant)
         return replies
 
     def close(self) -> None:

@@ -26,9 +26,12 @@ class RunScript:
 
 @dataclass(frozen=True, slots=True)
 class Commands:
-    """Several commands in one round trip, in order. Answer: their raw replies."""
+    """Several commands in one round trip, in order. Answer: their raw replies. `tolerant`: where the server refuses a
+    command, its reply is the exception, and the others are answered all the same.
+    """
 
     commands: tuple[tuple[Argument, ...], ...]
+    tolerant: bool = False
 
 
 @dataclass(frozen=True, slots=True)

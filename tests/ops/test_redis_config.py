@@ -77,6 +77,7 @@ async def test_a_job_s_whole_life_needs_no_more_than_the_users_have(server: Valk
         assert reader.status(job).status is JobStatus.RUNNING
         assert [worker.worker_id for worker in reader.workers()] == ["w1"]
         assert reader.depth() is not None
+        assert reader.overview().running == 2
         final = Chunk(job_id=job, index=1, finish_reason=FinishReason.STOP, status=JobStatus.SUCCEEDED)
         result = JobResult(job_id=job, status=JobStatus.SUCCEEDED)
         assert await stream.finish([Finished(token, result, final)]) == [True]

@@ -1,0 +1,214 @@
+"""A queue at a glance: what waits in each class and for how long, what each tenant has, which workers live.
+
+For `tokenmill top`, the exporter and autoscaling. Five round trips, whatever the backlog; nothing is written, and the
+`reader` of ops/redis/users.acl may do it. What is asked of a lane may be gone when the answer comes: then it counts
+as empty.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from api_client.effects import Commands, Program
+from api_client.programs import QueueView
+from api_client.queue_programs import workers
+from api_client.scripts import Argument
+from schemas.control import WorkerStatus
+from schemas.job import PRIORITY_ORDER, Priority
+
+MAX_LANES = 200  # looked into per class: those that are served next
+_RETURNED_SPAN = 10**13  # of the scores in `returned`, per class
+
+
+class ClassState(msgspec.Struct, frozen=True, kw_only=True):
+    """One priority class. `oldest_ms`: how long its oldest waiting job has been waiting, 0 when none is."""
+
+    waiting: int = 0
+    waiting_tokens: int = 0  # estimated
+    oldest_ms: int = 0
+
+
+class TenantState(msgspec.Struct, frozen=True, kw_only=True):
+    tenant: str
+    waiting: int = 0
+    running: int = 0
+    tokens_per_s: float = 0.0
+
+
+class QueueState(msgspec.Struct, frozen=True, kw_only=True):
+    """`unrecorded` jobs ended while they waited, and are to be written down. Counters are of the queue's whole life."""
+
+    queue: str
+    classes: dict[str, ClassState]
+    running: int
+    scheduled: int
+    unrecorded: int
+    dead: int
+    submitted: int
+    finished: dict[str, int]
+    entries_dropped: int
+    tenants: list[TenantState]
+    workers: list[WorkerStatus]
+
+    @property
+    def waiting(self) -> int:
+        return sum(state.waiting for state in self.classes.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _Lane:
+    """One tenant's jobs of one class. Of its entries, those that are pending have been handed out."""
+
+    priority: Priority
+    tenant: str
+    waiting: int
+    last_delivered: str
+
+
+def overview(view: QueueView) -> Program[QueueState]:
+    """What cannot be read any more is left out; trouble with the server is QueueUnavailable."""
+    keys = view.keys
+    counts = (("ZCARD", keys.delayed), ("ZCARD", keys.ended), ("XLEN", keys.dead))
+    returned = tuple(_first_returned(view, priority) for priority in PRIORITY_ORDER)
+    tenants = tuple(("ZRANGE", keys.lanes(priority), 0, MAX_LANES - 1) for priority in PRIORITY_ORDER)
+    meta, scheduled, unrecorded, dead, *rest = yield Commands((("HGETALL", keys.meta), *counts, *returned, *tenants))
+    lanes = yield from _lanes(view, rest[len(returned) :])
+    since = _oldest_returned(rest[: len(returned)])
+    yield from _oldest_in_lanes(view, lanes, since)
+    living = yield from workers(view)
+    return _state(view, meta, (int(scheduled), int(unrecorded), int(dead)), lanes, since, living)
+
+
+def _first_returned(view: QueueView, priority: Priority) -> tuple[Argument, ...]:
+    low = priority.rank * _RETURNED_SPAN
+    return ("ZRANGEBYSCORE", view.keys.returned, low, low + _RETURNED_SPAN - 1, "WITHSCORES", "LIMIT", 0, 1)
+
+
+def _lanes(view: QueueView, tenants: Sequence[Sequence[bytes]]) -> Program[list[_Lane]]:
+    names = [
+        (priority, name.decode("utf-8", "replace"))
+        for priority, members in zip(PRIORITY_ORDER, tenants, strict=True)
+        for name in members
+    ]
+    asked: list[tuple[Argument, ...]] = []
+    for priority, name in names:
+        lane = view.keys.lane(priority, name)
+        asked += [("XLEN", lane), ("XINFO GROUPS", lane)]
+    replies = yield Commands(tuple(asked), tolerant=True)
+    found = []
+    for (priority, name), length, groups in zip(names, replies[::2], replies[1::2], strict=True):
+        group = _group(groups)
+        if group is not None and isinstance(length, int):
+            waiting = max(0, length - int(group["pending"]))
+            found.append(_Lane(priority, name, waiting, _text(group["last-delivered-id"])))
+    return found
+
+
+def _group(reply: Any) -> Mapping[str, Any] | None:
+    """Of XINFO GROUPS, as the connection's protocol has it."""
+    if not isinstance(reply, list) or not reply:
+        return None
+    first = reply[0]
+    pairs = first.items() if isinstance(first, dict) else zip(first[::2], first[1::2], strict=True)
+    return {_text(name): value for name, value in pairs}
+
+
+def _oldest_returned(replies: Sequence[Any]) -> dict[Priority, int]:
+    """When the oldest job that came back was created, per class; Unix milliseconds."""
+    since = {}
+    for priority, reply in zip(PRIORITY_ORDER, replies, strict=True):
+        if reply:
+            score = reply[0][1] if isinstance(reply[0], list | tuple) else reply[1]
+            since[priority] = int(float(score)) - priority.rank * _RETURNED_SPAN
+    return since
+
+
+def _oldest_in_lanes(view: QueueView, lanes: Sequence[_Lane], since: dict[Priority, int]) -> Program[None]:
+    """The first entry that nobody was given; its id begins with the time of its making."""
+    waiting = [lane for lane in lanes if lane.waiting]
+    firsts = yield Commands(
+        tuple(
+            ("XRANGE", view.keys.lane(lane.priority, lane.tenant), f"({lane.last_delivered}", "+", "COUNT", 1)
+            for lane in waiting
+        ),
+        tolerant=True,
+    )
+    for lane, entries in zip(waiting, firsts, strict=True):
+        if isinstance(entries, list) and entries:
+            made_ms = int(_text(entries[0][0]).split("-")[0])
+            since[lane.priority] = min(made_ms, since.get(lane.priority, made_ms))
+
+
+def _state(
+    view: QueueView,
+    meta: Mapping[bytes, bytes],
+    counts: tuple[int, int, int],
+    lanes: Sequence[_Lane],
+    since: Mapping[Priority, int],
+    living: Sequence[WorkerStatus],
+) -> QueueState:
+    numbers = {_text(name): _number(value) for name, value in meta.items()}
+    now_ms = int(time.time() * 1000)
+    classes = {
+        priority.value: ClassState(
+            waiting=max(0, round(numbers.get(f"queued:{priority.value}", 0))),
+            waiting_tokens=max(0, round(numbers.get(f"queued_tokens:{priority.value}", 0))),
+            oldest_ms=max(1, now_ms - since[priority]) if priority in since else 0,
+        )
+        for priority in PRIORITY_ORDER
+    }
+    scheduled, unrecorded, dead = counts
+    ended = {
+        name.removeprefix("finished:"): int(value) for name, value in numbers.items() if name.startswith("finished:")
+    }
+    return QueueState(
+        queue=view.keys.queue,
+        classes=classes,
+        running=max(0, round(numbers.get("running", 0))),
+        scheduled=scheduled,
+        unrecorded=unrecorded,
+        dead=dead,
+        submitted=round(numbers.get("submitted", 0)),
+        finished=ended,
+        entries_dropped=round(numbers.get("entries_dropped", 0)),
+        tenants=_tenants(lanes, living),
+        workers=list(living),
+    )
+
+
+def _tenants(lanes: Sequence[_Lane], living: Sequence[WorkerStatus]) -> list[TenantState]:
+    """The busiest first. Running jobs and tokens are as the workers told them last."""
+    waiting: Counter[str] = Counter()
+    running: Counter[str] = Counter()
+    pace: dict[str, float] = {}
+    for lane in lanes:
+        waiting[lane.tenant] += lane.waiting
+    for worker in living:
+        for name, load in worker.tenants.items():
+            running[name] += load.running
+            pace[name] = pace.get(name, 0.0) + load.tokens_per_s
+    states = [
+        TenantState(
+            tenant=name, waiting=waiting[name], running=running[name], tokens_per_s=round(pace.get(name, 0.0), 1)
+        )
+        for name in {*waiting, *running, *pace}
+    ]
+    busy = [state for state in states if state.waiting or state.running or state.tokens_per_s]
+    return sorted(busy, key=lambda state: (-state.tokens_per_s, -state.running, -state.waiting, state.tenant))
+
+
+def _text(value: Any) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+
+
+def _number(value: Any) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        return 0.0

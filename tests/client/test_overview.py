@@ -1,0 +1,85 @@
+"""A queue at a glance says what is there, however the jobs came to be where they are."""
+
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+
+from schemas import Priority
+from schemas.control import TenantLoad, WorkerStatus
+from tests.consume.queue import Queue, close_queue, end_of, eventually, open_queue, token
+
+pytestmark = pytest.mark.redis
+
+
+@pytest.fixture
+async def queue(redis_url: str) -> AsyncIterator[Queue]:
+    opened = await open_queue(redis_url)
+    yield opened
+    await close_queue(opened)
+
+
+async def test_an_empty_queue(queue: Queue) -> None:
+    state = await queue.client.overview()
+    assert (state.queue, state.waiting, state.running, state.dead, state.workers) == ("q", 0, 0, 0, [])
+    assert {name: one.oldest_ms for name, one in state.classes.items()} == dict.fromkeys(state.classes, 0)
+
+
+async def test_what_waits_runs_and_ended_is_told_apart(queue: Queue) -> None:
+    for priority, tenant in (("interactive", "acme"), ("interactive", ""), ("standard", "globex"), ("bulk", "acme")):
+        await queue.submit(priority=priority, tenant=tenant)
+    await queue.submit(priority="bulk", not_before=time.time() + 60)
+    ended = await queue.submit(priority="bulk", tenant="acme")
+    await queue.client.cancel(ended)
+    worker = queue.worker()
+    await worker.heartbeat(WorkerStatus(worker_id="w1", tenants={"acme": TenantLoad(running=2, tokens_per_s=9.5)}))
+    (first,) = [d for d in await worker.claim(1) if d.verdict == "run"]
+    state = await queue.client.overview()
+    waiting = {name: one.waiting for name, one in state.classes.items()}
+    assert waiting == {"interactive": 1, "standard": 1, "bulk": 2}  # the one that waits for its time counts
+    assert (state.running, state.scheduled, state.submitted) == (2, 1, 6)  # the cancelled one is being written down
+    tenants = {one.tenant: (one.waiting, one.running, one.tokens_per_s) for one in state.tenants}
+    assert tenants["acme"][1:] == (2, 9.5)
+    assert sum(one[0] for one in tenants.values()) == 3
+    assert [one.worker_id for one in state.workers] == ["w1"]
+    await worker.append([token(first, 0)])
+    await worker.finish([end_of(first, 1)])
+    assert (await queue.client.overview()).finished == {"succeeded": 1}
+
+
+async def test_the_age_is_of_the_first_job_that_nobody_was_given(queue: Queue) -> None:
+    await queue.submit(priority="bulk", tenant="a")
+    worker = queue.worker()
+    await worker.claim(1)
+
+    async def is_old(class_: str, least_ms: int) -> bool:
+        return (await queue.client.overview()).classes[class_].oldest_ms >= least_ms
+
+    assert not await is_old("bulk", 1)  # it runs
+    await queue.submit(priority="bulk", tenant="a")
+    await queue.submit(priority="bulk", tenant="b")
+    await eventually(lambda: is_old("bulk", 150), timeout=30)
+    assert not await is_old("standard", 1)
+    assert len(await worker.claim(2)) == 2
+    assert not await is_old("bulk", 1)
+
+
+async def test_a_job_that_came_back_counts_from_its_creation(queue: Queue) -> None:
+    await queue.submit(priority="interactive")
+    worker = queue.worker()
+    (delivery,) = await worker.claim(1)
+    await worker.release([(delivery.job_id, delivery.token, False)])
+
+    async def has_waited() -> bool:
+        state = (await queue.client.overview()).classes["interactive"]
+        return state.waiting == 1 and 50 <= state.oldest_ms < 3_600_000
+
+    await eventually(has_waited, timeout=30)
+
+
+async def test_a_lane_that_is_gone_counts_as_empty(queue: Queue, allowed_keys: list[str]) -> None:
+    allowed_keys.append("*")
+    await queue.redis.zadd(queue.keys.lanes(Priority.BULK), {"ghost": 0})
+    state = await queue.client.overview()
+    assert state.tenants == []
+    assert state.waiting == 0
