@@ -1,8 +1,8 @@
 """The tables. Times are UTC milliseconds since 1970, as integers; JSON columns are JSONB on PostgreSQL.
 
 `jobs` has one row per finished job, `usage` one row for each of them (kept when payloads are purged), and
-`usage_daily` their sums by day; `webhooks` is the outbox of notices; `batches` and `batch_items` are bulk files
-and their lines. Changes are expand, then contract: see migrations/README.md. It knows nothing of who writes
+`usage_daily` their sums by day; `webhooks` is the outbox of notices; `batches` are bulk files, `batch_items` those
+of their lines that were answered without a job. Changes are expand, then contract: see migrations/README.md. It knows nothing of who writes
 and reads.
 """
 
@@ -23,7 +23,6 @@ from sqlalchemy import (
     String,
     Table,
     Text,
-    UniqueConstraint,
     text,
 )
 from sqlalchemy.dialects.postgresql import JSONB
@@ -177,8 +176,15 @@ batches: Final = Table(
     Column("started_ms", BigInteger),
     Column("finished_ms", BigInteger),
     Column("expires_ms", BigInteger),
+    Column("completion_window", String(16)),
+    Column("submitted", Integer, nullable=False, server_default=text("0")),  # lines handed in, from the first on
+    Column("finalizing_ms", BigInteger),
+    Column("cancelling_ms", BigInteger),
+    Column("usage", _json()),  # tokens, once it is over
+    Column("options", _json()),  # how lines become jobs, for whoever continues
     Index(None, "tenant", "created_ms"),
     Index(None, "state", "created_ms"),
+    Index(None, "created_ms", "id"),
 )
 
 batch_items: Final = Table(
@@ -186,12 +192,12 @@ batch_items: Final = Table(
     metadata,
     Column("batch_id", String(255), ForeignKey("batches.id", ondelete="CASCADE"), primary_key=True),
     Column("line", Integer, primary_key=True),  # 1 for the file's first
-    Column("custom_id", String(255), nullable=False),
-    Column("job_id", String(255)),  # NULL until submitted
+    Column("custom_id", Text),  # as far as the line has one
+    Column("job_id", String(255)),
     Column("state", String(16), nullable=False),
     Column("error_code", String(64)),
     Column("error_message", Text),
-    UniqueConstraint("batch_id", "custom_id"),
+    Column("error_param", String(255)),
     Index(None, "job_id"),
     Index(None, "batch_id", "state"),
 )

@@ -1,0 +1,48 @@
+"""What a batch in OpenAI's format has beside its counts; lines that are answered without a job may lack a name.
+
+Revision: 0004, after 0003. Columns may be NULL or have a default. The uniqueness of a line's name goes: a line that
+repeats a name is one of those that are answered here. No earlier version writes these tables.
+"""
+
+import sqlalchemy as sa
+from alembic import op
+from sqlalchemy.dialects.postgresql import JSONB
+
+revision = "0004"
+down_revision = "0003"
+branch_labels = None
+depends_on = None
+
+_UNIQUE = "uq_batch_items_batch_id_custom_id"
+_TIMES = ("finalizing_ms", "cancelling_ms")
+_JSON = ("usage", "options")
+
+
+def upgrade() -> None:
+    op.add_column("batches", sa.Column("completion_window", sa.String(16)))
+    op.add_column("batches", sa.Column("submitted", sa.Integer(), nullable=False, server_default=sa.text("0")))
+    for name in _TIMES:
+        op.add_column("batches", sa.Column(name, sa.BigInteger()))
+    for name in _JSON:
+        op.add_column("batches", sa.Column(name, sa.JSON().with_variant(JSONB(), "postgresql")))
+    op.create_index(op.f("ix_batches_created_ms_id"), "batches", ["created_ms", "id"])
+    with op.batch_alter_table("batch_items") as table:
+        table.drop_constraint(op.f(_UNIQUE), type_="unique")
+        table.alter_column("custom_id", existing_type=sa.String(255), type_=sa.Text(), nullable=True)
+        table.add_column(sa.Column("error_param", sa.String(255)))
+
+
+def downgrade() -> None:
+    """Lines that the older tables cannot hold, nameless or of a name used before, are removed."""
+    op.execute("DELETE FROM batch_items WHERE custom_id IS NULL OR length(custom_id) > 255")
+    op.execute(
+        "DELETE FROM batch_items WHERE EXISTS (SELECT 1 FROM batch_items AS o WHERE o.batch_id = batch_items.batch_id"
+        " AND o.custom_id = batch_items.custom_id AND o.line < batch_items.line)"
+    )
+    with op.batch_alter_table("batch_items") as table:
+        table.drop_column("error_param")
+        table.alter_column("custom_id", existing_type=sa.Text(), type_=sa.String(255), nullable=False)
+        table.create_unique_constraint(op.f(_UNIQUE), ["batch_id", "custom_id"])
+    op.drop_index(op.f("ix_batches_created_ms_id"), "batches")
+    for name in (*_JSON, *_TIMES, "submitted", "completion_window"):
+        op.drop_column("batches", name)
