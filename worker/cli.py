@@ -1,4 +1,4 @@
-"""The commands that need the worker: worker, dev, db, doctor. Registered under `tokenmill.commands`.
+"""The commands that need the worker: worker, tasks, dev, db, doctor. Registered under `tokenmill.commands`.
 
 Imports what a command needs when it runs, so that `--help` is quick. Exit status: 0 in order, 1 for what
 went wrong outside, 2 for settings.
@@ -37,6 +37,18 @@ def worker(flags: dict[str, object]) -> None:
         raise typer.Exit(run(settings))
 
 
+def tasks(flags: dict[str, object]) -> None:
+    """Work beside the stream: webhooks, bulk files, usage by day, retention. Run one or several, with the workers.
+
+    Celery on threads, with its beat; the queue's Redis is its broker.
+    """
+    with _sentences():
+        settings = load_settings(flags)
+        from worker.tasks.run import run
+
+        raise typer.Exit(run(settings))
+
+
 def dev(flags: dict[str, object]) -> None:
     """Everything on this machine in one command: a private Valkey, SQLite, and a worker. Ctrl-C stops it all."""
     with _sentences():
@@ -51,6 +63,7 @@ def _register(command: Callable[[dict[str, object]], None]) -> None:
 
 
 _register(worker)
+_register(tasks)
 _register(dev)
 
 

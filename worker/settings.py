@@ -14,7 +14,8 @@ import os
 import re
 import socket
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from ipaddress import IPv4Network, IPv6Network, ip_network
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
@@ -23,6 +24,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from api_client.connections import parse_url
 from api_client.errors import ConfigurationError
+from api_client.webhooks import sign
 from schemas.keys import queue_of
 from worker.engine.config import EngineConfig, EngineConfigError
 from worker.engine_help import ENGINE_HELP
@@ -98,6 +100,25 @@ class Settings(_EngineFields):
     record_group: int = Field(256, ge=1, description="most finished jobs in one SQL transaction")
     record_buffer: int = Field(1024, ge=1, description="finished jobs that may wait for SQL before intake stops")
     record_prompts: bool = Field(False, description="keep prompts in the jobs table")
+    # `tokenmill tasks`: webhooks, sums, retention
+    tasks_broker_url: str = Field("", description="Celery's broker (default: TOKENMILL_REDIS_URL)")
+    tasks_threads: int = Field(8, ge=1, le=256, description="tasks at once")
+    webhook_secret: str = Field("", description="whsec_… that webhooks are signed with; several: the newest first")
+    webhook_networks: str = Field("", description="private networks that webhooks may reach, as 10.0.0.0/8,192.168.1.7")
+    webhook_timeout_seconds: float = Field(10.0, gt=0, le=120, description="one try, from connecting to the answer")
+    webhook_attempts: int = Field(10, ge=1, description="tries before a webhook is set aside as dead")
+    webhook_retry_seconds: float = Field(5.0, gt=0, description="pause after the first try; each next is four times it")
+    webhook_max_retry_seconds: float = Field(21_600.0, gt=0, description="longest pause between two tries")
+    webhook_per_host: int = Field(8, ge=1, le=64, description="webhooks on their way to one host at once")
+    webhook_sweep_seconds: float = Field(2.0, ge=0.1, description="how often webhooks that are due are looked for")
+    rollup_seconds: float = Field(300.0, ge=1, description="how often usage is summed up by day")
+    retention_sweep_seconds: float = Field(600.0, ge=1, description="how often what is old is looked for")
+    retain_payload_days: float = Field(
+        0.0, ge=0, description="prompts and answers in SQL are kept so long; 0: for ever"
+    )
+    retain_job_days: float = Field(0.0, ge=0, description="finished jobs' rows; 0: for ever")
+    retain_usage_days: float = Field(0.0, ge=0, description="usage of single jobs; its sums by day stay; 0: for ever")
+    retain_webhook_days: float = Field(30.0, ge=0, description="webhooks that were delivered or are dead; 0: for ever")
     # watching
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="debug, info, warning, error")
     log_format: Literal["text", "json"] = Field("text", description="text or json")
@@ -124,9 +145,15 @@ class Settings(_EngineFields):
     def engine_config(self) -> EngineConfig:
         return EngineConfig(**{name: getattr(self, name) for name in ENGINE_FIELDS})
 
+    @property
+    def networks(self) -> tuple[IPv4Network | IPv6Network, ...]:
+        """Of `webhook_networks`. Raises ValueError with the word that is none."""
+        return tuple(ip_network(word.strip()) for word in self.webhook_networks.split(",") if word.strip())
+
     def public(self) -> dict[str, object]:
         """Every value, for people and logs, passwords masked."""
-        return {name: _masked(getattr(self, name)) for name in type(self).model_fields}
+        values = {name: _masked(getattr(self, name)) for name in type(self).model_fields}
+        return values | {"webhook_secret": "***" if self.webhook_secret else ""}
 
     def variables(self) -> dict[str, str]:
         """The environment under which `load_settings` gives these settings again: for child processes."""
@@ -239,6 +266,7 @@ def _semantic_problems(settings: Settings, given: Mapping[str, object]) -> list[
             f"{spelt('heartbeat_seconds')} ({settings.heartbeat_interval:g}) must be at most half of "
             f"{spelt('lease_seconds')} ({settings.lease_seconds:g}), or one late beat loses every job"
         )
+    found += [f"{spelt(name)} {problem}" for name, problem in _task_problems(settings)]
     if re.search(r"[{}\s]", settings.queue):
         found.append(f"{spelt('queue')} must not contain braces or white space, not {settings.queue!r}")
     if settings.record_group > settings.record_buffer:
@@ -247,6 +275,20 @@ def _semantic_problems(settings: Settings, given: Mapping[str, object]) -> list[
             f"{spelt('record_buffer')} ({settings.record_buffer})"
         )
     return found
+
+
+def _task_problems(settings: Settings) -> Iterator[tuple[str, str]]:
+    try:
+        _ = settings.networks
+    except ValueError as error:
+        yield "webhook_networks", f"must be networks, separated by commas: {error}"
+    try:
+        if settings.webhook_secret:
+            sign("", 0, b"", settings.webhook_secret)
+    except ConfigurationError as error:
+        yield "webhook_secret", f"is none: {error}"
+    if settings.retain_usage_days and settings.retain_usage_days < 7:
+        yield "retain_usage_days", f"must be at least 7, or 0 for ever, not {settings.retain_usage_days:g}"
 
 
 def _redis_problem(url: str) -> str | None:

@@ -32,8 +32,8 @@ def normalised(url: str) -> URL:
     return parsed
 
 
-def open_engine(url: str) -> Engine:
-    """Connects lazily; raises only for a URL that makes no sense."""
+def open_engine(url: str, *, pool_size: int = 2) -> Engine:
+    """Connects lazily; raises only for a URL that makes no sense. `pool_size`: of PostgreSQL's connections."""
     parsed = normalised(url)
     if parsed.get_backend_name() == "sqlite":
         return _open_sqlite(parsed)
@@ -48,7 +48,7 @@ def open_engine(url: str) -> Engine:
         "prepare_threshold": None,  # poolers in transaction mode lose prepared statements
     }
     arguments = {name: value for name, value in arguments.items() if name not in parsed.query}
-    return create_engine(parsed, connect_args=arguments, pool_size=2, max_overflow=4, pool_pre_ping=True)
+    return create_engine(parsed, connect_args=arguments, pool_size=pool_size, max_overflow=4, pool_pre_ping=True)
 
 
 def _open_sqlite(url: URL) -> Engine:

@@ -1,0 +1,61 @@
+"""Which addresses a webhook may go to: public ones, and networks that the operator allows.
+
+Whoever submits a job chooses the URL, so a webhook must not become a way into our own network. The name is
+resolved once, every address it has is judged, and the connection goes to a judged address, not to the name:
+a name that answers differently the second time gains nothing.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Sequence
+from typing import Final
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+_NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")
+
+
+class AddressRefused(Exception):
+    """The URL leads to where webhooks may not go."""
+
+
+class AddressUnknown(Exception):
+    """The name has no address just now."""
+
+
+def resolve(host: str, port: int, allowed: Sequence[Network] = ()) -> list[str]:
+    """The host's addresses, all of them permitted. Raises AddressRefused, AddressUnknown."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise AddressUnknown(f"{host} has no address: {error}") from error
+    texts = list(dict.fromkeys(str(entry[4][0]).partition("%")[0] for entry in found))
+    for text in texts:
+        address = ipaddress.ip_address(text)
+        if not is_permitted(address, allowed):
+            raise AddressRefused(f"{host} is at {address}, and webhooks go to public addresses only")
+    return texts
+
+
+def is_permitted(address: Address, allowed: Sequence[Network] = ()) -> bool:
+    """Also for the IPv4 address that an IPv6 one carries within."""
+    reached = [address, *_carried(address)]
+    return all(_is_public(one) or any(one in network for network in allowed) for one in reached)
+
+
+def _is_public(address: Address) -> bool:
+    return address.is_global and not address.is_multicast and not address.is_reserved
+
+
+def _carried(address: Address) -> list[Address]:
+    if isinstance(address, ipaddress.IPv4Address):
+        return []
+    carried: list[Address] = [one for one in (address.ipv4_mapped, address.sixtofour) if one is not None]
+    if address.teredo is not None:
+        carried += address.teredo
+    if address in _NAT64:
+        carried.append(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
+    return carried

@@ -1,0 +1,83 @@
+"""The Celery application: MessagePack and nothing else, the tasks, and what beat starts when.
+
+Celery carries the calls; what is to be done stands in SQL. So a task may be lost with the broker, or run twice:
+the next sweep finds it again, and what was done stays done. Results are not kept, remote control and gossip are
+off, and all keys stand under a prefix of their own beside the queues'.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, Final
+from urllib.parse import urlsplit, urlunsplit
+
+from celery import Celery
+
+from api_client.connections import parse_url
+from worker.errors import SettingsError
+from worker.settings import Settings
+from worker.tasks.desk import Desk
+from worker.tasks.registry import BULK, UPKEEP, WEBHOOKS, register, schedule
+
+VISIBILITY_S: Final = 3600  # acknowledged on receipt, so it only bounds what a frozen process may hold back
+
+
+def build_app(settings: Settings) -> Celery:
+    """Raises SettingsError where the queue's server cannot be Celery's broker as well."""
+    app = Celery("tokenmill", set_as_current=False)
+    app.conf.update(
+        broker_url=broker_url(settings),
+        broker_transport_options={
+            "global_keyprefix": f"{settings.key_prefix}tasks:",
+            "visibility_timeout": VISIBILITY_S,
+            "socket_timeout": 30,
+            "socket_connect_timeout": 5,
+            "socket_keepalive": True,
+        },
+        broker_connection_retry_on_startup=True,
+        task_serializer="msgpack",
+        result_serializer="msgpack",
+        accept_content=["msgpack"],
+        result_accept_content=["msgpack"],
+        task_ignore_result=True,
+        task_default_queue=UPKEEP,
+        worker_prefetch_multiplier=1,
+        worker_enable_remote_control=False,
+        worker_hijack_root_logger=False,
+        worker_redirect_stdouts=False,
+        worker_send_task_events=False,
+        beat_scheduler="celery.beat:Scheduler",  # keeps nothing: the persistent one pickles
+        beat_schedule=beat_schedule(settings),
+        enable_utc=True,
+    )
+    register(app, Desk(settings))
+    return app
+
+
+def beat_schedule(settings: Settings) -> dict[str, dict[str, Any]]:
+    """A sweep that waited longer than its interval is dropped: the next one finds the same."""
+    return {
+        name: {
+            "task": name,
+            "schedule": timedelta(seconds=seconds),
+            "options": {"expires": max(1.0, seconds), "queue": queue},
+        }
+        for name, seconds, queue in schedule(settings)
+    }
+
+
+def broker_url(settings: Settings) -> str:
+    """In Celery's spelling."""
+    url = settings.tasks_broker_url or settings.redis_url
+    if not settings.tasks_broker_url and parse_url(url).kind != "single":
+        raise SettingsError(
+            ["TOKENMILL_TASKS_BROKER_URL must name a single Redis, or a sentinel as Celery spells it: the queue is on "
+             "a Sentinel or Cluster URL, which Celery does not read"]
+        )  # fmt: skip
+    parts = urlsplit(url)
+    if parts.scheme == "unix":
+        return urlunsplit(parts._replace(scheme="redis+socket"))
+    return url
+
+
+QUEUES: Final = (WEBHOOKS, UPKEEP, BULK)

@@ -1,0 +1,51 @@
+"""What the tasks work with, made once in each process when the first task wants it: the database, and who uses it."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from sqlalchemy import Engine
+
+from worker.record.connection import open_engine
+from worker.settings import Settings
+from worker.tasks.notices import Courier, Retries
+from worker.tasks.outbox import Outbox
+from worker.tasks.retention import Limits, Retention
+from worker.tasks.rollup import RollUp
+from worker.tasks.sender import Sender
+
+
+class Desk:
+    """Shared by the threads of a process."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+
+    @cached_property
+    def engine(self) -> Engine:
+        return open_engine(self.settings.database_url, pool_size=self.settings.tasks_threads)
+
+    @cached_property
+    def courier(self) -> Courier:
+        settings = self.settings
+        return Courier(
+            Outbox(self.engine, max_attempts=settings.webhook_attempts, per_host=settings.webhook_per_host),
+            Sender(settings.webhook_timeout_seconds, settings.networks),
+            settings.webhook_secret,
+            Retries(settings.webhook_retry_seconds, settings.webhook_max_retry_seconds),
+        )
+
+    @cached_property
+    def roll_up(self) -> RollUp:
+        return RollUp(self.engine)
+
+    @cached_property
+    def retention(self) -> Retention:
+        settings = self.settings
+        limits = Limits(
+            payload_days=settings.retain_payload_days,
+            job_days=settings.retain_job_days,
+            usage_days=settings.retain_usage_days,
+            webhook_days=settings.retain_webhook_days,
+        )
+        return Retention(self.engine, limits, self.roll_up)

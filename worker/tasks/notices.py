@@ -1,0 +1,147 @@
+"""A notice on its way: the event in JSON, its signature, the POST, and what its failure means.
+
+Delivered at least once: a process that dies between the receiver's answer and our note of it sends again, with
+the same id. Nothing is ever sent unsigned.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Final
+
+import msgspec
+
+from api_client.webhooks import sign, tenant_secret
+from schemas.codec import DecodeError, decode_result
+from schemas.generation import FinishReason
+from schemas.result import JobError, JobStatus, Usage
+from schemas.webhook import WebhookChoice, WebhookEvent, WebhookJob
+from worker.tasks.addresses import AddressRefused, AddressUnknown
+from worker.tasks.outbox import Attempt, Claim, Outbox
+from worker.tasks.sender import Reply, Sender, SendFailed
+
+log = logging.getLogger(__name__)
+
+MAX_TEXT_BYTES: Final = 256 * 1024  # of all answers; longer ones are to be fetched
+_GROWTH: Final = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class Retries:
+    """first × 4^n, at most longest, each multiplied by a random number from [0.75, 1.25)."""
+
+    first_s: float
+    longest_s: float
+
+    def delay_s(self, tries: int, rng: random.Random, asked_s: float | None = None) -> float:
+        """`asked_s`: what the receiver asked for, honoured up to the longest."""
+        planned = min(self.longest_s, self.first_s * _GROWTH ** min(tries - 1, 30))
+        return max(planned * (0.75 + rng.random() / 2), min(asked_s or 0.0, self.longest_s))
+
+
+class Courier:
+    """Sends what the outbox hands out. `clock` gives Unix seconds."""
+
+    def __init__(
+        self, outbox: Outbox, sender: Sender, secret: str, retries: Retries, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._outbox = outbox
+        self._sender = sender
+        self._secret = secret
+        self._retries = retries
+        self._clock = clock
+        self._rng = random.Random()
+
+    def claim(self) -> list[Claim]:
+        """Nothing without a secret: the notices wait."""
+        if not self._secret:
+            waiting = self._outbox.counts()["pending"]
+            if waiting:
+                log.error("%d webhooks wait: TOKENMILL_WEBHOOK_SECRET is not set, and none is sent unsigned", waiting)
+            return []
+        return self._outbox.claim(self._now_ms())
+
+    def deliver(self, claim: Claim) -> str:
+        """What became of it: delivered, failed, or skipped because it is not ours to send."""
+        attempt = self._outbox.begin(claim, self._now_ms())
+        if attempt is None:
+            return "skipped"
+        try:
+            reply = self._send(attempt)
+        except AddressRefused as error:
+            return self._failed(attempt, str(error), None, is_final=True)
+        except (SendFailed, AddressUnknown) as error:
+            return self._failed(attempt, str(error), None)
+        if reply.is_success:
+            self._outbox.delivered(attempt, reply.status, self._now_ms())
+            return "delivered"
+        words = f"the receiver answered {reply.status}"
+        if 300 <= reply.status < 400:
+            words += "; redirects are not followed"
+        return self._failed(attempt, words, reply, is_final=reply.is_final)
+
+    def _send(self, attempt: Attempt) -> Reply:
+        body = msgspec.json.encode(event_of(attempt))
+        sent_at = int(self._clock())
+        headers = {
+            "Content-Type": "application/json",
+            "User-Agent": "tokenmill",
+            "webhook-id": attempt.id,
+            "webhook-timestamp": str(sent_at),
+            "webhook-signature": sign(attempt.id, sent_at, body, tenant_secret(self._secret, attempt.notice["tenant"])),
+        }
+        return self._sender.post(attempt.notice["url"], body, headers)
+
+    def _failed(self, attempt: Attempt, error: str, reply: Reply | None, *, is_final: bool = False) -> str:
+        delay_s = self._retries.delay_s(attempt.number, self._rng, reply.retry_after_s if reply else None)
+        due_ms = None if is_final else self._now_ms() + round(delay_s * 1000)
+        log.warning("webhook %s, try %d: %s", attempt.id, attempt.number, error)
+        self._outbox.failed(attempt, error, reply.status if reply else None, due_ms)
+        return "failed"
+
+    def _now_ms(self) -> int:
+        return round(self._clock() * 1000)
+
+
+def event_of(attempt: Attempt) -> WebhookEvent:
+    """The same at every try, unless retention came between."""
+    notice, job = attempt.notice, attempt.job or {}
+    moment = datetime.fromtimestamp(notice["ended_ms"] / 1000, UTC)
+    data = WebhookJob(
+        job_id=notice["job_id"],
+        status=JobStatus(str(notice["event"]).removeprefix("job.")),
+        queue=notice["queue"],
+        model=job.get("model", ""),
+        tenant=notice["tenant"],
+        choices=_choices(job),
+        usage=_usage(attempt.usage),
+        error=JobError(job["error_code"], job["error_message"] or "") if job.get("error_code") else None,
+        attempt=job.get("attempts", 0),
+        created_ms=job.get("created_ms", 0),
+        started_ms=job.get("started_ms", 0),
+        finished_ms=notice["ended_ms"],
+        metadata=dict(job.get("metadata") or {}),
+    )
+    return WebhookEvent(type=notice["event"], timestamp=moment.isoformat().replace("+00:00", "Z"), data=data)
+
+
+def _choices(job: Mapping[str, Any]) -> tuple[WebhookChoice, ...] | None:
+    if job.get("result") is None:
+        return None
+    try:
+        choices = decode_result(bytes(job["result"])).choices
+    except DecodeError:  # written by a newer version: the columns have the first choice
+        reason = FinishReason(job["finish_reason"]) if job["finish_reason"] else None
+        return (WebhookChoice(index=0, text=job["text"] or "", finish_reason=reason),)
+    if sum(len(choice.text.encode()) for choice in choices) > MAX_TEXT_BYTES:
+        return None
+    return tuple(WebhookChoice(index=one.index, text=one.text, finish_reason=one.finish_reason) for one in choices)
+
+
+def _usage(row: Mapping[str, Any] | None) -> Usage | None:
+    return Usage(**{name: row[name] for name in Usage.__struct_fields__}) if row is not None else None

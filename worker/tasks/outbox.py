@@ -1,0 +1,148 @@
+"""The outbox of notices in SQL: which are due, who tries which, and what came of it.
+
+    pending ──claim──▶ sending ──delivered──▶ delivered
+       ▲                  │ ├─── limit, or refused for good ──▶ dead ── redrive ─▶ pending
+       └──── failed ──────┘ └─── its job has ended anew ──▶ superseded
+
+A claim lasts for a time, and one that was not begun, or whose holder died, is due again: nothing is lost with a
+process or with the broker. The time at which a claim ends, and then the number of the try, say whose turn it is,
+so that a late message changes nothing. It knows no HTTP and no Celery.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from sqlalchemy import Engine, and_, case, func, select, update
+from sqlalchemy.engine import Connection
+
+from worker.record.tables import jobs, usage, webhooks
+
+CLAIM_MS: Final = 300_000  # longer than any message waits for a free thread, see MAX_IN_FLIGHT
+MAX_IN_FLIGHT: Final = 64
+MAX_ERROR_CHARS: Final = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A notice that may be tried until `until_ms`."""
+
+    id: str
+    until_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One try. `job` and `usage` are rows, or None where retention has removed them."""
+
+    id: str
+    number: int
+    notice: Mapping[str, Any]
+    job: Mapping[str, Any] | None
+    usage: Mapping[str, Any] | None
+
+
+class Outbox:
+    """Its calls block. Safe to share between threads and processes."""
+
+    def __init__(self, engine: Engine, *, max_attempts: int, per_host: int) -> None:
+        self._engine = engine
+        self._max_attempts = max_attempts
+        self._per_host = per_host
+
+    def claim(self, now_ms: int) -> list[Claim]:
+        """The due ones, the longest due first, so many at once and so many to one host: a receiver that hangs must
+        not hold up the others."""
+        until_ms = now_ms + CLAIM_MS
+        with self._engine.begin() as connection:
+            self._bury(connection, now_ms)
+            wanted = self._choose(connection, now_ms)
+            if not wanted:
+                return []
+            taken = connection.execute(
+                update(webhooks)
+                .where(webhooks.c.id.in_(wanted), _is_due(now_ms))  # not taken by another meanwhile
+                .values(state="sending", due_ms=until_ms)
+                .returning(webhooks.c.id)
+            )
+            return [Claim(str(found), until_ms) for found in taken.scalars()]
+
+    def _bury(self, connection: Connection, now_ms: int) -> None:
+        """Tries whose holders died count; what kills whoever tries it must come to an end as well."""
+        died = and_(webhooks.c.state == "sending", webhooks.c.due_ms <= now_ms)
+        reason = func.coalesce(webhooks.c.last_error, "each process that tried it died")
+        spent = webhooks.c.attempts >= self._max_attempts
+        connection.execute(update(webhooks).where(died, spent).values(state="dead", last_error=reason))
+
+    def _choose(self, connection: Connection, now_ms: int) -> list[str]:
+        in_flight = select(webhooks.c.host, func.count()).where(
+            webhooks.c.state == "sending", webhooks.c.due_ms > now_ms
+        )
+        busy = {str(host): int(count) for host, count in connection.execute(in_flight.group_by(webhooks.c.host))}
+        room = MAX_IN_FLIGHT - sum(busy.values())
+        rank = func.row_number().over(partition_by=webhooks.c.host, order_by=webhooks.c.due_ms).label("rank")
+        due = select(webhooks.c.id, webhooks.c.host, webhooks.c.due_ms, rank).where(_is_due(now_ms)).subquery()
+        ranked = select(due.c.id, due.c.host, due.c.rank).where(due.c.rank <= self._per_host).order_by(due.c.due_ms)
+        chosen: list[str] = []
+        for notice_id, host, place in connection.execute(ranked.limit(4 * MAX_IN_FLIGHT)):
+            if len(chosen) < room and place <= self._per_host - busy.get(str(host), 0):
+                chosen.append(str(notice_id))
+        return chosen
+
+    def begin(self, claim: Claim, now_ms: int) -> Attempt | None:
+        """None: it is another's turn, or there is nothing more to tell."""
+        with self._engine.begin() as connection:
+            begun = connection.execute(
+                update(webhooks)
+                .where(webhooks.c.id == claim.id, webhooks.c.state == "sending", webhooks.c.due_ms == claim.until_ms)
+                .values(attempts=webhooks.c.attempts + 1, due_ms=now_ms + CLAIM_MS)
+                .returning(webhooks)
+            )
+            notice = begun.mappings().first()
+            if notice is None:
+                return None
+            job = _row(connection, select(jobs).where(jobs.c.id == notice["job_id"]))
+            used = _row(connection, select(usage).where(usage.c.job_id == notice["job_id"]))
+            if job is not None and job["finished_ms"] != notice["ended_ms"]:
+                connection.execute(_of(notice["id"], notice["attempts"]).values(state="superseded"))
+                return None
+        return Attempt(notice["id"], notice["attempts"], dict(notice), job, used)
+
+    def delivered(self, attempt: Attempt, status: int, now_ms: int) -> None:
+        self._end(attempt, state="delivered", delivered_ms=now_ms, last_status=status, last_error=None)
+
+    def failed(self, attempt: Attempt, error: str, status: int | None, due_ms: int | None) -> None:
+        """`due_ms` None: set aside at once."""
+        is_last = due_ms is None or attempt.number >= self._max_attempts
+        after = {"state": "dead"} if is_last else {"state": "pending", "due_ms": due_ms}
+        self._end(attempt, last_status=status, last_error=error[:MAX_ERROR_CHARS], **after)
+
+    def _end(self, attempt: Attempt, **values: object) -> None:
+        with self._engine.begin() as connection:
+            connection.execute(_of(attempt.id, attempt.number).values(**values))
+
+    def counts(self) -> dict[str, int]:
+        """How many wait, are being sent, or were set aside."""
+        statement = select(
+            *(func.count(case((webhooks.c.state == name, 1))).label(name) for name in ("pending", "sending", "dead"))
+        ).where(webhooks.c.state.in_(("pending", "sending", "dead")))
+        with self._engine.connect() as connection:
+            return {name: int(count) for name, count in connection.execute(statement).mappings().one().items()}
+
+
+def _is_due(now_ms: int) -> Any:
+    """Waiting and due, or in the hands of somebody whose time is up."""
+    return and_(webhooks.c.state.in_(("pending", "sending")), webhooks.c.due_ms <= now_ms)
+
+
+def _of(notice_id: str, number: int) -> Any:
+    return update(webhooks).where(
+        webhooks.c.id == notice_id, webhooks.c.state == "sending", webhooks.c.attempts == number
+    )
+
+
+def _row(connection: Connection, statement: Any) -> Mapping[str, Any] | None:
+    found = connection.execute(statement).mappings().first()
+    return dict(found) if found is not None else None

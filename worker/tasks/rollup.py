@@ -1,0 +1,98 @@
+"""Usage summed by day, tenant, model, queue and state: `usage_daily` is made anew from `usage`, a day at a time.
+
+Making a day twice gives the same rows, so it may be repeated, broken off, and done by two at once. Days are made
+in order, so that every day before the newest one that was made has been made too: readers take the newest two
+from `usage` itself and trust the sums for the rest. A sealed day's usage is being removed: its sums stay.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import UTC, date, datetime, timedelta
+from typing import Any, Final
+
+from sqlalchemy import Engine, and_, delete, false, func, insert, select, true, update
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.engine import Connection
+
+from worker.record.tables import usage, usage_daily, usage_days
+
+_FIRST: Final = "0001-01-01"  # days before it come from broken clocks
+_WINDOW_DAYS: Final = 2  # before today: what is recorded late, or again after a redrive
+_KEYS: Final = ("day", "tenant", "model", "queue", "state")
+_SUMS: Final = tuple(column.name for column in usage_daily.c if column.name not in (*_KEYS, "jobs"))
+
+
+class RollUp:
+    """Its calls block, each in short transactions."""
+
+    def __init__(self, engine: Engine, clock: Callable[[], float] = time.time) -> None:
+        self._engine = engine
+        self._clock = clock
+
+    def recent(self) -> list[str]:
+        """Today, the days just before, and every day since this last ran; at first, all there are."""
+        return [day for day in self._recent_days() if self.make(day)]
+
+    def reconcile(self) -> list[str]:
+        """Days whose sums count another number of jobs than there are: recorded days after their end, say."""
+        counted = select(usage.c.day, func.count().label("jobs")).group_by(usage.c.day).subquery()
+        summed = (
+            select(usage_daily.c.day, func.sum(usage_daily.c.jobs).label("jobs")).group_by(usage_daily.c.day).subquery()
+        )
+        statement = (
+            select(counted.c.day)
+            .outerjoin(summed, summed.c.day == counted.c.day)
+            .where(func.coalesce(summed.c.jobs, 0) != counted.c.jobs)
+            .order_by(counted.c.day)
+        )
+        with self._engine.connect() as connection:
+            days = list(connection.execute(statement).scalars())
+        return [day for day in days if self.make(day)]
+
+    def make(self, day: str) -> bool:
+        """False for a sealed day, which is left as it is."""
+        with self._engine.begin() as connection:
+            return self._make(connection, day)
+
+    def seal(self, day: str) -> None:
+        """Sum the day up a last time; from now on its usage may be removed."""
+        with self._engine.begin() as connection:
+            if self._make(connection, day):
+                connection.execute(update(usage_days).where(usage_days.c.day == day).values(sealed=true()))
+
+    def _make(self, connection: Connection, day: str) -> bool:
+        if not self._take(connection, day):
+            return False
+        connection.execute(delete(usage_daily).where(usage_daily.c.day == day))
+        keys = [usage.c[name] for name in _KEYS]
+        sums = [func.sum(usage.c[name]) for name in _SUMS]
+        rows = select(*keys, func.count(), *sums).where(usage.c.day == day).group_by(*keys)
+        connection.execute(insert(usage_daily).from_select([*_KEYS, "jobs", *_SUMS], rows))
+        return True
+
+    def _take(self, connection: Connection, day: str) -> bool:
+        """Locks the day against others who make it."""
+        dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
+        row: Any = dialect.insert(usage_days).values(day=day, rolled_ms=round(self._clock() * 1000), sealed=false())
+        taken = row.on_conflict_do_update(
+            index_elements=["day"],
+            set_={"rolled_ms": row.excluded.rolled_ms},
+            where=usage_days.c.sealed == false(),
+        )
+        return connection.execute(taken.returning(usage_days.c.day)).first() is not None
+
+    def _recent_days(self) -> list[str]:
+        today = datetime.fromtimestamp(self._clock(), UTC).date()
+        begin = (today - timedelta(days=_WINDOW_DAYS)).isoformat()
+        with self._engine.connect() as connection:
+            newest = connection.scalar(select(func.max(usage_days.c.day)).where(usage_days.c.day <= today.isoformat()))
+            since = min(begin, _before(newest)) if newest is not None and newest > _FIRST else ""
+            wanted = and_(usage.c.day >= since, usage.c.day <= today.isoformat())
+            days = set(connection.execute(select(usage.c.day).where(wanted).distinct()).scalars())
+        return sorted(days | {today.isoformat()})
+
+
+def _before(day: str) -> str:
+    return (date.fromisoformat(day) - timedelta(days=1)).isoformat()

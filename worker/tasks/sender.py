@@ -1,0 +1,168 @@
+"""One HTTP POST to an address that may be reached, within a time, following nothing.
+
+No redirect is followed, no proxy asked, no cookie kept, and of the answer only the status and Retry-After are
+read. The limit is on the whole exchange: a receiver that answers a byte a second is cut off like one that is
+silent. It knows no SQL and no signature.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import http.client
+import socket
+import ssl
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Self, TypeVar
+from urllib.parse import quote, unquote, urlsplit
+
+from worker.tasks.addresses import Network, resolve
+
+Sock = TypeVar("Sock", bound=socket.socket)
+
+_SAFE: Final = "/%:@!$&'()*+,;=~-._?[]"
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    status: int
+    retry_after_s: float | None = None
+
+    @property
+    def is_success(self) -> bool:
+        return 200 <= self.status < 300
+
+    @property
+    def is_final(self) -> bool:
+        """410 Gone: the receiver wants no more of it."""
+        return self.status == 410
+
+
+class SendFailed(Exception):
+    """No answer came; one sentence."""
+
+
+class Sender:
+    """Safe to share between threads. `tls` replaces the system's certificates (tests have their own)."""
+
+    def __init__(self, timeout_s: float, allowed: Sequence[Network] = (), tls: ssl.SSLContext | None = None) -> None:
+        self._timeout_s = timeout_s
+        self._allowed = tuple(allowed)
+        self._tls = tls or ssl.create_default_context()
+
+    def post(self, url: str, body: bytes, headers: Mapping[str, str]) -> Reply:
+        """Raises SendFailed, AddressRefused, AddressUnknown."""
+        try:
+            target = _Target.of(url)
+            addresses = resolve(target.host, target.port, self._allowed)
+            with _Deadline(self._timeout_s) as deadline:
+                try:
+                    return self._post(target, addresses, deadline, body, headers)
+                except (OSError, http.client.HTTPException) as error:
+                    if deadline.has_passed:
+                        raise SendFailed(f"{target.host} did not answer within {self._timeout_s:g} s") from error
+                    raise
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise SendFailed(f"{url}: {error or type(error).__name__}") from error
+
+    def _post(
+        self, target: _Target, addresses: Sequence[str], deadline: _Deadline, body: bytes, headers: Mapping[str, str]
+    ) -> Reply:
+        connection = http.client.HTTPConnection(target.host, target.port, timeout=self._timeout_s)
+        connection.auto_open = 0  # what is connected here is what is spoken to
+        with contextlib.closing(connection):
+            connection.sock = self._dial(addresses, target.port, deadline)
+            if target.is_tls:  # the certificate must be the name's
+                connection.sock = deadline.watch(
+                    self._tls.wrap_socket(connection.sock, server_hostname=target.host, do_handshake_on_connect=False)
+                )
+                connection.sock.do_handshake()
+            return _exchange(connection, target, body, headers)
+
+    def _dial(self, addresses: Sequence[str], port: int, deadline: _Deadline) -> socket.socket:
+        """To the first address that answers."""
+        trouble: OSError | None = None
+        for address in addresses:
+            try:
+                sock = socket.create_connection((address, port), self._timeout_s / len(addresses))
+            except OSError as error:
+                trouble = error
+                continue
+            sock.settimeout(self._timeout_s)
+            return deadline.watch(sock)
+        raise trouble or OSError("no address")
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """A URL taken apart, in the form in which HTTP wants it: ASCII throughout."""
+
+    host: str
+    port: int
+    is_tls: bool
+    path: str
+    host_header: str
+    authorization: str | None
+
+    @classmethod
+    def of(cls, url: str) -> _Target:
+        """Raises ValueError."""
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError("is no http or https URL")
+        host = parts.hostname if ":" in parts.hostname else parts.hostname.encode("idna").decode()
+        path = quote(parts.path or "/", safe=_SAFE) + (f"?{quote(parts.query, safe=_SAFE)}" if parts.query else "")
+        shown = (f"[{host}]" if ":" in host else host) + (f":{parts.port}" if parts.port else "")
+        login = f"{unquote(parts.username or '')}:{unquote(parts.password or '')}"
+        basic = f"Basic {base64.b64encode(login.encode()).decode()}" if parts.username else None
+        is_tls = parts.scheme == "https"
+        return cls(host, parts.port or (443 if is_tls else 80), is_tls, path, shown, basic)
+
+
+def _exchange(
+    connection: http.client.HTTPConnection, target: _Target, body: bytes, headers: Mapping[str, str]
+) -> Reply:
+    connection.putrequest("POST", target.path, skip_host=True, skip_accept_encoding=True)
+    own = {"Host": target.host_header, "Content-Length": str(len(body)), "Connection": "close"}
+    if target.authorization is not None:
+        own["Authorization"] = target.authorization
+    for name, value in {**own, **headers}.items():
+        connection.putheader(name, value)
+    connection.endheaders(body)
+    response = connection.getresponse()
+    with contextlib.closing(response):
+        return Reply(response.status, _seconds(response.getheader("Retry-After")))
+
+
+def _seconds(value: str | None) -> float | None:
+    """Of Retry-After only the form in seconds."""
+    return float(value) if value is not None and value.isascii() and value.isdigit() and len(value) < 9 else None
+
+
+class _Deadline:
+    """Shuts the watched socket when the time is up. A socket's own timeout holds for each byte, not for all."""
+
+    def __init__(self, seconds: float) -> None:
+        self.has_passed = False
+        self._sock: socket.socket | None = None
+        self._timer = threading.Timer(seconds, self._cut)
+        self._timer.daemon = True
+
+    def watch(self, sock: Sock) -> Sock:
+        self._sock = sock
+        return sock
+
+    def _cut(self) -> None:
+        self.has_passed = True
+        if self._sock is not None:
+            with contextlib.suppress(OSError):
+                socket.socket.shutdown(self._sock, socket.SHUT_RDWR)  # beneath TLS: its owner is in the midst of it
+
+    def __enter__(self) -> Self:
+        self._timer.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
