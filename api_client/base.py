@@ -24,7 +24,7 @@ class ClientOptions:
 
     link: Link = field(default_factory=lambda: Link(retries=3, client_name="tokenmill"))
     queue_limit: int = 0
-    idempotency_ttl_s: float = 86_400.0
+    idempotency_ttl_s: float = 0.0
     idle_s: float = 5.0
     patience_s: float = 120.0
 

@@ -16,6 +16,7 @@ from api_client.effects import Commands, Listen, LookUp, Program, Receive, RunSc
 from api_client.errors import (
     ConfigurationError,
     IdempotencyConflict,
+    InvalidRequest,
     JobNotFound,
     QueueFull,
     QueueRefusal,
@@ -40,12 +41,13 @@ RECONNECT_PAUSE_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 
 @dataclass(frozen=True, slots=True)
 class QueueView:
-    """Which queue, and how patiently. `idle_s`: a silent stream looks at the log this often. `patience_s`: so long
-    a stream that was once connected waits for a server, and for the record of a job that the server lost."""
+    """Which queue, and how patiently. `queue_limit`, `idempotency_ttl_s`: 0 is the queue's own. `idle_s`: a silent
+    stream looks at the log this often. `patience_s`: so long a stream that was once connected waits for a server, and
+    for the record of a job that the server lost."""
 
     keys: Keys
     queue_limit: int = 0
-    idempotency_ttl_s: float = 86_400.0
+    idempotency_ttl_s: float = 0.0
     idle_s: float = 5.0
     patience_s: float = 120.0
 
@@ -100,6 +102,8 @@ def _submit_arguments(request: JobRequest) -> tuple[Argument, ...]:
 
 def _read_submitted(view: QueueView, reply: list[bytes]) -> list[JobHandle]:
     word, *rest = (value.decode() for value in reply)
+    if word == "large":
+        raise InvalidRequest([f"the request has {rest[0]} bytes; the queue's limit is {rest[1]}"])
     if word == "full":
         raise QueueFull(view.keys.queue, int(rest[0]), int(rest[1]))
     if word == "rate":

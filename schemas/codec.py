@@ -35,18 +35,18 @@ class DecodeError(ValueError):
     """The bytes are not what they should be; the message says what is wrong with them."""
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes, what: str) -> T:
-    if len(data) > MAX_PAYLOAD_BYTES:
-        raise DecodeError(f"{what} has {len(data)} bytes; the limit is {MAX_PAYLOAD_BYTES}")
+def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes, what: str, limit: int = MAX_PAYLOAD_BYTES) -> T:
+    if len(data) > limit:
+        raise DecodeError(f"{what} has {len(data)} bytes; the limit is {limit}")
     try:
         return decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise DecodeError(f"{what} cannot be decoded: {error}") from error
 
 
-def decode_request(data: bytes) -> JobRequest:
+def decode_request(data: bytes, limit: int = MAX_PAYLOAD_BYTES) -> JobRequest:
     """Raises DecodeError."""
-    return _decode(_request_decoder, data, "job request")
+    return _decode(_request_decoder, data, "job request", limit)
 
 
 def decode_result(data: bytes) -> JobResult:

@@ -24,7 +24,7 @@ from worker.consume.consumer import Consumer
 from worker.consume.control import ControlChannel
 from worker.consume.job_stream import JobStream, StreamOptions
 from worker.consume.leases import LeaseKeeper
-from worker.engine.host import EngineHost, EngineProcess
+from worker.engine.host import EngineHost, EngineProcess, EngineThread
 from worker.engine.mailbox import Ready
 from worker.errors import Unavailable
 from worker.observer import Observer
@@ -69,7 +69,7 @@ class Worker:
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
         self._had_room = False
-        self._host_factory = host_factory or self._engine_process
+        self._host_factory = host_factory or self._engine_host
         self._config = settings.engine_config()
         self.metrics = Metrics(settings.queue_name, self._config.model)
         self._tracing = open_tracing(settings)
@@ -200,8 +200,12 @@ class Worker:
 
     # ── what the stages are built from ──
 
-    def _engine_process(self) -> EngineHost:
-        return EngineProcess(self._config, cache_dir=self.settings.cache_dir)
+    def _engine_host(self) -> EngineHost:
+        if self.settings.engine_host == "process":
+            return EngineProcess(self._config, cache_dir=self.settings.cache_dir)
+        from worker.engine.engine import Engine
+
+        return EngineThread(lambda: Engine.load(self._config, self.settings.cache_dir))
 
     async def _admission(self, ready: Ready) -> Admission:
         tokenizer = await asyncio.to_thread(Tokenizer.load, ready.model_path)
@@ -212,7 +216,12 @@ class Worker:
             eos_token_ids=frozenset(ready.eos_token_ids),
             default_max_tokens=self.settings.default_max_tokens,
         )
-        return Admission(tokenizer, served, worker_id=self.settings.worker_name)
+        return Admission(
+            tokenizer,
+            served,
+            worker_id=self.settings.worker_name,
+            max_payload_bytes=self.settings.max_payload_bytes,
+        )
 
     async def _expired(self) -> None:
         self.service.drop_all()
@@ -251,8 +260,11 @@ def stream_options(settings: Settings) -> StreamOptions:
         result_ttl_s=round(settings.result_ttl_seconds),
         log_ttl_s=round(settings.log_ttl_seconds),
         max_solo_crashes=settings.max_crashes,
+        max_deliveries=settings.max_deliveries,
         bulk_every=max(1, round(1 / settings.bulk_share)) if settings.bulk_share else 1 << 30,
         queue_limit=settings.queue_limit,
+        max_payload_bytes=settings.max_payload_bytes,
+        idempotency_ttl_s=settings.idempotency_ttl_seconds,
         tenant_concurrency=settings.tenant_max_running,
         tenant_rate=settings.tenant_jobs_per_minute / 60,
         tenant_burst=max(1, round(settings.tenant_jobs_per_minute)) if settings.tenant_jobs_per_minute else 0,

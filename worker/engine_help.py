@@ -39,5 +39,4 @@ ENGINE_HELP: Final[dict[str, str]] = {
     "num_threads": "threads of the engine on a CPU (default: all cores)",
     "tensor_parallel": "split the model over the ranks of torchrun",
     "trust_remote_code": "run code that comes with the model",
-    "seed": "of requests that bring none",
 }

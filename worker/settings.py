@@ -25,6 +25,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from api_client.connections import parse_url
 from api_client.errors import ConfigurationError
 from api_client.webhooks import sign
+from schemas.codec import MAX_PAYLOAD_BYTES
 from schemas.keys import queue_of
 from worker.engine.config import EngineConfig, EngineConfigError
 from worker.engine_help import ENGINE_HELP
@@ -82,14 +83,18 @@ class Settings(_EngineFields):
     heartbeat_seconds: float | None = Field(None, gt=0, description="(default: a third of the lease)")
     drain_seconds: float = Field(30.0, ge=0, description="after SIGTERM, running jobs may finish within this time")
     record_drain_seconds: float = Field(20.0, ge=0, description="after that, results may still be recorded this long")
-    max_deliveries: int = Field(10, ge=1, description="a job claimed more often is set aside as dead")
+    max_deliveries: int = Field(10, ge=1, description="a job whose workers vanished so often is set aside as dead")
     max_crashes: int = Field(3, ge=1, description="a job that was in more engine crashes is set aside as dead")
     result_ttl_seconds: float = Field(3600, gt=0, description="Redis keeps a result this long; SQL keeps it for good")
     log_ttl_seconds: float = Field(3600, gt=0, description="Redis keeps the tokens of an unfinished job this long")
-    idempotency_ttl_seconds: float = Field(86_400, gt=0, description="an idempotency key is remembered this long")
+    idempotency_ttl_seconds: float = Field(
+        86_400, gt=0, description="a key is remembered this long after submit or not_before"
+    )
     # limits
     queue_limit: int = Field(0, ge=0, description="submit refuses above this many waiting jobs; 0: no limit")
-    max_payload_bytes: int = Field(8 * 1024 * 1024, ge=1024, description="largest job request")
+    max_payload_bytes: int = Field(
+        MAX_PAYLOAD_BYTES, ge=1024, le=MAX_PAYLOAD_BYTES, description="largest job request, as it is stored"
+    )
     default_max_tokens: int | None = Field(None, ge=1, description="for jobs that set none (default: model's length)")
     tenant_max_running: int = Field(0, ge=0, description="jobs of one tenant that run at once; 0: no limit")
     tenant_jobs_per_minute: float = Field(0.0, ge=0, description="jobs of one tenant admitted a minute; 0: no limit")

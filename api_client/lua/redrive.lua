@@ -13,8 +13,8 @@ for _, entry in ipairs(redis.call('XRANGE', base .. 'dead', '-', '+')) do
     local key = job_key(id)
     local job = redis.call('HMGET', key, 'state', 'settled', 'class', 'tenant', 'cost', 'request')
     if job[1] == 'dead' and job[2] and job[6] then
-      redis.call('HDEL', key, 'settled', 'result', 'doomed', 'crashes', 'solo_crashes', 'cancel', 'finished_ms', 'worker',
-        'end', 'mark', 'deadline_ms', 'error', 'error_code')
+      redis.call('HDEL', key, 'settled', 'result', 'doomed', 'crashes', 'solo_crashes', 'orphaned', 'cancel', 'finished_ms',
+        'worker', 'end', 'mark', 'deadline_ms', 'error', 'error_code')
       redis.call('HSET', key, 'state', 'queued', 'attempt', '1')
       redis.call('PERSIST', key)
       redis.call('DEL', log_key(id))

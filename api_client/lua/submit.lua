@@ -1,11 +1,14 @@
 -- submit: store many jobs, or none of them.
--- ARGV[3] largest backlog the caller accepts (0: the queue's own setting)  [4] idempotency TTL ms
+-- ARGV[3] largest backlog the caller accepts  [4] idempotency TTL ms; 0: the queue's own setting, as JobStream.open left it
 -- then per job: id, class, tenant, fingerprint, idempotency key, request, created ms, deadline ms, due ms, cost
--- reply: {'ok', id, 'new'|'known', ...} or {'conflict', id, place} or {'full', depth, limit}
+-- reply: {'ok', id, 'new'|'known', ...} or {'conflict', id, place} or {'large', size, limit} or {'full', depth, limit}
 --        or {'rate', tenant, wait ms}
 -- A repeated call finds its own ids and answers the same.
 local FIELDS, FIRST = 10, 5
-local limit, idempotency_ttl = tonumber(ARGV[3]), ARGV[4]
+local limit, idempotency_ttl = tonumber(ARGV[3]), tonumber(ARGV[4])
+local own = redis.call('HMGET', meta, 'max_queued', 'max_payload', 'idempotency_ms')
+local own_limit, max_bytes = tonumber(own[1] or 0), tonumber(own[2] or 0)
+if idempotency_ttl == 0 then idempotency_ttl = tonumber(own[3] or 86400000) end
 local now = clock_ms()
 local jobs, arriving, num_new, seen = {}, {}, 0, {}
 
@@ -33,6 +36,7 @@ for first = FIRST, #ARGV, FIELDS do
     if print ~= job.fingerprint then return {'conflict', id, whole((first - FIRST) / FIELDS)} end
     job.known = id
   else
+    if max_bytes > 0 and #job.request > max_bytes then return {'large', whole(#job.request), whole(max_bytes)} end
     num_new = num_new + 1
     arriving[job.tenant] = (arriving[job.tenant] or 0) + 1
     seen[job.id] = job.fingerprint
@@ -41,7 +45,6 @@ for first = FIRST, #ARGV, FIELDS do
   jobs[#jobs + 1] = job
 end
 
-local own_limit = tonumber(redis.call('HGET', meta, 'max_queued') or 0)
 if own_limit > 0 and (limit == 0 or own_limit < limit) then limit = own_limit end
 if limit > 0 and num_new > 0 then
   local depth = 0
@@ -78,7 +81,10 @@ for _, job in ipairs(jobs) do
     redis.call('HSET', job_key(job.id), 'request', job.request, 'state', waits and 'scheduled' or 'queued',
       'class', job.class, 'tenant', job.tenant, 'fingerprint', job.fingerprint, 'created_ms', job.created,
       'deadline_ms', job.deadline, 'cost', job.cost, 'due_ms', job.due)
-    if job.idem ~= '' then redis.call('SET', job.idem, job.fingerprint .. ' ' .. job.id, 'PX', idempotency_ttl) end
+    if job.idem ~= '' then
+      local lives_ms = idempotency_ttl + math.max(0, tonumber(job.due) - now)
+      redis.call('SET', job.idem, job.fingerprint .. ' ' .. job.id, 'PX', whole(lives_ms))
+    end
     if tonumber(job.deadline) > 0 then redis.call('ZADD', base .. 'deadlines', job.deadline, job.id) end
     count_queued(job.class, 1, tonumber(job.cost))
     if waits then

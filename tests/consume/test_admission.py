@@ -186,6 +186,14 @@ async def test_the_size_limit_is_said_with_the_size(admission):
     assert str(len(UNDECODABLE["10 MB"])) in message
 
 
+async def test_a_worker_may_take_less_than_the_wire_does():
+    strict = Admission(byte_level(), MODEL, max_payload_bytes=2_000, clock=Clock())
+    payload = encode(request(prompt="x" * 2_000))
+    _, message = await refusal(strict, raw(payload))
+    assert message == f"the job request has {len(payload)} bytes; the limit is 2000"
+    assert isinstance(await strict.admit(raw(encode(request(prompt="x" * 20)))), Admitted)
+
+
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from schemas.codec import DecodeError, decode_request
+from schemas.codec import MAX_PAYLOAD_BYTES, DecodeError, decode_request
 from schemas.generation import FinishReason
 from schemas.job import JobRequest
 from schemas.result import JobError, JobStatus
@@ -59,17 +59,24 @@ class Admission:
     """One per worker; `admit` may run for several jobs at once."""
 
     def __init__(
-        self, tokenizer: Tokenizer, model: ServedModel, *, worker_id: str = "", clock: Callable[[], float] = time.time
+        self,
+        tokenizer: Tokenizer,
+        model: ServedModel,
+        *,
+        worker_id: str = "",
+        max_payload_bytes: int = MAX_PAYLOAD_BYTES,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self._tokenizer = tokenizer
         self._model = model
         self._worker_id = worker_id
+        self._max_payload_bytes = max_payload_bytes
         self._clock = clock
 
     async def admit(self, delivery: Delivery) -> Admitted | Finished:
         request: JobRequest | None = None
         try:
-            request = decode_request(delivery.payload)
+            request = decode_request(delivery.payload, self._max_payload_bytes)
             if delivery.verdict != "run":
                 return self._ended(delivery, request)
             return await self._admit(delivery, request)

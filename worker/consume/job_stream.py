@@ -44,9 +44,12 @@ class StreamOptions:
     log_ttl_s: int = 86_400
     max_solo_crashes: int = 3  # crashes with nothing else in the engine: the job's own doing
     max_crashes: int = 50  # in any company
+    max_deliveries: int = 10  # that ended with the worker's disappearance, whatever the job had to do with it
     max_claim_bytes: int = 16 * 1024 * 1024
     bulk_every: int = 8  # one claim of so many is bulk's, while bulk waits
     queue_limit: int = 0
+    max_payload_bytes: int = 0
+    idempotency_ttl_s: float = 0.0
     tenant_concurrency: int = 0
     tenant_rate: float = 0.0  # jobs a second
     tenant_burst: int = 0
@@ -90,6 +93,8 @@ class JobStream:
         options = self.options
         limits: dict[str, float] = {
             "max_queued": options.queue_limit,
+            "max_payload": options.max_payload_bytes,
+            "idempotency_ms": round(options.idempotency_ttl_s * 1000),
             "concurrency:*": options.tenant_concurrency,
             "rate:*": options.tenant_rate,
             "burst:*": options.tenant_burst,
@@ -121,6 +126,7 @@ class JobStream:
                 options.max_crashes,
                 round(options.log_ttl_s),
                 options.bulk_every,
+                options.max_deliveries,
                 int(audit),
                 *known,
                 attempts=1,

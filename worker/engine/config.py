@@ -69,7 +69,6 @@ class EngineConfig:
     num_threads: int | None = None
     tensor_parallel: bool = False  # under torchrun
     trust_remote_code: bool = False
-    seed: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "policy", SchedulingPolicy(self.policy))

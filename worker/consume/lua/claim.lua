@@ -8,7 +8,7 @@ redis.call('SADD', base .. 'workers', worker)
 -- In this worker's hands by a claim whose reply was lost.
 local function take_strays()
   local known = {}
-  for place = 13, #ARGV do known[ARGV[place]] = true end
+  for place = 14, #ARGV do known[ARGV[place]] = true end
   for _, id in ipairs(redis.call('SMEMBERS', held)) do
     local job = not known[id] and read_job(id)
     if job then
@@ -30,7 +30,7 @@ local function take_from(name, costs, limit)
 end
 
 sweep(now, sweep_ms)
-if ARGV[12] == '1' then take_strays() end
+if ARGV[13] == '1' then take_strays() end
 take_from('ended', false, 63)
 take_from('returned', true, 63 + math.max(credits, 0))
 if credits > 0 then take_lanes() end

@@ -41,6 +41,7 @@ local function give_back(id, now, how, alone, delay_ms, note)
     redis.call('HINCRBY', key, 'crashes', 1)
     if alone then redis.call('HINCRBY', key, 'solo_crashes', 1) end
   end
+  if how == 'orphan' then redis.call('HINCRBY', key, 'orphaned', 1) end
   if how ~= 'hand' then
     remember(key, whole(now) .. ' ' .. how .. (alone and ' alone' or '') .. ' on ' .. worker .. (note ~= '' and ': ' .. note or ''))
   end

@@ -1,9 +1,10 @@
 -- Part of claim: one job goes into a worker's hands.
 -- ARGV[3] worker [4] lease ms [5] sweep interval ms [6] credits [7] largest reply in bytes [8] solo crashes allowed
 -- [9] crashes allowed [10] log TTL s [11] one claim of so many is bulk's, while bulk waits
--- [12] '1': the ids that follow are all that this worker knows it holds
+-- [12] how often a worker may vanish under a job  [13] '1': the ids that follow are all that this worker knows it holds
 local worker, lease_ms, sweep_ms, credits = ARGV[3], ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6])
 local max_bytes, max_solo, max_crashes, log_ttl = tonumber(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[9]), ARGV[10]
+local max_orphaned = tonumber(ARGV[12])
 local held = base .. 'held:' .. worker
 local now, deliveries, bytes = clock_ms(), {}, 0
 
@@ -11,20 +12,22 @@ local function verdict_of(job)
   if job.state ~= 'running' and job.state ~= 'queued' then return job.state end
   if job.cancel then return 'cancelled' end
   if job.doomed or job.solo >= max_solo or job.crashes >= max_crashes then return 'dead' end
+  if job.orphaned >= max_orphaned then return 'dead' end
   if job.deadline > 0 and job.deadline <= now then return 'expired' end
   return 'run'
 end
 
 local function read_job(id)
   local raw = redis.call('HMGET', job_key(id), 'state', 'settled', 'request', 'token', 'deliveries', 'crashes',
-    'solo_crashes', 'attempt', 'created_ms', 'started_ms', 'deadline_ms', 'cancel', 'doomed', 'class', 'tenant', 'end', 'cost')
+    'solo_crashes', 'attempt', 'created_ms', 'started_ms', 'deadline_ms', 'cancel', 'doomed', 'class', 'tenant', 'end', 'cost',
+    'orphaned')
   if not raw[1] or raw[2] or not raw[3] then return nil end
   return {
     state = raw[1], request = raw[3], token = tonumber(raw[4] or 0), deliveries = tonumber(raw[5] or 0),
     crashes = tonumber(raw[6] or 0), solo = tonumber(raw[7] or 0), attempt = tonumber(raw[8] or 1),
     created = tonumber(raw[9] or 0), started = tonumber(raw[10] or 0), deadline = tonumber(raw[11] or 0),
     cancel = raw[12], doomed = raw[13], class = raw[14], tenant = raw[15], index = tonumber(raw[16] or 0),
-    cost = tonumber(raw[17] or 0),
+    cost = tonumber(raw[17] or 0), orphaned = tonumber(raw[18] or 0),
   }
 end
 

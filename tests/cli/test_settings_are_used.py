@@ -1,0 +1,82 @@
+"""Every setting does something: it is read somewhere, and what the queue's options are made of reaches them.
+
+A setting that nothing reads is worse than none: somebody sets it and believes in it.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from worker.app import stream_options
+from worker.consume.job_stream import StreamOptions
+from worker.settings import ENGINE_FIELDS, Settings, load_settings
+
+ROOT = Path(__file__).parents[2]
+
+
+def read_names() -> set[str]:
+    """Attributes that are read of something called settings or config, or of `self` within those two classes."""
+    found: set[str] = set()
+    for path in sorted((ROOT / "worker").rglob("*.py")):
+        own = path.name in ("settings.py", "config.py")
+        found |= set(_attributes(ast.parse(path.read_text("utf-8")), with_self=own))
+    return found
+
+
+def _attributes(tree: ast.Module, *, with_self: bool) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Attribute):
+            continue
+        base = node.value
+        name = base.id if isinstance(base, ast.Name) else base.attr if isinstance(base, ast.Attribute) else ""
+        if name.endswith(("settings", "config")) or (with_self and name == "self"):
+            yield node.attr
+
+
+# What only becomes part of a value that is compared or shown as a whole.
+READ_NAMES = read_names()
+
+
+@pytest.mark.parametrize("name", sorted(Settings.model_fields))
+def test_every_setting_is_read(name: str) -> None:
+    assert name in READ_NAMES, f"nothing in worker/ reads the setting {name}"
+
+
+def test_the_search_can_fail() -> None:
+    assert "max_wishes" not in READ_NAMES
+    assert set(_attributes(ast.parse("self.a; settings.b; self._settings.c; x.d"), with_self=False)) == {"b", "c"}
+
+
+CHANGED = {
+    "lease_seconds": (7.0, "lease_s", 7.0),
+    "result_ttl_seconds": (77.0, "result_ttl_s", 77),
+    "log_ttl_seconds": (78.0, "log_ttl_s", 78),
+    "max_crashes": (5, "max_solo_crashes", 5),
+    "max_deliveries": (6, "max_deliveries", 6),
+    "bulk_share": (0.25, "bulk_every", 4),
+    "queue_limit": (9, "queue_limit", 9),
+    "max_payload_bytes": (4096, "max_payload_bytes", 4096),
+    "idempotency_ttl_seconds": (99.0, "idempotency_ttl_s", 99.0),
+    "tenant_max_running": (3, "tenant_concurrency", 3),
+    "tenant_jobs_per_minute": (120.0, "tenant_rate", 2.0),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_setting_reaches_the_queue(name: str) -> None:
+    value, option, expected = CHANGED[name]
+    assert getattr(stream_options(load_settings({name: value}, strict=False)), option) == expected
+
+
+def test_no_option_of_the_queue_is_forgotten() -> None:
+    """Those that no setting reaches are constants of the design, named here."""
+    constants = {"sweep_s", "dead_ttl_s", "max_crashes", "max_claim_bytes"}
+    derived = {"tenant_burst"}
+    reached = {option for _, option, _ in CHANGED.values()}
+    assert {field.name for field in dataclasses.fields(StreamOptions)} == constants | derived | reached
+    assert set(ENGINE_FIELDS) <= set(Settings.model_fields)
