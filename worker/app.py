@@ -16,6 +16,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
+from api_client import AsyncClient
 from api_client.cancellation import end_task, wait_at_most
 from api_client.connections import Link, connect_async, parse_url
 from schemas.keys import Keys
@@ -27,8 +28,10 @@ from worker.consume.leases import LeaseKeeper
 from worker.engine.host import EngineHost, EngineProcess, EngineThread
 from worker.engine.mailbox import Ready
 from worker.errors import Unavailable
+from worker.jobs import Finished
 from worker.observer import Observer
 from worker.publish.publisher import Publisher, PublishLimits
+from worker.queue_watch import QueueWatch, queue_readings
 from worker.record.finalizer import Finalizer, FinalizerLimits
 from worker.record.store import ResultStore
 from worker.service import Service
@@ -73,7 +76,9 @@ class Worker:
         self._config = settings.engine_config()
         self.metrics = Metrics(settings.queue_name, self._config.model)
         self._tracing = open_tracing(settings)
-        observer = Observer(self.metrics, self._tracing, queue=settings.queue_name, worker_id=settings.worker_name)
+        observer = self._observer = Observer(
+            self.metrics, self._tracing, queue=settings.queue_name, worker_id=settings.worker_name
+        )
         keys = Keys(settings.queue_name, settings.key_prefix)
         sharded = parse_url(settings.redis_url).is_cluster
         self._redis = connect_async(settings.redis_url, REDIS_LINK)
@@ -85,7 +90,7 @@ class Worker:
             self._store,
             self.stream,
             FinalizerLimits(max_buffered=settings.record_buffer, max_group=settings.record_group),
-            on_recorded=observer.recorded,
+            on_recorded=self._recorded,
         )
         self._publisher = Publisher(
             self.stream,
@@ -239,7 +244,20 @@ class Worker:
         await server.start()
         self.watch_port = server.port
         undo.push_async_callback(server.stop)
+        await self._watch_queue(undo)
         log.info("metrics and health on http://%s:%d", settings.metrics_host, server.port)
+
+    async def _watch_queue(self, undo: contextlib.AsyncExitStack) -> None:
+        client = AsyncClient(self.settings.redis_url, queue=self.settings.queue_name, prefix=self.settings.key_prefix)
+        undo.push_async_callback(client.close)
+        watch = QueueWatch(client)
+        self.metrics.watch_queues(lambda: queue_readings([watch]))
+        await undo.enter_async_context(_background(watch.run()))
+
+    def _recorded(self, finished: list[Finished]) -> None:
+        self._observer.recorded(finished)
+        for seconds in self._finalizer.stats.take_commit_seconds():
+            self.metrics.commit_seconds.observe(seconds)
 
     def _note_claim(self, count: int) -> None:
         self.watch.claims.beat()

@@ -1,4 +1,4 @@
-"""The commands that need the worker: worker, tasks, dev, db, doctor. Registered under `tokenmill.commands`.
+"""The commands that need the worker: worker, tasks, exporter, dev, db, doctor. Registered under `tokenmill.commands`.
 
 Imports what a command needs when it runs, so that `--help` is quick. Exit status: 0 in order, 1 for what
 went wrong outside, 2 for settings.
@@ -6,6 +6,7 @@ went wrong outside, 2 for settings.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated, Any
@@ -125,6 +126,33 @@ def doctor(
             show(findings, only_problems=quiet)
         if any(finding.verdict == "error" for finding in findings):
             raise typer.Exit(1)
+
+
+@app.command()
+def exporter(
+    *,
+    redis_url: Annotated[str | None, typer.Option(help="(default: TOKENMILL_REDIS_URL).")] = None,
+    queue: Annotated[
+        list[str] | None, typer.Option(help="Repeat it for several (default: TOKENMILL_QUEUE, or the model's).")
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="(default: TOKENMILL_METRICS_HOST).")] = None,
+    port: Annotated[int | None, typer.Option(help="0: any (default: TOKENMILL_METRICS_PORT, or 9091).")] = None,
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks at Redis.")] = 5.0,
+) -> None:
+    """Serve /metrics and /healthz of queues, from Redis alone: for alerts and autoscaling when no worker runs."""
+    with _sentences():
+        settings = _settings({"redis_url": redis_url, "metrics_host": host, "metrics_port": port})
+        from worker.exporter import Exporter
+        from worker.telemetry import configure_logging
+
+        configure_logging(settings.log_level, settings.log_format)
+        chosen = 9091 if settings.metrics_port is None else settings.metrics_port
+        names = list(dict.fromkeys(queue or [settings.queue_name]))
+        asyncio.run(
+            Exporter(
+                settings.redis_url, names, settings.key_prefix, settings.metrics_host, chosen, every_s=every
+            ).serve()
+        )
 
 
 def _settings(flags: Mapping[str, object]) -> Settings:

@@ -113,7 +113,7 @@ class Watcher(Protocol):
         ...
 
     def left(self, job_ids: Iterable[str], reason: str) -> None:
-        """They go on elsewhere: "handed over", "crash", "retry", "lost"."""
+        """They go on elsewhere: "handed_over", "crash", "retry", "lost"."""
         ...
 
 

@@ -255,7 +255,7 @@ class Service:
             await self._stream.release([(d.job_id, d.token, crash) for d in deliveries])
         for delivery in deliveries:
             self._forget(delivery.job_id)
-        self._watcher.left([delivery.job_id for delivery in deliveries], "crash" if crash else "handed over")
+        self._watcher.left([delivery.job_id for delivery in deliveries], "crash" if crash else "handed_over")
 
     async def _pause(self, seconds: float) -> None:
         await wait_at_most(self._stopping, seconds)

@@ -57,9 +57,13 @@ class Metrics:
             "deliveries_total", "Jobs that came into this worker's hands", ("verdict", "redelivered")
         )
         self.left = self._counter("jobs_left_total", "Jobs that left this worker unfinished, by why", ("reason",))
+        for reason in ("handed_over", "crash", "retry", "lost"):  # there from the start, so that a first one is a rise
+            self.left.labels(reason)
         self.refusals = self._counter(
             "fencing_refusals_total", "Writes refused because another worker held the job", ("call",)
         )
+        for call in ("append", "finish", "release"):
+            self.refusals.labels(call)
         self.commit_seconds = self._bare_histogram("sql_commit_seconds", "One SQL transaction of finished jobs", _CALL)
         self.call_seconds = self._tallies("redis_call_seconds", "One script call, retries included", _CALL, "script")
 
@@ -83,6 +87,10 @@ class Metrics:
     def watch(self, source: Callable[[], Iterable[Reading]]) -> None:
         """`source()` gives a part's numbers at each scrape."""
         self._inner.register(Watched(source))
+
+    def watch_queues(self, source: Callable[[], Iterable[Reading]]) -> None:
+        """As `watch`, for readings that name their queue themselves."""
+        self.registry.register(Watched(source))
 
     def _counter(self, name: str, words: str, labels: tuple[str, ...]) -> Counter:
         return Counter(PREFIX + name, words, labels, registry=self._inner)
