@@ -61,7 +61,7 @@ class StreamCursor:
         if self.is_over:
             return
         choices = result.choices
-        for index, choice in _by_turns(choices):
+        for index, choice in _as_told(result):
             if index >= self._tokens.get(choice.index, 0):
                 yield from self._retell(result, choice, index)
         for choice in choices if len(choices) > 1 else ():
@@ -95,7 +95,7 @@ class StreamCursor:
             choice=choice.index,
             token_ids=(choice.token_ids[index],),
             text=choice.text[told:end],
-            logprobs=(choice.logprobs[index],) if choice.logprobs else None,
+            logprobs=choice.logprobs[index : index + 1] if choice.logprobs else None,
             attempt=result.attempt,
         )
         self._advance(chunk)
@@ -137,6 +137,20 @@ class StreamCursor:
         self.next_index = chunk.end
         if chunk.finish_reason is not None:
             self._ended.add(choice)
+
+
+def _as_told(result: JobResult) -> Iterator[tuple[int, ChoiceResult]]:
+    """(token's place in its choice, the choice) in the order of the log; by turns, as far as the result does not say."""
+    choices = {choice.index: choice for choice in result.choices}
+    places = dict.fromkeys(choices, 0)
+    for index in result.order:
+        choice = choices.get(index)
+        if choice is not None and places[index] < len(choice.token_ids):
+            yield places[index], choice
+            places[index] += 1
+    for place, choice in _by_turns(result.choices):
+        if place >= places[choice.index]:
+            yield place, choice
 
 
 def _by_turns(choices: tuple[ChoiceResult, ...]) -> Iterator[tuple[int, ChoiceResult]]:

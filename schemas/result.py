@@ -76,6 +76,7 @@ class JobResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     finished_ms: int = 0
     metadata: dict[str, str] = {}
     v: int = 1
+    order: tuple[int, ...] = ()  # of several choices: which one each token belongs to, as they were told
 
     @property
     def text(self) -> str:

@@ -41,6 +41,7 @@ def conclude(
         started_ms=delivery.started_ms,
         finished_ms=now_ms,
         metadata=request.metadata if request is not None else {},
+        order=answer.told_order if answer is not None else (),
     )
     return Finished(delivery.token, result, _final_chunk(result, answer), request)
 

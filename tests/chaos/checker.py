@@ -164,7 +164,11 @@ def _misled(who: str, heard: Told, row: Row | None) -> Iterator[Violation]:
     elif row is not None and heard.status != row.state:
         yield Violation("wrong", f"{who} was told that it {heard.status}; it is {row.state}")
     elif row is not None and heard.answer(len(row.answer)) != row.answer:
-        yield Violation("loss", f"{who} was told another answer than the result's")
+        sizes = [
+            [(len(ids), len(text)) for ids, text in answer] for answer in (heard.answer(len(row.answer)), row.answer)
+        ]
+        words = f"{who} was told another answer than the result's: (tokens, characters) {sizes[0]}, not {sizes[1]}"
+        yield Violation("loss", words)
 
 
 # ── Redis ──

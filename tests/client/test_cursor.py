@@ -153,3 +153,22 @@ def test_after_the_end_there_is_nothing() -> None:
     list(cursor.accept_result(result_of(2)))
     assert cursor.accept(last(2)) == []
     assert list(cursor.accept_result(result_of(2))) == []
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=30), st.integers(0, 30))
+def test_who_hangs_up_among_several_choices_gets_the_rest_from_the_result(order: list[int], left_at: int) -> None:
+    """The log is gone by then: only the result can say in which order its choices' tokens were told."""
+    tokens: list[list[int]] = [[], [], []]
+    heard: list[list[int]] = [[], [], []]
+    for index, choice in enumerate(order):
+        tokens[choice].append(index)
+        if index < left_at:
+            heard[choice].append(index)
+    choices = tuple(
+        ChoiceResult(index=i, text="x" * len(ids), token_ids=tuple(ids), text_ends=tuple(range(1, len(ids) + 1)))
+        for i, ids in enumerate(tokens)
+    )
+    result = JobResult(job_id=JOB, status=JobStatus.SUCCEEDED, choices=choices, order=tuple(order))
+    for chunk in StreamCursor(JOB, min(left_at, len(order))).accept_result(result):
+        heard[chunk.choice] += chunk.token_ids
+    assert heard == tokens

@@ -141,6 +141,11 @@ class Answer:
             preemptions=sum(choice.preemptions for choice in self.choices),
         )
 
+    @property
+    def told_order(self) -> tuple[int, ...]:
+        """What a reader needs who saw the beginning in this order, and reads the rest from the result."""
+        return tuple(self.order) if len(self.choices) > 1 else ()
+
     def results(self) -> tuple[ChoiceResult, ...]:
         return tuple(self._result(index, choice) for index, choice in enumerate(self.choices))
 
