@@ -70,11 +70,11 @@ class _Calls:
         self, packer: Packer, shapes: list[tuple[int, int]], inputs: dict[int, Tensor], output: Tensor, max_tokens: int
     ) -> None:
         self._weights = [packer.pack(torch.randn(n, k) / k**0.5) for n, k in shapes]
-        threads = torch.get_num_threads()
+        threads = self._threads = torch.get_num_threads()
         size = max(weight.workspace_bytes(max_tokens, threads) for weight in self._weights)
         self._workspace = torch.empty(size, dtype=torch.uint8)
         self._arguments = [self._prepare(weight, inputs[weight.k], output, threads) for weight in self._weights]
-        steps = [Step(w.function, a) for w, a in zip(self._weights, self._arguments, strict=True)]
+        steps = [Step(w.member, a) for w, a in zip(self._weights, self._arguments, strict=True)]
         self._program = Program(steps)
 
     def _prepare(self, weight: PackedWeight, x: Tensor, output: Tensor, threads: int) -> LinearArguments:
@@ -86,7 +86,7 @@ class _Calls:
     def run(self, num_rows: int) -> None:
         for arguments in self._arguments:
             arguments.m = num_rows
-        self._program.run(_refuse)
+        self._program.run(self._threads, _refuse)
 
 
 def shapes_of(folder: Path) -> list[tuple[int, int]]:

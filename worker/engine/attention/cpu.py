@@ -13,7 +13,7 @@ import threading
 from ctypes import c_float, c_int32, c_int64, c_void_p
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -68,15 +68,18 @@ def missing_kernel() -> str | None:
 
 
 class CpuAttention(AttentionBackend):
-    """Holds the loaded kernels and, per thread, a workspace that grows to the largest step seen."""
+    """Holds the loaded kernels and, per thread, a workspace that grows to the largest step seen.
+
+    `members`: write and attend for a program, whose caller fills in the arguments and calls `use_workspace` first.
+    """
 
     name = "cpu"
 
     def __init__(self, cache_dir: Path | None = None, march: str = "native") -> None:
-        self._attend = load("attention", cache_dir, march).tokenmill_attend
-        self._attend.restype = c_int64
-        self._write = load("cache_write", cache_dir, march).tokenmill_write
-        self._write.restype = None
+        attention, cache_write = load("attention", cache_dir, march), load("cache_write", cache_dir, march)
+        self._attend, self._write = attention.tokenmill_attend, cache_write.tokenmill_write
+        self._attend.restype, self._write.restype = c_int64, None
+        self.members = (cache_write.tokenmill_write_member, attention.tokenmill_attend_member)
         self._local = threading.local()
 
     @classmethod
@@ -164,11 +167,6 @@ class CpuAttention(AttentionBackend):
             self.use_workspace(arguments, missing)
             self._attend(ctypes.byref(arguments))
         return out if query.dtype == torch.float32 else out.to(query.dtype)
-
-    @property
-    def functions(self) -> tuple[Any, Any]:
-        """Write and attend, for a caller that fills in the arguments itself and calls `use_workspace` first."""
-        return self._write, self._attend
 
     def use_workspace(self, arguments: AttendArguments, num_bytes: int) -> None:
         """Give a call of attend at least `num_bytes`; it answers with the number that it lacks."""

@@ -12,8 +12,6 @@
 
 #include "attention_plan.h"
 
-extern "C" int omp_get_thread_num(void);
-
 namespace {
 
 template <class T>
@@ -249,48 +247,38 @@ struct Attention {
         }
     }
 
-    void run() const {
-#pragma omp parallel num_threads(a.num_threads)
-        {
-            float *scratch = plan.scratch + omp_get_thread_num() * plan.scratch_floats;
-            int i = __atomic_fetch_add(&plan.next, 1, __ATOMIC_RELAXED);
-            while (i < plan.num_items) {  // taking the next item early tells what to fetch ahead
-                const int next = __atomic_fetch_add(&plan.next, 1, __ATOMIC_RELAXED);
-                work(plan.items[i], next < plan.num_items ? &plan.items[next] : nullptr, scratch);
-                i = next;
-            }
-            if (plan.has_partials) {
-#pragma omp barrier
-#pragma omp for schedule(dynamic, 4) nowait
-                for (int n = 0; n < plan.num_units; ++n)
-                    if (plan.units[n].partials >= 0) fold_partials(plan.units[n], scratch);
-            }
+    void run(const Team &team) const {
+        float *scratch = plan.scratch + team.part * plan.scratch_floats;
+        int i = __atomic_fetch_add(&plan.next, 1, __ATOMIC_RELAXED);
+        while (i < plan.num_items) {  // taking the next item early tells what to fetch ahead
+            const int next = __atomic_fetch_add(&plan.next, 1, __ATOMIC_RELAXED);
+            work(plan.items[i], next < plan.num_items ? &plan.items[next] : nullptr, scratch);
+            i = next;
         }
+        if (!plan.has_partials) return;
+        team.wait();
+        while ((i = __atomic_fetch_add(&plan.next_fold, 1, __ATOMIC_RELAXED)) < plan.num_units)
+            if (plan.units[i].partials >= 0) fold_partials(plan.units[i], scratch);
     }
 };
 
-template <class T>
-void attend(const AttendArguments &a, Plan &plan) {
-    Attention<T>(a, plan).run();
-}
-
-}  // namespace
-
-// 0 when done; otherwise the workspace was too small and the number of bytes that it takes is returned.
-extern "C" int64_t tokenmill_attend(const AttendArguments *arguments) {
-    const AttendArguments &a = *arguments;
+// Writes the plan to the start of the workspace; 0, or the number of bytes that the workspace must have.
+int64_t make_plan(const AttendArguments &a, int threads) {
     Planner planner{a};
     planner.all(nullptr, false);
-    const bool scarce = planner.num_items < 4 * a.num_threads;
+    const bool scarce = planner.num_items < 4 * threads;
     if (scarce) planner.all(nullptr, true);
     const int64_t width = rounded(a.head_dim, STRIP), rows = planner.max_rows + 1;
-    Plan plan{};
-    plan.scratch_floats = aligned((rows * (a.head_dim + 2 * width + TILE + 4) + 2 * TILE * width) * 4) / 4;
-    int64_t offset = 0, place[4];
+    const int64_t scratch_floats =
+        aligned((rows * (a.head_dim + 2 * width + TILE + 4) + 2 * TILE * width) * 4) / 4;
+    int64_t offset = aligned(sizeof(Plan)), place[4];
     const int64_t sizes[4] = {planner.num_units * (int64_t)sizeof(Unit), planner.num_items * (int64_t)sizeof(Item),
-                              planner.partials * 4, a.num_threads * plan.scratch_floats * 4};
+                              planner.partials * 4, threads * scratch_floats * 4};
     for (int i = 0; i < 4; ++i) place[i] = offset, offset += aligned(sizes[i]);
     if (offset > a.workspace_bytes) return offset;
+    Plan &plan = *(Plan *)a.workspace;
+    plan = {};
+    plan.scratch_floats = scratch_floats;
     plan.units = (Unit *)(a.workspace + place[0]);
     plan.items = (Item *)(a.workspace + place[1]);
     plan.partials = (float *)(a.workspace + place[2]);
@@ -300,8 +288,26 @@ extern "C" int64_t tokenmill_attend(const AttendArguments *arguments) {
     plan.has_partials = planner.partials > 0;
     const int64_t row = (int64_t)a.num_heads * a.head_dim, used = a.num_seqs ? a.query_start[a.num_seqs] : 0;
     if (used < a.num_tokens) memset(a.out + used * row, 0, (a.num_tokens - used) * row * sizeof(float));
-    if (a.kv_type == 0) attend<float>(a, plan);
-    if (a.kv_type == 1) attend<bf16>(a, plan);
-    if (a.kv_type == 2) attend<f16>(a, plan);
     return 0;
+}
+
+}  // namespace
+
+// 0 when done; otherwise the workspace was too small and the number of bytes that it takes is returned.
+extern "C" int64_t tokenmill_attend_member(const AttendArguments *arguments, const Team *team) {
+    const AttendArguments &a = *arguments;
+    if (team->part == 0) team->gate->number = make_plan(a, team->parts);
+    team->wait();
+    const int64_t missing = team->gate->number;
+    if (missing) return missing;
+    Plan &plan = *(Plan *)a.workspace;
+    if (a.kv_type == 0) Attention<float>(a, plan).run(*team);
+    if (a.kv_type == 1) Attention<bf16>(a, plan).run(*team);
+    if (a.kv_type == 2) Attention<f16>(a, plan).run(*team);
+    return 0;
+}
+
+extern "C" int64_t tokenmill_attend(const AttendArguments *arguments) {
+    return alone(arguments->num_threads,
+                 [=](const Team &team) { return tokenmill_attend_member(arguments, &team); });
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention_tile.h"
+#include "team.h"
 #include <stdlib.h>
 
 #define TILE 256
@@ -38,7 +39,8 @@ struct Plan {
     Item *items;
     float *partials, *scratch;
     int64_t scratch_floats;  // of each thread
-    int32_t num_units, num_items, next;
+    int32_t num_units, num_items;
+    int32_t next, next_fold;  // what no thread has taken yet
     bool has_partials;
 };
 

@@ -2,6 +2,7 @@
 //
 // The layout is the one that attention.cpp reads: keys in strips [head_dim][16 tokens], values [token][head_dim].
 
+#include "team.h"
 #include "vectors.h"
 
 struct WriteArguments {
@@ -51,10 +52,8 @@ void write_token(const WriteArguments &a, int token, float *key) {
 }
 
 template <class T>
-void write_all(const WriteArguments &a) {
-    // Chunks of one strip, so that two threads rarely write the same cache line of a prefill.
-#pragma omp parallel for schedule(static, 16) num_threads(a.num_tokens >= 16 ? a.num_threads : 1)
-    for (int token = 0; token < a.num_tokens; ++token) {
+void write_some(const WriteArguments &a, Share tokens) {
+    for (int token = (int)tokens.first; token < tokens.last; ++token) {
         float key[1024];
         write_token<T>(a, token, key);
         if (a.cos && a.query)
@@ -67,8 +66,15 @@ void write_all(const WriteArguments &a) {
 
 }  // namespace
 
+extern "C" int64_t tokenmill_write_member(const WriteArguments *arguments, const Team *team) {
+    const Share mine = share(arguments->num_tokens, team->part, team->parts);
+    if (arguments->kv_type == 0) write_some<float>(*arguments, mine);
+    if (arguments->kv_type == 1) write_some<bf16>(*arguments, mine);
+    if (arguments->kv_type == 2) write_some<f16>(*arguments, mine);
+    return 0;
+}
+
 extern "C" void tokenmill_write(const WriteArguments *arguments) {
-    if (arguments->kv_type == 0) write_all<float>(*arguments);
-    if (arguments->kv_type == 1) write_all<bf16>(*arguments);
-    if (arguments->kv_type == 2) write_all<f16>(*arguments);
+    const int threads = arguments->num_tokens >= 16 ? arguments->num_threads : 1;
+    alone(threads, [=](const Team &team) { return tokenmill_write_member(arguments, &team); });
 }

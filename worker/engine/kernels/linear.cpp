@@ -82,24 +82,29 @@ extern "C" void tokenmill_pack(const float *weight, float *packed, int64_t n, in
 }
 
 // y = epilogue(x · weightᵀ + bias). Gated epilogues want panels of VW gate columns beside VW up columns.
-extern "C" void tokenmill_linear(const LinearArguments *arguments) {
+extern "C" int64_t tokenmill_linear_member(const LinearArguments *arguments, const Team *team) {
     const LinearArguments &a = *arguments;
-    const int64_t panels = (a.n + NR - 1) / NR;
-    const int threads = a.num_threads < panels ? a.num_threads : (int)panels;
     const Output whole = whole_output(a);
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (int part = 0; part < threads; ++part) {
-        const Share mine = share(panels, part, threads);
-        if (a.m == 1) one_row(a, whole, mine.first, mine.last);
-        else
-            for (int64_t p = mine.first; p < mine.last; ++p)
-                all_rows(a, (const float *)a.weight + p * a.k * NR, at_panel(whole, p, a.n));
-    }
+    const Share mine = share((a.n + NR - 1) / NR, team->part, team->parts);
+    if (a.m == 1) one_row(a, whole, mine.first, mine.last);
+    else
+        for (int64_t p = mine.first; p < mine.last; ++p)
+            all_rows(a, (const float *)a.weight + p * a.k * NR, at_panel(whole, p, a.n));
+    return 0;
+}
+
+extern "C" void tokenmill_linear(const LinearArguments *arguments) {
+    alone(arguments->num_threads, [=](const Team &team) { return tokenmill_linear_member(arguments, &team); });
 }
 
 // y = x / rms(x) · (offset + weight) (+ residual), row by row
+extern "C" int64_t tokenmill_rms_norm_member(const NormArguments *arguments, const Team *team) {
+    const Share mine = share(arguments->m, team->part, team->parts);
+    for (int64_t row = mine.first; row < mine.last; ++row) normalise(*arguments, row);
+    return 0;
+}
+
 extern "C" void tokenmill_rms_norm(const NormArguments *arguments) {
-    const NormArguments &a = *arguments;
-#pragma omp parallel for schedule(static) num_threads(a.m * a.k >= 16384 ? a.num_threads : 1)
-    for (int64_t row = 0; row < a.m; ++row) normalise(a, row);
+    const int threads = arguments->m * arguments->k >= 16384 ? arguments->num_threads : 1;
+    alone(threads, [=](const Team &team) { return tokenmill_rms_norm_member(arguments, &team); });
 }

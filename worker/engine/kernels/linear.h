@@ -4,6 +4,7 @@
 // epilogues take VW gate columns beside VW up columns and store VW results.
 #pragma once
 
+#include "team.h"
 #include "vectors.h"
 
 #define NR (2 * VW)
@@ -49,12 +50,6 @@ INLINE Output below(Output out, int64_t rows) {
 INLINE Output whole_output(const LinearArguments &a) {
     return {a.y, a.bias, a.residual, a.y_stride, NR, a.epilogue};
 }
-
-// Panels [first, last) of one of `parts` equal shares.
-struct Share {
-    int64_t first, last;
-};
-INLINE Share share(int64_t panels, int part, int parts) { return {panels * part / parts, panels * (part + 1) / parts}; }
 
 INLINE vf sigmoid(vf x) {
     const vf capped = larger(select(x > splat(80.0f), splat(80.0f), x), splat(-80.0f));

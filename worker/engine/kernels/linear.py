@@ -54,11 +54,11 @@ class PackedWeight:
     Scales and biases are padded to whole panels, since kernels load full vectors.
     """
 
-    __slots__ = ("bias", "function", "k", "n", "panels", "row_bytes", "scale", "thread_bytes")
+    __slots__ = ("_function", "bias", "k", "member", "n", "panels", "row_bytes", "scale", "thread_bytes")
 
     def __init__(
         self,
-        function: Any,
+        library: ctypes.CDLL,
         shape: tuple[int, int],
         panels: Tensor,
         scale: Tensor | None,
@@ -66,7 +66,8 @@ class PackedWeight:
         row_bytes: int = 0,
         thread_bytes: int = 0,
     ) -> None:
-        self.function = function
+        self._function, self.member = library.tokenmill_linear, library.tokenmill_linear_member
+        self._function.restype = None
         self.n, self.k = shape
         self.panels, self.scale, self.bias = panels, scale, bias
         self.row_bytes, self.thread_bytes = row_bytes, thread_bytes
@@ -101,7 +102,7 @@ class PackedWeight:
         arguments.residual = None if residual is None else residual.data_ptr()
         arguments.x_stride, arguments.y_stride, arguments.m = x.stride(0), y.stride(0), x.shape[0]
         arguments.num_threads = threads
-        self.function(ctypes.byref(arguments))
+        self._function(ctypes.byref(arguments))
         return y
 
 
@@ -139,14 +140,13 @@ class LinearKernels:
     """The loaded float32 library. Raises KernelUnavailableError where it cannot be compiled."""
 
     def __init__(self, cache_dir: Path | None = None, march: str = "native") -> None:
-        library = load("linear", cache_dir, march)
-        self._linear, self.norm, self._pack = (
-            library.tokenmill_linear,
+        library = self._library = load("linear", cache_dir, march)
+        self._norm, self._pack, self.norm_member = (
             library.tokenmill_rms_norm,
             library.tokenmill_pack,
+            library.tokenmill_rms_norm_member,
         )
-        for function in (self._linear, self.norm, self._pack):
-            function.restype = None
+        self._norm.restype = self._pack.restype = None
         self.panel_width: int = library.tokenmill_panel_width()
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> PackedWeight:
@@ -154,7 +154,7 @@ class LinearKernels:
         n, k = rows.shape
         panels = torch.empty(-(-n // self.panel_width) * self.panel_width * k, dtype=torch.float32)
         self._pack(c_void_p(rows.data_ptr()), c_void_p(panels.data_ptr()), c_int64(n), c_int64(k), c_int64(k))
-        return PackedWeight(self._linear, (n, k), panels, None, padded_bias(bias, self.panel_width))
+        return PackedWeight(self._library, (n, k), panels, None, padded_bias(bias, self.panel_width))
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, residual: Tensor | None = None
@@ -168,7 +168,7 @@ class LinearKernels:
             residual_stride=0 if residual is None else residual.stride(0),
             inner=1, eps=eps, offset=offset, num_threads=torch.get_num_threads(),
         )  # fmt: skip
-        self.norm(ctypes.byref(arguments))
+        self._norm(ctypes.byref(arguments))
         return y
 
 

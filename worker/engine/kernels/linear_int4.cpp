@@ -124,14 +124,14 @@ extern "C" void tokenmill_pack(const uint8_t *codes, const uint16_t *scale, cons
 }
 
 // y = epilogue(x · weightᵀ + bias)
-extern "C" void tokenmill_linear(const LinearArguments *arguments) {
+extern "C" int64_t tokenmill_linear_member(const LinearArguments *arguments, const Team *team) {
     const LinearArguments &a = *arguments;
-    const int64_t panels = (a.n + NR - 1) / NR;
-    const int threads = a.num_threads < panels ? a.num_threads : (int)panels;
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (int part = 0; part < threads; ++part) {
-        float *scratch = (float *)(a.workspace + part * tokenmill_thread_bytes(a.k));
-        const Share mine = share(panels, part, threads);
-        for (int64_t p = mine.first; p < mine.last; ++p) panel_times_rows(a, p, scratch);
-    }
+    float *scratch = (float *)(a.workspace + team->part * tokenmill_thread_bytes(a.k));
+    const Share mine = share((a.n + NR - 1) / NR, team->part, team->parts);
+    for (int64_t p = mine.first; p < mine.last; ++p) panel_times_rows(a, p, scratch);
+    return 0;
+}
+
+extern "C" void tokenmill_linear(const LinearArguments *arguments) {
+    alone(arguments->num_threads, [=](const Team &team) { return tokenmill_linear_member(arguments, &team); });
 }

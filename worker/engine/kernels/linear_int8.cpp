@@ -239,17 +239,17 @@ extern "C" void tokenmill_pack(const i8 *weight, u8 *packed, int64_t n, int64_t 
 }
 
 // y = epilogue(x · weightᵀ + bias)
-extern "C" void tokenmill_linear(const LinearArguments *arguments) {
+extern "C" int64_t tokenmill_linear_member(const LinearArguments *arguments, const Team *team) {
     const LinearArguments &a = *arguments;
-    const int64_t panels = (a.n + NR - 1) / NR;
-    const int threads = a.num_threads < panels ? a.num_threads : (int)panels;
     const Rows rows = rows_of(a);
-#pragma omp parallel num_threads(threads)
-    {
-#pragma omp for schedule(static)
-        for (int64_t r = 0; r < a.m; ++r)
-            rows.rows[r] = quantise(a.x + r * a.x_stride, a.k, rows.values + r * rows.stride);
-#pragma omp for schedule(static) nowait
-        for (int64_t p = 0; p < panels; ++p) panel_times_rows(a, rows, p);
-    }
+    const Share some = share(a.m, team->part, team->parts), mine = share((a.n + NR - 1) / NR, team->part, team->parts);
+    for (int64_t r = some.first; r < some.last; ++r)
+        rows.rows[r] = quantise(a.x + r * a.x_stride, a.k, rows.values + r * rows.stride);
+    team->wait();
+    for (int64_t p = mine.first; p < mine.last; ++p) panel_times_rows(a, rows, p);
+    return 0;
+}
+
+extern "C" void tokenmill_linear(const LinearArguments *arguments) {
+    alone(arguments->num_threads, [=](const Team &team) { return tokenmill_linear_member(arguments, &team); });
 }

@@ -1,22 +1,28 @@
-// Kernel calls in a row, so that a whole decoder layer costs its caller one call.
+// Kernel calls in a row by one team of threads, so that many decoder layers cost their caller one call.
 
-#include <stdint.h>
+#include "team.h"
+
+// A kernel's share of one member. 0, or (the same for every member) a number that stops the row.
+typedef int64_t (*Member)(const void *arguments, const Team *team);
 
 struct Call {
-    void *function;
+    Member member;
     const void *arguments;
-    int64_t answers;  // 1: the function returns 0, or a number that stops the row
 };
 
 // Runs calls [first, count). Returns count, or the index of the call that answered, with its number in `answer`.
-extern "C" int64_t tokenmill_run(const Call *calls, int64_t first, int64_t count, int64_t *answer) {
-    for (int64_t i = first; i < count; ++i) {
-        if (!calls[i].answers) {
-            ((void (*)(const void *))calls[i].function)(calls[i].arguments);
-            continue;
+extern "C" int64_t tokenmill_run(const Call *calls, int64_t first, int64_t count, int64_t num_threads, int64_t *answer) {
+    int64_t stopped = count;
+    *answer = alone((int)num_threads, [&](const Team &team) -> int64_t {
+        for (int64_t i = first; i < count; ++i) {
+            const int64_t number = calls[i].member(calls[i].arguments, &team);
+            if (number) {
+                if (team.part == 0) stopped = i;
+                return number;
+            }
+            team.wait();
         }
-        *answer = ((int64_t(*)(const void *))calls[i].function)(calls[i].arguments);
-        if (*answer) return i;
-    }
-    return count;
+        return 0;
+    });
+    return stopped;
 }

@@ -1,4 +1,6 @@
-"""Kernel calls in a row as one call. The arguments stay the caller's, who fills them in before each run."""
+"""Kernel calls in a row as one call, by one team of threads. The arguments stay the caller's, who fills them in
+before each run.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +16,16 @@ from worker.engine.kernels.library import load
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """`answers`: the function returns 0, or a number that stops the program (a workspace too small)."""
+    """`member` is a kernel's entry for one thread of a team, `tokenmill_…_member`."""
 
-    function: Any
+    member: Any
     arguments: ctypes.Structure
-    answers: bool = False
 
 
 class _Call(ctypes.Structure):
     """As in program.cpp."""
 
-    _fields_: ClassVar = [("function", c_void_p), ("arguments", c_void_p), ("answers", c_int64)]
+    _fields_: ClassVar = [("member", c_void_p), ("arguments", c_void_p)]
 
 
 class Program:
@@ -35,18 +36,16 @@ class Program:
         self._run.restype = c_int64
         self._steps = tuple(steps)  # keeps the arguments alive
         self._calls = (_Call * len(steps))(
-            *(
-                _Call(ctypes.cast(step.function, c_void_p), ctypes.addressof(step.arguments), int(step.answers))
-                for step in steps
-            )
+            *(_Call(ctypes.cast(step.member, c_void_p), ctypes.addressof(step.arguments)) for step in steps)
         )
         self._answer = c_int64()
         self._answer_at = ctypes.byref(self._answer)
         self._count = len(steps)
 
-    def run(self, on_answer: Callable[[int], None]) -> None:
-        """A call that answers is repeated after `on_answer` has met its need."""
-        at = self._run(self._calls, c_int64(0), c_int64(self._count), self._answer_at)
+    def run(self, num_threads: int, on_answer: Callable[[int], None]) -> None:
+        """A call that answers (a workspace too small) is repeated after `on_answer` has met its need."""
+        threads, count = c_int64(num_threads), c_int64(self._count)
+        at = self._run(self._calls, c_int64(0), count, threads, self._answer_at)
         while at < self._count:
             on_answer(self._answer.value)
-            at = self._run(self._calls, c_int64(at), c_int64(self._count), self._answer_at)
+            at = self._run(self._calls, c_int64(at), count, threads, self._answer_at)

@@ -25,9 +25,9 @@ class Int8Packer:
     """A scale per output; each row of activations is rounded within its own range when it comes."""
 
     def __init__(self, cache_dir: Path | None = None, march: str = "native") -> None:
-        library = load("linear_int8", cache_dir, march)
-        self._linear, self._pack = library.tokenmill_linear, library.tokenmill_pack
-        self._linear.restype = self._pack.restype = None
+        library = self._library = load("linear_int8", cache_dir, march)
+        self._pack = library.tokenmill_pack
+        self._pack.restype = None
         self._panel_bytes, self._workspace = library.tokenmill_panel_bytes, library.tokenmill_workspace_bytes
         self._panel_bytes.restype = self._workspace.restype = c_int64
         self.panel_width: int = library.tokenmill_panel_width()
@@ -44,7 +44,7 @@ class Int8Packer:
         sums = scale * integers.sum(dim=1)
         by_panel = [padded(part, self.panel_width).view(-1, self.panel_width) for part in (scale, sums)]
         scales = torch.stack(by_panel, dim=1).contiguous()  # [panels, 2, panel_width]
-        return PackedWeight(self._linear, (n, k), panels, scales, padded_bias(bias, self.panel_width), row_bytes)
+        return PackedWeight(self._library, (n, k), panels, scales, padded_bias(bias, self.panel_width), row_bytes)
 
 
 def round_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -59,9 +59,9 @@ class Int4Packer:
     """A scale and a zero per group of 32 inputs, in half precision; activations stay float32."""
 
     def __init__(self, cache_dir: Path | None = None, march: str = "native") -> None:
-        library = load("linear_int4", cache_dir, march)
-        self._linear, self._pack = library.tokenmill_linear, library.tokenmill_pack
-        self._linear.restype = self._pack.restype = None
+        library = self._library = load("linear_int4", cache_dir, march)
+        self._pack = library.tokenmill_pack
+        self._pack.restype = None
         self._thread_bytes = library.tokenmill_thread_bytes
         self._thread_bytes.restype = c_int64
         self.panel_width: int = library.tokenmill_panel_width()
@@ -79,7 +79,7 @@ class Int4Packer:
         self._pack(*pointers, c_int64(n), c_int64(k))
         thread_bytes = self._thread_bytes(c_int64(k))
         return PackedWeight(
-            self._linear,
+            self._library,
             (n, k),
             panels,
             scales,

@@ -72,7 +72,7 @@ class FusedLayer(nn.Module):
         out = torch.empty_like(hidden_states)
         calls.use(hidden_states.data_ptr(), out.data_ptr(), tables, metadata)
         backend.use_workspace(calls.attend, 0)
-        self._program.run(lambda missing: backend.use_workspace(calls.attend, missing))
+        self._program.run(scratch.num_threads, lambda missing: backend.use_workspace(calls.attend, missing))
         return out
 
 

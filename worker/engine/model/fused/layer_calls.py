@@ -110,23 +110,23 @@ class LayerCalls:
 
     def steps(self, backend: CpuAttention) -> list[Step]:
         parts = self._parts
-        write, attend = backend.functions
-        norm = parts.before[0].function
+        write, attend = backend.members
+        norm = parts.before[0].member
 
         def behind(index: int) -> list[Step]:
             return [Step(norm, self.after[index])] if self.after else []
 
         return [
             Step(norm, self.before[0]),
-            Step(parts.attention.qkv.function, self.qkv),
+            Step(parts.attention.qkv.member, self.qkv),
             *(Step(norm, arguments) for arguments, _ in self.heads),
             Step(write, self.write),
-            Step(attend, self.attend, answers=True),
-            Step(parts.attention.out.function, self.out),
+            Step(attend, self.attend),
+            Step(parts.attention.out.member, self.out),
             *behind(0),
             Step(norm, self.before[1]),
-            Step(parts.mlp.gate_up.function, self.gate_up),
-            Step(parts.mlp.down.function, self.down),
+            Step(parts.mlp.gate_up.member, self.gate_up),
+            Step(parts.mlp.down.member, self.down),
             *behind(1),
         ]
 
