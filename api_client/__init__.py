@@ -15,6 +15,7 @@ from api_client.errors import (
     RateLimited,
     ResultTimeout,
     TokenmillError,
+    UnreadableRecord,
 )  # fmt: skip
 from api_client.queue_programs import DeadJob
 from api_client.records import JobInfo, QueueDepth
@@ -23,5 +24,5 @@ from api_client.requests import JobHandle
 __all__ = [
     "AsyncClient", "Client", "ClientOptions", "ConfigurationError", "DeadJob", "IdempotencyConflict", "InvalidRequest",
     "JobFailed", "JobHandle", "JobInfo", "JobNotFound", "QueueDepth", "QueueFull", "QueueRefusal", "QueueUnavailable",
-    "RateLimited", "ResultTimeout", "TokenmillError",
+    "RateLimited", "ResultTimeout", "TokenmillError", "UnreadableRecord",
 ]  # fmt: skip

@@ -23,6 +23,9 @@ from redis.backoff import ExponentialWithJitterBackoff
 
 from api_client.errors import ConfigurationError
 
+_NO_PORT = (
+    "the Redis URL does not name host:port where it should; is a character of its password not quoted (%2F for /)?"
+)
 _DEFAULT_PORTS = {"sentinel": 26379, "cluster": 6379}
 
 # Constructors that the library has not annotated.
@@ -58,8 +61,14 @@ class Endpoint:
 
 
 def parse_url(url: str) -> Endpoint:
-    """Raises ConfigurationError with one sentence."""
-    parts = urlsplit(url)
+    """Raises ConfigurationError with one sentence, in which no part of the URL behind its scheme is repeated: a
+    password that was not quoted may stand anywhere in it."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        raise ConfigurationError(
+            "the Redis URL cannot be read: is a character of its password not quoted (%40 for @)?"
+        ) from None
     scheme, _, kind = parts.scheme.partition("+")
     if scheme not in ("redis", "rediss", "unix") or (kind and kind not in _DEFAULT_PORTS):
         raise ConfigurationError(
@@ -67,6 +76,7 @@ def parse_url(url: str) -> Endpoint:
             f"not {parts.scheme!r}"
         )
     if not kind:
+        _check_port(parts)
         return Endpoint("single", urlunsplit(parts))
     options: dict[str, Any] = dict(parse_qsl(parts.query))
     if scheme == "rediss":
@@ -91,8 +101,15 @@ def _address(text: str, default_port: int) -> tuple[str, int]:
     if not colon or "]" in port:  # an IPv6 address without a port
         return text.strip("[]"), default_port
     if not port.isdigit():
-        raise ConfigurationError(f"{text!r} in the Redis URL is not host:port")
+        raise ConfigurationError(_NO_PORT)
     return host.strip("[]"), int(port)
+
+
+def _check_port(parts: SplitResult) -> None:
+    try:
+        _ = parts.port
+    except ValueError:
+        raise ConfigurationError(_NO_PORT) from None
 
 
 def _path(parts: SplitResult, kind: str) -> tuple[str, int]:
@@ -104,7 +121,7 @@ def _path(parts: SplitResult, kind: str) -> tuple[str, int]:
     if not names:
         raise ConfigurationError("a Sentinel URL names its service: redis+sentinel://host:26379/<service>/<db>")
     if len(names) > 1 and not names[1].isdigit():
-        raise ConfigurationError(f"{names[1]!r} in the Sentinel URL is not a database number")
+        raise ConfigurationError("the last part of a Sentinel URL is a database number: /<service>/<db>")
     return names[0], int(names[1]) if len(names) > 1 else 0
 
 

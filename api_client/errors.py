@@ -10,6 +10,7 @@ TokenmillError
 ├── JobNotFound               neither queue nor database knows it
 ├── ResultTimeout             not ended yet; also a TimeoutError
 ├── JobFailed                 it ended without an answer              (.result)
+├── UnreadableRecord          what the queue holds of a job is damaged, or of a later version: update
 └── QueueUnavailable          the server cannot be reached, or refuses to write
 """
 
@@ -84,4 +85,8 @@ class JobFailed(TokenmillError):
 
 
 class QueueUnavailable(TokenmillError, ConnectionError):
+    pass
+
+
+class UnreadableRecord(TokenmillError, ValueError):
     pass

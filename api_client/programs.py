@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from api_client.cursor import StreamCursor
-from api_client.effects import Commands, Listen, LookUp, Program, Receive, RunScript, Signal, Sleep, Tell
+from api_client.effects import Commands, Listen, LookUp, Program, Receive, RunScript, Sleep, Tell
 from api_client.errors import (
     ConfigurationError,
     IdempotencyConflict,
@@ -28,7 +28,8 @@ from api_client.errors import (
 from api_client.records import FIELDS, JobInfo, Record, info_of, read_log, read_record
 from api_client.requests import JobHandle, estimated_tokens, fingerprint
 from api_client.scripts import CANCEL, SUBMIT, Argument
-from schemas.codec import decode_chunk, encode
+from schemas.chunk import Chunk
+from schemas.codec import DecodeError, decode_chunk, encode
 from schemas.job import JobRequest
 from schemas.keys import Keys
 from schemas.result import JobResult
@@ -206,7 +207,8 @@ def follow(view: QueueView, job_id: str, starting_after: int, timeout: float | N
 
 def _follow_once(view: QueueView, cursor: StreamCursor, patience: _Patience) -> Program[None]:
     message = yield Receive(patience.turn())
-    told = cursor.accept(decode_chunk(message)) if isinstance(message, bytes) else None
+    chunk = _chunk_of(message)
+    told = cursor.accept(chunk) if chunk is not None else None
     if told is not None:
         patience.progress()
         yield from _tell(told)
@@ -215,6 +217,14 @@ def _follow_once(view: QueueView, cursor: StreamCursor, patience: _Patience) -> 
     yield from _catch_up(view, cursor, patience)
     if was_silent and cursor.next_index > before:  # the log knew what nobody told us: the subscription is dead
         yield Listen(view.keys.chunks(cursor.job_id))
+
+
+def _chunk_of(message: object) -> Chunk | None:
+    """What cannot be read counts as missed: the log knows better."""
+    try:
+        return decode_chunk(message) if isinstance(message, bytes) else None
+    except DecodeError:
+        return None
 
 
 def _catch_up(view: QueueView, cursor: StreamCursor, patience: _Patience) -> Program[None]:
@@ -273,7 +283,8 @@ def _until_last(patience: _Patience) -> Program[None]:
     """Returns when the job may have ended: at its last chunk, or to look after a silence."""
     while True:
         message = yield Receive(patience.turn())
-        if message is None or message is Signal.MISSED or decode_chunk(message).is_last:
+        chunk = _chunk_of(message)
+        if chunk is None or chunk.is_last:
             return
 
 

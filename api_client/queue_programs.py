@@ -7,15 +7,14 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from api_client.effects import Commands, Program, RunScript
-from api_client.errors import ConfigurationError
-from api_client.programs import QueueView, read
-from api_client.records import JobInfo, QueueDepth, read_depth
+from api_client.errors import ConfigurationError, UnreadableRecord
+from api_client.programs import QueueView
+from api_client.records import FIELDS, JobInfo, QueueDepth, read_depth, read_record, readable
 from api_client.scripts import REDRIVE
+from schemas.codec import DecodeError, decode_status
 from schemas.control import WorkerStatus
 from schemas.job import PRIORITY_ORDER
 from schemas.result import JobStatus
-
-_decode_status = msgspec.msgpack.Decoder(WorkerStatus).decode
 
 
 class DeadJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,7 +37,15 @@ def workers(view: QueueView) -> Program[list[WorkerStatus]]:
     names = sorted(value.decode() for value in ids)
     values = yield Commands(tuple(("GET", view.keys.worker(name)) for name in names))
     alive = [(name, value) for name, value in zip(names, values, strict=True) if value is not None]
-    return [_decode_status(value) if value else WorkerStatus(worker_id=name) for name, value in alive]
+    return [read_status(name, value) for name, value in alive]
+
+
+def read_status(worker_id: str, value: bytes) -> WorkerStatus:
+    """A worker that says nothing, or nothing that this version understands, is alive all the same."""
+    try:
+        return decode_status(value) if value else WorkerStatus(worker_id=worker_id)
+    except DecodeError:
+        return WorkerStatus(worker_id=worker_id)
 
 
 def jobs(view: QueueView, status: JobStatus | None, limit: int) -> Program[list[JobInfo]]:
@@ -49,11 +56,22 @@ def jobs(view: QueueView, status: JobStatus | None, limit: int) -> Program[list[
     unique = list(dict.fromkeys(ids))
     found: list[JobInfo] = []
     for start in range(0, len(unique), 500):
-        records = yield from read(view, unique[start : start + 500])
-        found += [record.info for record in records if record is not None and status in (None, record.info.status)]
+        page = unique[start : start + 500]
+        replies = yield Commands(tuple(("HMGET", view.keys.job(job_id), *FIELDS) for job_id in page))
+        infos = [_info_of(job_id, values) for job_id, values in zip(page, replies, strict=True)]
+        found += [info for info in infos if info is not None and status in (None, info.status)]
         if len(found) >= limit:
             break
     return found[:limit]
+
+
+def _info_of(job_id: str, values: Sequence[bytes | None]) -> JobInfo | None:
+    """A job that cannot be read does not hide the others."""
+    try:
+        record = read_record(job_id, values)
+    except UnreadableRecord:
+        return None
+    return record.info if record is not None else None
 
 
 def _running(view: QueueView) -> Program[list[str]]:
@@ -88,18 +106,18 @@ def _job_of(entry: tuple[bytes, Mapping[bytes, bytes]]) -> bytes:
 def dead(view: QueueView, limit: int) -> Program[list[DeadJob]]:
     """Newest first."""
     (entries,) = yield Commands((("XREVRANGE", view.keys.dead, "+", "-", "COUNT", limit),))
+    return read_dead(entries)
+
+
+def read_dead(entries: Sequence[tuple[bytes, Mapping[bytes, bytes]]]) -> list[DeadJob]:
+    """Raises UnreadableRecord."""
     found = []
-    for _, raw in entries:
-        fields = {key.decode(): value.decode("utf-8", "replace") for key, value in raw.items()}
-        history = tuple(fields.get("history", "").splitlines())
-        found.append(
-            DeadJob(
-                job_id=fields["job"],
-                died_ms=int(fields.get("died_ms", 0)),
-                error=fields.get("error", ""),
-                history=history,
-            )
-        )
+    with readable("the list of dead jobs"):
+        for _, raw in entries:
+            fields = {key.decode("utf-8", "replace"): value.decode("utf-8", "replace") for key, value in raw.items()}
+            history = tuple(fields.get("history", "").splitlines())
+            died_ms, error = int(fields.get("died_ms", 0)), fields.get("error", "")
+            found.append(DeadJob(job_id=fields["job"], died_ms=died_ms, error=error, history=history))
     return found
 
 

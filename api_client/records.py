@@ -1,13 +1,18 @@
-"""What Redis remembers of a job and of a queue, as values. Pure functions over replies."""
+"""What Redis remembers of a job and of a queue, as values. Pure functions over replies.
+
+What is damaged, or written by a version that knows more, is refused as UnreadableRecord.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
 
+from api_client.errors import UnreadableRecord
 from schemas.chunk import Chunk
 from schemas.codec import decode_chunk, decode_result
 from schemas.generation import FinishReason, TokenLogprob
@@ -85,8 +90,23 @@ class Record:
 _REASONS = {JobStatus.CANCELLED: FinishReason.CANCELLED, JobStatus.EXPIRED: FinishReason.EXPIRED}
 
 
+@contextmanager
+def readable(what: str) -> Iterator[None]:
+    """Whatever cannot be read in the body becomes UnreadableRecord."""
+    try:
+        yield
+    except (ValueError, OverflowError, KeyError) as error:  # DecodeError is a ValueError
+        words = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise UnreadableRecord(f"{what} cannot be read by this version: {words}") from error
+
+
 def read_record(job_id: str, values: Sequence[bytes | None]) -> Record | None:
-    """From the reply to HMGET with FIELDS; None when there is no such job."""
+    """From the reply to HMGET with FIELDS; None when there is no such job. Raises UnreadableRecord."""
+    with readable(f"the record of job {job_id}"):
+        return _read_record(job_id, values)
+
+
+def _read_record(job_id: str, values: Sequence[bytes | None]) -> Record | None:
     raw = {
         name: value.decode("utf-8", "replace")
         for name, value in zip(FIELDS, values, strict=True)
@@ -99,7 +119,10 @@ def read_record(job_id: str, values: Sequence[bytes | None]) -> Record | None:
     result = decode_result(packed) if packed and "settled" in raw else None
 
     def number(name: str, default: int = 0) -> int:
-        return int(float(raw.get(name) or default))
+        value = int(float(raw.get(name) or default))
+        if not -(2**63) <= value < 2**63:
+            raise ValueError(f"{name} is {value}")
+        return value
 
     info = JobInfo(
         job_id=job_id,
@@ -139,17 +162,21 @@ def info_of(result: JobResult) -> JobInfo:
 
 
 def read_depth(meta: Mapping[bytes, bytes]) -> QueueDepth:
-    """From the queue's meta hash."""
-    queued = {
-        name.decode().removeprefix("queued:"): int(value) for name, value in meta.items() if name.startswith(b"queued:")
-    }
-    tokens = sum(float(value) for name, value in meta.items() if name.startswith(b"queued_tokens:"))
-    return QueueDepth(queued, max(0.0, tokens), int(meta.get(b"running", 0)))
+    """From the queue's meta hash. Raises UnreadableRecord."""
+    with readable("the queue's counters"):
+        queued = {
+            name.decode().removeprefix("queued:"): int(value)
+            for name, value in meta.items()
+            if name.startswith(b"queued:")
+        }
+        tokens = sum(float(value) for name, value in meta.items() if name.startswith(b"queued_tokens:"))
+        return QueueDepth(queued, max(0.0, tokens), int(meta.get(b"running", 0)))
 
 
 def read_log(entries: Sequence[tuple[bytes, Mapping[bytes, bytes]]]) -> list[Chunk]:
-    """From the reply to XRANGE."""
-    return [decode_chunk(fields[b"chunk"]) for _, fields in entries]
+    """From the reply to XRANGE. Raises UnreadableRecord."""
+    with readable("the job's log"):
+        return [decode_chunk(fields[b"chunk"]) for _, fields in entries]
 
 
 def answer_of(chunks: Sequence[Chunk], reason: FinishReason | None) -> tuple[ChoiceResult, ...]:

@@ -70,7 +70,7 @@ def build_request(arguments: Mapping[str, Any]) -> JobRequest:
         fields["deadline_ms"] = _moment_ms(given.get("deadline"), now_ms)
         fields["not_before_ms"] = _moment_ms(given.get("not_before"), 0)
         request = msgspec.convert(_plain(fields), JobRequest)
-    except (msgspec.ValidationError, TypeError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:  # msgspec's ValidationError is a ValueError
         raise InvalidRequest([str(error)]) from error
     return checked(request)
 

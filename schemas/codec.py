@@ -1,13 +1,16 @@
 """Encoders and decoders, built once. MessagePack; unknown fields are ignored, so old and new bytes mix.
 
-Depth and size are bounded before decoding: a payload is refused above `MAX_PAYLOAD_BYTES`.
+Depth and size are bounded before decoding: a payload is refused above `MAX_PAYLOAD_BYTES`, and a large request
+whose parts are too many before they are built.
 """
 
 from typing import Final, TypeVar
 
 import msgspec
 
+from schemas.bounds import HARMLESS_BYTES, without_bombs
 from schemas.chunk import Chunk
+from schemas.control import ControlMessage, WorkerStatus
 from schemas.job import JobRequest
 from schemas.result import JobResult
 
@@ -29,6 +32,8 @@ encode = _encoder.encode
 _request_decoder = msgspec.msgpack.Decoder(JobRequest)
 _result_decoder = msgspec.msgpack.Decoder(JobResult)
 _chunk_decoder = msgspec.msgpack.Decoder(Chunk)
+_control_decoder: msgspec.msgpack.Decoder[ControlMessage] = msgspec.msgpack.Decoder(ControlMessage)
+_status_decoder = msgspec.msgpack.Decoder(WorkerStatus)
 
 
 class DecodeError(ValueError):
@@ -46,6 +51,11 @@ def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes, what: str, limit: 
 
 def decode_request(data: bytes, limit: int = MAX_PAYLOAD_BYTES) -> JobRequest:
     """Raises DecodeError."""
+    if HARMLESS_BYTES < len(data) <= limit:
+        try:
+            data = without_bombs(data)
+        except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
+            raise DecodeError(f"job request cannot be decoded: {error}") from error
     return _decode(_request_decoder, data, "job request", limit)
 
 
@@ -57,3 +67,13 @@ def decode_result(data: bytes) -> JobResult:
 def decode_chunk(data: bytes) -> Chunk:
     """Raises DecodeError."""
     return _decode(_chunk_decoder, data, "chunk")
+
+
+def decode_control(data: bytes) -> ControlMessage:
+    """Raises DecodeError."""
+    return _decode(_control_decoder, data, "control message")
+
+
+def decode_status(data: bytes) -> WorkerStatus:
+    """Raises DecodeError."""
+    return _decode(_status_decoder, data, "worker status")

@@ -60,7 +60,8 @@ class Keys:
         return f"{self.base}chunks:{job_id}"
 
     def idempotency(self, tenant: str, key: str) -> str:
-        return f"{self.base}idem:{tenant}:{key}"
+        """Colons in a tenant's name are escaped: `a` with key `b:c` is not `a:b` with key `c`."""
+        return f"{self.base}idem:{tenant.replace('%', '%25').replace(':', '%3A')}:{key}"
 
     def worker(self, worker_id: str) -> str:
         return f"{self.base}worker:{worker_id}"

@@ -10,21 +10,24 @@ from typing import Final
 
 import msgspec
 
+from schemas.bounds import (
+    MAX_FORMAT_CHARS,
+    MAX_LOGIT_BIASES,
+    MAX_MESSAGES,
+    MAX_METADATA,
+    MAX_PROMPT_IDS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+)
 from schemas.codec import MAX_PAYLOAD_BYTES, encode
 from schemas.generation import ResponseFormat, SamplingParams
 from schemas.job import JobRequest, RetryPolicy
 
 MAX_NAME_CHARS: Final = 256  # job id, model, tenant, idempotency key, batch id
-MAX_STOP_STRINGS: Final = 16
 MAX_STOP_CHARS: Final = 1_024
-MAX_STOP_TOKEN_IDS: Final = 1_024
-MAX_LOGIT_BIASES: Final = 1_024
 MAX_CHOICES: Final = 128
 MAX_TOP_LOGPROBS: Final = 100
-MAX_MESSAGES: Final = 10_000
-MAX_METADATA: Final = 64
 MAX_METADATA_CHARS: Final = 4_096
-MAX_FORMAT_CHARS: Final = 256 * 1024
 MAX_FORMAT_DEPTH: Final = 64
 MAX_URL_CHARS: Final = 2_048
 MAX_ID: Final = 2**31 - 1
@@ -131,6 +134,8 @@ def _prompt_problems(request: JobRequest) -> Iterator[str]:
         yield f"{given[0]} is empty; it needs at least one token"
     if request.messages is not None and len(request.messages) > MAX_MESSAGES:
         yield f"messages may have {MAX_MESSAGES} entries, not {len(request.messages)}"
+    if request.prompt_ids is not None and len(request.prompt_ids) > MAX_PROMPT_IDS:
+        yield f"prompt_ids may have {MAX_PROMPT_IDS} ids, not {len(request.prompt_ids)}"
     yield from _id_problems("prompt_ids", request.prompt_ids or ())
 
 

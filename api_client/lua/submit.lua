@@ -30,7 +30,10 @@ for first = FIRST, #ARGV, FIELDS do
     request = ARGV[first + 5], created = ARGV[first + 6], deadline = ARGV[first + 7], due = ARGV[first + 8],
     cost = ARGV[first + 9],
   }
-  if ARGV[first + 4] ~= '' then job.idem = base .. 'idem:' .. job.tenant .. ':' .. ARGV[first + 4] end
+  if ARGV[first + 4] ~= '' then
+    local owner = string.gsub(string.gsub(job.tenant, '%%', '%%25'), ':', '%%3A')  -- as Keys.idempotency
+    job.idem = base .. 'idem:' .. owner .. ':' .. ARGV[first + 4]
+  end
   local id, print = known_as(job)
   if id then
     if print ~= job.fingerprint then return {'conflict', id, whole((first - FIRST) / FIELDS)} end

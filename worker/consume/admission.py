@@ -201,7 +201,7 @@ class Admission:
         answer.queue_ms = max(0, delivery.started_ms - delivery.created_ms)
         rules = EndRules.of(request.params, max_tokens, self._model.eos_token_ids)
         try:
-            replay(answer, read_log(delivery.log), rules)
+            replay(answer, read_log(delivery.log, self._model.vocab_size), rules)
         except LogCorrupt as error:
             raise _Refused(str(error), "corrupt_log") from error
         return answer

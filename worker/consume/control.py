@@ -9,20 +9,19 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-import msgspec
 import redis.asyncio
 
 from api_client.effects import Signal
 from api_client.errors import QueueUnavailable
 from api_client.hub import ChannelHub, HubSubscription
-from schemas.control import Cancel, ControlMessage, Drain
+from schemas.codec import DecodeError, decode_control
+from schemas.control import Cancel, Drain
 from schemas.keys import Keys
 
 log = logging.getLogger(__name__)
 
 RECONNECT_S = 0.5
 _WAIT_S = 60.0
-_decoder = msgspec.msgpack.Decoder(ControlMessage)
 
 
 class ControlChannel:
@@ -73,9 +72,9 @@ class ControlChannel:
 
     def _obey(self, message: bytes) -> None:
         try:
-            order = _decoder.decode(message)
-        except msgspec.MsgspecError as error:
-            log.warning("a control message cannot be read: %s", error)
+            order = decode_control(message)
+        except DecodeError as error:  # also one that only later versions know
+            log.warning("not obeyed: %s", error)
             return
         match order:
             case Cancel():

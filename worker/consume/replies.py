@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, cast
 
 from worker.jobs import Delivery
+
+VERDICTS: Final = frozenset({"run", "cancelled", "expired", "dead"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,14 +24,16 @@ def texts(values: Iterable[bytes]) -> list[str]:
 
 
 def read_delivery(item: list[Any]) -> Delivery:
+    """A verdict that this version does not know (a damaged state, say) sets the job aside; it raises for no text."""
     job_id, token, payload, deliveries, crashes, verdict, created, started, attempt, alone, log = item
+    word = verdict.decode("utf-8", "replace")
     return Delivery(
         job_id=job_id.decode("utf-8", "surrogateescape"),
         token=int(token),
         payload=payload,
         deliveries=int(deliveries),
         crashes=int(crashes),
-        verdict=verdict.decode(),
+        verdict=cast("Any", word if word in VERDICTS else "dead"),
         log=tuple(log),
         created_ms=int(created),
         started_ms=int(started),

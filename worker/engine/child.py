@@ -19,7 +19,7 @@ import msgspec
 
 from worker.engine.config import EngineConfig
 from worker.engine.host import LENGTH_BYTES
-from worker.engine.mailbox import Broken, Command, Mailbox, Progress, Report
+from worker.engine.mailbox import Broken, FrameError, Mailbox, Progress, Report, read_command
 
 
 class _Start(msgspec.Struct):
@@ -84,12 +84,14 @@ def _receive_exactly(connection: socket.socket, count: int) -> bytes:
 
 
 def _read_commands(connection: socket.socket, mailbox: Mailbox) -> None:
-    decoder = msgspec.msgpack.Decoder(Command)
     try:
         while True:
-            mailbox.put(decoder.decode(_receive(connection)))
+            mailbox.put(read_command(_receive(connection)))
     except (EOFError, OSError):
         os._exit(3)  # the parent is gone; nobody wants what the running step would give
+    except FrameError as error:
+        os.write(2, f"the engine process ends: {error}\n".encode())
+        os._exit(4)
 
 
 def _write_reports(connection: socket.socket, reports: queue.SimpleQueue[Report | None]) -> None:

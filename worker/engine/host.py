@@ -19,12 +19,25 @@ import msgspec
 
 from schemas.generation import FinishReason
 from worker.engine.config import EngineConfig
-from worker.engine.mailbox import Broken, Cancel, Command, Frame, Mailbox, Progress, Ready, Report, Stop, Submit
+from worker.engine.mailbox import (
+    MAX_FRAME_BYTES,
+    Broken,
+    Cancel,
+    Command,
+    Frame,
+    FrameError,
+    Mailbox,
+    Progress,
+    Ready,
+    Report,
+    Stop,
+    Submit,
+    read_report,
+)
 from worker.engine.types import Capacity, GenerationRequest
 
 LENGTH_BYTES = 4
 _encoder = msgspec.msgpack.Encoder()
-_report_decoder = msgspec.msgpack.Decoder(Report)
 
 
 class EngineDied(RuntimeError):
@@ -158,7 +171,11 @@ class EngineProcess(_Reports):
         try:
             while True:
                 length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "little")
-                self._queue.put_nowait(_report_decoder.decode(await reader.readexactly(length)))
+                if length > MAX_FRAME_BYTES:
+                    raise FrameError(f"a report of {length} bytes is announced")
+                self._queue.put_nowait(read_report(await reader.readexactly(length)))
+        except FrameError as error:
+            self._queue.put_nowait(Broken(str(error)))
         except (asyncio.IncompleteReadError, ConnectionError):
             self._queue.put_nowait(None)
 

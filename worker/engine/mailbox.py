@@ -8,11 +8,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Final
 
 import msgspec
 
 from schemas.generation import FinishReason
 from worker.engine.types import Capacity, EngineStats, GenerationRequest, TokenEvent
+
+MAX_FRAME_BYTES: Final = 1 << 28
+
+
+class FrameError(ValueError):
+    """Bytes on the pipe that are no frame: the process at its other end is not what it should be."""
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
@@ -71,6 +78,25 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
 
 
 Report = Ready | Frame | Broken | Progress
+
+_command_decoder: Final[msgspec.msgpack.Decoder[Command]] = msgspec.msgpack.Decoder(Command)
+_report_decoder: Final[msgspec.msgpack.Decoder[Report]] = msgspec.msgpack.Decoder(Report)
+
+
+def read_command(data: bytes) -> Command:
+    """Raises FrameError."""
+    try:
+        return _command_decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise FrameError(f"a command cannot be decoded: {error}") from error
+
+
+def read_report(data: bytes) -> Report:
+    """Raises FrameError."""
+    try:
+        return _report_decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise FrameError(f"a report cannot be decoded: {error}") from error
 
 
 class Mailbox:

@@ -38,7 +38,7 @@ class EndRules:
         return FinishReason.LENGTH if len(token_ids) >= self.max_tokens else None
 
 
-def read_log(entries: Iterable[bytes]) -> list[Chunk]:
+def read_log(entries: Iterable[bytes], vocab_size: int = 1 << 31) -> list[Chunk]:
     """Decoded and checked to be one unbroken run of tokens from index 0. Raises LogCorrupt."""
     chunks: list[Chunk] = []
     end = 0
@@ -49,6 +49,10 @@ def read_log(entries: Iterable[bytes]) -> list[Chunk]:
             raise LogCorrupt(f"the log of earlier attempts cannot be read after {end} tokens: {error}") from error
         if chunk.index != end:
             raise LogCorrupt(f"the log of earlier attempts has a chunk at {chunk.index} where {end} was due")
+        if chunk.token_ids and not 0 <= min(chunk.token_ids) <= max(chunk.token_ids) < vocab_size:
+            raise LogCorrupt(f"the log of earlier attempts has a token after {end} that this model does not know")
+        if chunk.logprobs is not None and len(chunk.logprobs) < len(chunk.token_ids):
+            raise LogCorrupt(f"the log of earlier attempts lacks log-probabilities after {end} tokens")
         chunks.append(chunk)
         end = chunk.end
     return chunks

@@ -1,0 +1,76 @@
+"""Refuses bombs before anything is built of them: a megabyte of MessagePack can stand for gigabytes of objects.
+
+A large request is taken apart without being decoded (skipping needs no memory); what holds more parts than any
+request may is refused by its header's count, with the sentence that a smaller one gets. It knows only shapes.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+MAX_STOP_STRINGS: Final = 16
+MAX_STOP_TOKEN_IDS: Final = 1_024
+MAX_LOGIT_BIASES: Final = 1_024
+MAX_PROMPT_IDS: Final = 2_000_000  # longer than any model
+MAX_MESSAGES: Final = 10_000
+MAX_METADATA: Final = 64
+MAX_FORMAT_CHARS: Final = 256 * 1024
+
+HARMLESS_BYTES: Final = 256 * 1024  # at up to 64 bytes of objects for one, whatever is in it
+
+Parts = dict[str, msgspec.Raw]
+_take_apart: Final = msgspec.msgpack.Decoder(Parts).decode
+_put_together: Final = msgspec.msgpack.Encoder().encode
+# the first byte of a long array or map → how many bytes its count has
+_COUNT_BYTES: Final = {0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}
+
+
+def without_bombs(request: bytes) -> bytes:
+    """The same request, each field once. Raises ValueError with one sentence, or msgspec's errors for what is none."""
+    fields = _take_apart(request)
+    _limit(fields, "prompt_ids", MAX_PROMPT_IDS, "ids")
+    _limit(fields, "messages", MAX_MESSAGES, "entries")
+    _limit(fields, "metadata", MAX_METADATA, "entries")
+    if _is_map(fields.get("params")):
+        fields["params"] = msgspec.Raw(_params(bytes(fields["params"])))
+    return _put_together(fields)
+
+
+def _params(packed: bytes) -> bytes:
+    fields = _take_apart(packed)
+    _limit(fields, "stop", MAX_STOP_STRINGS, "strings")
+    _limit(fields, "stop_token_ids", MAX_STOP_TOKEN_IDS, "ids")
+    _limit(fields, "logit_bias", MAX_LOGIT_BIASES, "entries")
+    if _is_map(fields.get("response_format")):
+        fields["response_format"] = msgspec.Raw(_response_format(bytes(fields["response_format"])))
+    return _put_together(fields)
+
+
+def _response_format(packed: bytes) -> bytes:
+    fields = _take_apart(packed)
+    size = len(bytes(fields.get("json_schema", b"")))
+    if size > MAX_FORMAT_CHARS:
+        raise ValueError(f"response_format.json_schema may have {MAX_FORMAT_CHARS} bytes, not {size}")
+    return _put_together(fields)
+
+
+def _limit(fields: Parts, name: str, limit: int, noun: str) -> None:
+    found = _count(bytes(fields.get(name, b"")))
+    if found > limit:
+        raise ValueError(f"{name} may have {limit} {noun}, not {found}")
+
+
+def _is_map(packed: msgspec.Raw | None) -> bool:
+    first = bytes(packed)[:1] if packed is not None else b""
+    return bool(first) and (0x80 <= first[0] <= 0x8F or first[0] in (0xDE, 0xDF))
+
+
+def _count(packed: bytes) -> int:
+    """Entries of an array or map; 0 for anything else."""
+    if not packed:
+        return 0
+    if 0x80 <= packed[0] <= 0x9F:
+        return packed[0] & 0x0F
+    return int.from_bytes(packed[1 : 1 + _COUNT_BYTES.get(packed[0], 0)], "big")

@@ -1,0 +1,83 @@
+"""One value of every message that travels, with every field set to something other than its default.
+
+They are what `recording` writes down for later versions, and what the fuzzer starts from.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from schemas.chunk import Chunk
+from schemas.control import Cancel, ControlMessage, Drain, WorkerStatus
+from schemas.generation import FinishReason, ResponseFormat, SamplingParams, TokenLogprob
+from schemas.job import JobRequest, Message, Priority, RetryPolicy
+from schemas.result import ChoiceResult, JobError, JobResult, JobStatus, Usage
+
+LOGPROBS: Final = (TokenLogprob(-0.25, ((72, -0.25), (73, -1.75))), TokenLogprob(-2.5, ((105, -2.5),)))
+USAGE: Final = Usage(
+    prompt_tokens=11, cached_tokens=8, completion_tokens=2, queue_ms=3, ttft_ms=21, total_ms=40, preemptions=1
+)
+ERROR: Final = JobError("engine_error", "the step failed", retryable=True)
+PARAMS: Final = SamplingParams(
+    max_tokens=64, min_tokens=2, temperature=0.7, top_p=0.9, top_k=40, min_p=0.05, seed=7, stop=("END", "\n\n"),
+    stop_token_ids=(2, 3), ignore_eos=True, presence_penalty=0.5, frequency_penalty=-0.5, repetition_penalty=1.1,
+    logit_bias={5: -1.5, 70: 2.0}, logprobs=True, top_logprobs=2, n=2,
+    response_format=ResponseFormat(json_schema={"type": "object", "properties": {"a": {"type": "integer"}}}),
+    speculate=False,
+)  # fmt: skip
+REQUEST: Final = JobRequest(
+    job_id="job-1", model="q", messages=(Message("system", "Be brief."), Message("user", "Why is the sky blue? ☀")),
+    params=PARAMS, stream=False, priority=Priority.INTERACTIVE, tenant="acme", idempotency_key="req-42",
+    created_ms=1_700_000_000_000, deadline_ms=4_000_000_000_000, not_before_ms=1_700_000_001_000,
+    retry=RetryPolicy(max_attempts=5, backoff_ms=200, max_backoff_ms=9_000), metadata={"order": "17"},
+    webhook="https://example.org/done", traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+    batch_id="batch-9", v=2,
+)  # fmt: skip
+CHUNK: Final = Chunk(
+    job_id="job-1", index=3, token_ids=(72, 105), text="Hi", choice=1, logprobs=LOGPROBS,
+    finish_reason=FinishReason.STOP, attempt=2, status=JobStatus.FAILED, usage=USAGE, error=ERROR,
+)  # fmt: skip
+RESULT: Final = JobResult(
+    job_id="job-1", status=JobStatus.SUCCEEDED, model="q", tenant="acme",
+    choices=(
+        ChoiceResult(
+            index=1, text="Hi", token_ids=(72, 105), text_ends=(1, 2), finish_reason=FinishReason.LENGTH,
+            logprobs=LOGPROBS,
+        ),
+    ),
+    usage=USAGE, error=ERROR, attempt=2, worker_id="w1", created_ms=1_700_000_000_000, started_ms=1_700_000_000_010,
+    finished_ms=1_700_000_000_050, metadata={"order": "17"}, v=2,
+)  # fmt: skip
+STATUS: Final = WorkerStatus(
+    worker_id="w1", model="m", version="0.1.0", started_ms=5, running=2, waiting=1, free_blocks=9, tokens_per_s=12.5,
+    draining=True,
+)  # fmt: skip
+
+# name → (value, the type that its reader asks for)
+SAMPLES: Final[dict[str, tuple[msgspec.Struct, object]]] = {
+    "request": (REQUEST, JobRequest),
+    "request-prompt": (
+        msgspec.structs.replace(
+            REQUEST, messages=None, prompt="Once", params=SamplingParams(response_format=ResponseFormat(regex="a+"))
+        ),
+        JobRequest,
+    ),
+    "request-ids": (
+        msgspec.structs.replace(
+            REQUEST,
+            messages=None,
+            prompt_ids=(1, 300, 70_000),
+            params=SamplingParams(logprobs=3, response_format=ResponseFormat(grammar='root ::= "a"')),
+        ),
+        JobRequest,
+    ),
+    "request-least": (JobRequest(job_id="job-2", prompt="Once"), JobRequest),
+    "chunk": (CHUNK, Chunk),
+    "chunk-token": (Chunk(job_id="job-1", index=0, token_ids=(72,), text="H"), Chunk),
+    "result": (RESULT, JobResult),
+    "cancel": (Cancel("job-1"), ControlMessage),
+    "drain": (Drain(), ControlMessage),
+    "worker-status": (STATUS, WorkerStatus),
+}
