@@ -47,6 +47,7 @@ class FusedMLP(nn.Module):
     def __init__(self, packer: Packer, gate: Tensor, up: Tensor, down: nn.Linear, epilogue: Epilogue) -> None:
         super().__init__()
         self.gate_up = pack_gated(packer, gate, up)
+        self.half_panel = packer.panel_width // 2  # outputs of gate and of up take turns
         self.down = packer.pack(down.weight, down.bias)
         self.epilogue = epilogue
 
