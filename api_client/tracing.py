@@ -2,7 +2,7 @@
 
 Where a program has OpenTelemetry at work, submitting makes a producer span under the current one, and every job
 that names no `traceparent` itself carries it (W3C Trace Context), for the worker to go on from. Where it has not,
-nothing is imported and nothing happens.
+nothing happens. We import nothing of it: a program that traces has done so.
 """
 
 from __future__ import annotations
@@ -10,16 +10,23 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from schemas.job import JobRequest
 
+if TYPE_CHECKING:
+    from opentelemetry.trace import TracerProvider
+
 
 @contextmanager
-def producing(queue: str, requests: Sequence[JobRequest]) -> Iterator[Sequence[JobRequest]]:
-    """The same requests, with a context in those that had none. An exception in the block is the span's."""
+def producing(
+    queue: str, requests: Sequence[JobRequest], provider: TracerProvider | None = None
+) -> Iterator[Sequence[JobRequest]]:
+    """The same requests, with a context in those that had none. An exception in the block is the span's. `provider`
+    is the program's own when none is given.
+    """
     trace: Any = sys.modules.get("opentelemetry.trace")  # who uses it has imported it
     if trace is None or not requests:
         yield requests
@@ -32,7 +39,7 @@ def producing(queue: str, requests: Sequence[JobRequest]) -> Iterator[Sequence[J
     }
     if len(requests) == 1:
         attributes["messaging.message.id"] = requests[0].job_id
-    tracer = trace.get_tracer("tokenmill")
+    tracer = trace.get_tracer("tokenmill", tracer_provider=provider)
     with tracer.start_as_current_span(f"send {queue}", kind=trace.SpanKind.PRODUCER, attributes=attributes) as span:
         context = _traceparent(span.get_span_context())
         yield [request if request.traceparent or not context else _with(request, context) for request in requests]
