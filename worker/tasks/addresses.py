@@ -42,7 +42,8 @@ def resolve(host: str, port: int, allowed: Sequence[Network] = ()) -> list[str]:
 
 def is_permitted(address: Address, allowed: Sequence[Network] = ()) -> bool:
     """Also for the IPv4 address that an IPv6 one carries within."""
-    reached = [address, *_carried(address)]
+    carried = _carried(address)
+    reached = carried if address in _NAT64 else [address, *carried]
     return all(_is_public(one) or any(one in network for network in allowed) for one in reached)
 
 

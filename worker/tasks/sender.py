@@ -59,11 +59,13 @@ class Sender:
             addresses = resolve(target.host, target.port, self._allowed)
             with _Deadline(self._timeout_s) as deadline:
                 try:
-                    return self._post(target, addresses, deadline, body, headers)
-                except (OSError, http.client.HTTPException) as error:
-                    if deadline.has_passed:
-                        raise SendFailed(f"{target.host} did not answer within {self._timeout_s:g} s") from error
-                    raise
+                    reply = self._post(target, addresses, deadline, body, headers)
+                except (OSError, http.client.HTTPException):
+                    if not deadline.has_passed:
+                        raise
+                if deadline.has_passed:  # what was read by then may be half an answer
+                    raise SendFailed(f"{target.host} did not answer within {self._timeout_s:g} s")
+                return reply
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise SendFailed(f"{url}: {error or type(error).__name__}") from error
 

@@ -1,0 +1,65 @@
+"""Recorded jobs with webhooks, and a clock that is set by hand."""
+
+import asyncio
+import ipaddress
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import sqlalchemy as sa
+
+from tests.record.support import finished
+from worker.jobs import Finished
+from worker.record import ResultStore
+from worker.record.tables import webhooks
+from worker.tasks.notices import Courier, Retries
+from worker.tasks.outbox import Outbox
+from worker.tasks.sender import Sender
+
+SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
+LOCAL = (ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1/128"))
+START_MS = 1_795_000_000_090  # when the jobs of tests.record.support end
+
+
+@dataclass
+class Clock:
+    seconds: float = START_MS / 1000
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def noticed(job_id: str, hook: str, **changes: Any) -> Finished:
+    job = finished(job_id, **changes)
+    assert job.request is not None
+    request = msgspec.structs.replace(job.request, webhook=hook)
+    return Finished(job.token, job.result, job.final_chunk, request)
+
+
+def record(url: str, *jobs: Finished) -> None:
+    async def write() -> None:
+        store = ResultStore(url, queue="q")
+        report = await store.record(jobs)
+        assert report.written == {job.result.job_id for job in jobs}
+        await store.close()
+
+    asyncio.run(write())
+
+
+def courier(
+    engine: sa.Engine,
+    clock: Clock,
+    *,
+    max_attempts: int = 3,
+    per_host: int = 8,
+    secret: str = SECRET,
+    timeout_s: float = 30,
+    allowed: Any = LOCAL,
+) -> Courier:
+    box = Outbox(engine, max_attempts=max_attempts, per_host=per_host)
+    return Courier(box, Sender(timeout_s, allowed), secret, Retries(5.0, 100.0), clock)
+
+
+def notices(engine: sa.Engine) -> list[dict[str, Any]]:
+    with engine.connect() as connection:
+        return [dict(row) for row in connection.execute(sa.select(webhooks).order_by(webhooks.c.ended_ms)).mappings()]

@@ -1,0 +1,182 @@
+"""A notice on its way: signed, retried, set aside, never lost with whoever held it, never told to the wrong one."""
+
+import json
+import random
+import threading
+
+import pytest
+import sqlalchemy as sa
+
+from api_client.webhooks import tenant_secret, verify
+from schemas import ChoiceResult, FinishReason, JobStatus
+from tests.record.support import failed
+from tests.tasks.receiver import Receiver
+from tests.tasks.support import SECRET, START_MS, Clock, courier, noticed, notices, record
+from worker.jobs import Finished
+from worker.record.tables import jobs
+from worker.tasks.notices import MAX_TEXT_BYTES, Retries
+from worker.tasks.outbox import CLAIM_MS, Claim
+
+
+def test_a_receiver_gets_what_it_can_verify(url: str, engine: sa.Engine) -> None:
+    clock = Clock()
+    with Receiver() as receiver:
+        record(url, noticed("a", receiver.url))
+        ours = courier(engine, clock)
+        (claim,) = ours.claim()
+        assert ours.deliver(claim) == "delivered"
+    (seen,) = receiver.received
+    event = verify(seen.body, seen.headers, tenant_secret(SECRET, "acme"), now=clock())
+    assert (event.type, event.data.job_id, event.data.status) == ("job.succeeded", "a", JobStatus.SUCCEEDED)
+    assert event.data.choices is not None
+    assert event.data.choices[0].text == "Blue light scatters. ☁"
+    assert event.data.usage is not None
+    assert event.data.usage.completion_tokens == 3
+    assert event.data.metadata == {"user": "42"}
+    assert event.timestamp == "2026-11-18T11:06:40.090000Z"
+    assert "token_ids" not in json.loads(seen.body)["data"]["choices"][0]
+    (row,) = notices(engine)
+    assert (row["state"], row["attempts"], row["last_status"]) == ("delivered", 1, 200)
+    assert ours.claim() == []
+
+
+def test_a_failure_is_tried_again_later_and_set_aside_at_the_limit(url: str, engine: sa.Engine) -> None:
+    clock = Clock()
+    with Receiver([(500, {}), (404, {}), (503, {})]) as receiver:
+        record(url, noticed("a", receiver.url))
+        ours = courier(engine, clock)
+        pauses = []
+        for _ in range(3):
+            (claim,) = ours.claim()
+            assert ours.deliver(claim) == "failed"
+            assert ours.claim() == []  # not before its time
+            (row,) = notices(engine)
+            pauses.append(row["due_ms"] / 1000 - clock())
+            clock.seconds = row["due_ms"] / 1000
+        assert len({seen.headers["webhook-id"] for seen in receiver.received}) == 1
+        assert len({seen.headers["webhook-timestamp"] for seen in receiver.received}) == 3
+        assert ours.claim() == []
+    assert 3.7 <= pauses[0] <= 6.3
+    assert 15 <= pauses[1] <= 25
+    assert (row["state"], row["attempts"], row["last_status"]) == ("dead", 3, 503)
+    assert row["last_error"] == "the receiver answered 503"
+
+
+def test_pauses_grow_differ_and_obey_the_receiver() -> None:
+    retries, rng = Retries(5, 21_600), random.Random(1)
+    assert [round(retries.delay_s(n, rng) / 5, 1) for n in range(1, 4)] == pytest.approx([1, 4, 16], rel=0.26)
+    assert all(16_200 <= retries.delay_s(n, rng) <= 27_000 for n in (8, 100))
+    assert len({retries.delay_s(1, rng) for _ in range(20)}) == 20
+    assert retries.delay_s(1, rng, asked_s=500) == 500
+    assert retries.delay_s(1, rng, asked_s=10**8) == 21_600
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_what_can_never_be_delivered_is_set_aside_at_once(url: str, engine: sa.Engine, gone: bool) -> None:
+    with Receiver([(410, {})]) as receiver:
+        record(url, noticed("a", receiver.url))
+        ours = courier(engine, Clock()) if gone else courier(engine, Clock(), allowed=())
+        assert ours.deliver(ours.claim()[0]) == "failed"
+        assert len(receiver.received) == gone
+    (row,) = notices(engine)
+    assert row["state"] == "dead"
+    assert ("410" if gone else "public addresses only") in row["last_error"]
+
+
+def test_a_claim_that_nobody_began_is_due_again(url: str, engine: sa.Engine) -> None:
+    clock = Clock()
+    with Receiver() as receiver:
+        record(url, noticed("a", receiver.url))
+        ours = courier(engine, clock)
+        (lost,) = ours.claim()
+        clock.seconds += CLAIM_MS / 1000
+        (claim,) = ours.claim()
+        assert ours.deliver(lost) == "skipped"  # its message comes after all, too late
+        assert ours.deliver(claim) == "delivered"
+        assert ours.deliver(claim) == "skipped"  # and twice
+        assert len(receiver.received) == 1
+    assert notices(engine)[0]["attempts"] == 1
+
+
+def test_a_process_that_died_while_sending_sends_again_and_the_id_is_the_same(url: str, engine: sa.Engine) -> None:
+    clock = Clock()
+    with Receiver() as receiver:
+        record(url, noticed("a", receiver.url))
+        ours = courier(engine, clock)
+        begun = ours._outbox.begin(ours.claim()[0], START_MS)
+        assert begun is not None
+        ours._send(begun)  # and here it dies
+        clock.seconds += CLAIM_MS / 1000
+        assert ours.deliver(ours.claim()[0]) == "delivered"
+        assert [seen.headers["webhook-id"] for seen in receiver.received] == [f"msg_a_{START_MS}"] * 2
+    assert notices(engine)[0]["attempts"] == 2
+
+
+def test_what_kills_everyone_who_tries_it_comes_to_an_end(url: str, engine: sa.Engine) -> None:
+    clock = Clock()
+    record(url, noticed("a", "http://localhost:1/"))
+    ours = courier(engine, clock)
+    for _ in range(3):
+        (claim,) = ours.claim()
+        assert ours._outbox.begin(claim, round(clock() * 1000)) is not None
+        clock.seconds += CLAIM_MS / 1000
+    assert ours.claim() == []
+    assert (notices(engine)[0]["state"], notices(engine)[0]["last_error"]) == (
+        "dead",
+        "each process that tried it died",
+    )
+
+
+def test_one_host_does_not_take_every_place(url: str, engine: sa.Engine) -> None:
+    hanging = [noticed(f"a{n}", f"http://hanging.example/{n}", finished_ms=n + 1) for n in range(20)]
+    record(url, *hanging, noticed("b", "http://quick.example/", finished_ms=100))
+    ours = courier(engine, Clock(), per_host=3)
+    assert sorted(claim.id for claim in ours.claim()) == ["msg_a0_1", "msg_a1_2", "msg_a2_3", "msg_b_100"]
+    assert ours.claim() == []  # while these are on their way
+
+
+def test_two_sweeps_at_once_take_different_ones(url: str, engine: sa.Engine) -> None:
+    record(url, *(noticed(f"a{n}", f"http://host{n}.example/") for n in range(40)))
+    taken: list[Claim] = []
+    sweeps = [threading.Thread(target=lambda: taken.extend(courier(engine, Clock()).claim())) for _ in range(4)]
+    for sweep in sweeps:
+        sweep.start()
+    for sweep in sweeps:
+        sweep.join()
+    assert len(taken) == len({claim.id for claim in taken}) == 40
+
+
+def test_a_jobs_later_end_replaces_the_notice_of_the_earlier_one(url: str, engine: sa.Engine) -> None:
+    with Receiver() as receiver:
+        dead = failed("a", status=JobStatus.DEAD)
+        assert dead.request is not None
+        record(url, Finished(1, dead.result, dead.final_chunk, noticed("a", receiver.url).request))
+        record(url, noticed("a", receiver.url, token=2, finished_ms=START_MS + 5))
+        ours = courier(engine, Clock(START_MS / 1000 + 1))
+        assert sorted(ours.deliver(claim) for claim in ours.claim()) == ["delivered", "skipped"]
+        assert [json.loads(seen.body)["type"] for seen in receiver.received] == ["job.succeeded"]
+    assert [row["state"] for row in notices(engine)] == ["superseded", "delivered"]
+
+
+def test_long_and_purged_answers_are_left_out(url: str, engine: sa.Engine) -> None:
+    long = ChoiceResult(text="x" * (MAX_TEXT_BYTES + 1), finish_reason=FinishReason.LENGTH)
+    with Receiver() as receiver:
+        record(url, *(noticed(name, receiver.url) for name in ("purged", "removed")))
+        record(url, noticed("long", receiver.url, choices=(long,)))
+        with engine.begin() as connection:
+            connection.execute(sa.delete(jobs).where(jobs.c.id == "removed"))
+            connection.execute(sa.update(jobs).where(jobs.c.id == "purged").values(result=None, metadata=sa.null()))
+        ours = courier(engine, Clock())
+        assert [ours.deliver(claim) for claim in ours.claim()] == ["delivered"] * 3
+        data = [verify(seen.body, seen.headers, tenant_secret(SECRET, "acme"), now=Clock()()).data
+                for seen in receiver.received]  # fmt: skip
+    assert {one.job_id: (one.choices, one.status) for one in data} == dict.fromkeys(
+        ("purged", "removed", "long"), (None, JobStatus.SUCCEEDED)
+    )
+
+
+def test_nothing_is_sent_unsigned(url: str, engine: sa.Engine, caplog: pytest.LogCaptureFixture) -> None:
+    record(url, noticed("a", "http://localhost:1/"))
+    assert courier(engine, Clock(), secret="").claim() == []
+    assert "1 webhooks wait: TOKENMILL_WEBHOOK_SECRET is not set" in caplog.text
+    assert notices(engine)[0]["state"] == "pending"
