@@ -269,14 +269,22 @@ class Service:
         await asyncio.wait(waits, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
         for task in waits:
             task.cancel()
-        left = list(self._held.values())
-        if left:
-            log.info("handing over %d running jobs", len(left))
-            for delivery in left:
-                self.cancel(delivery.job_id)
-            with contextlib.suppress(RedisUnavailable):  # then their lease hands them over
-                await self._act_on(await self._publisher.flush())
-                await self._release([d for d in left if d.job_id in self._held], crash=False)
+        await self._hand_over()
+
+    async def _hand_over(self) -> None:
+        """What is known is logged, then nobody listens to the engine any more, and only then it is told to stop: else
+        the end that it reports would become the job's."""
+        left = list(self._held)
+        if not left:
+            return
+        log.info("handing over %d running jobs", len(left))
+        await self._act_on(await self._publisher.flush())
+        deliveries = list(self._held.values())
+        for delivery in deliveries:
+            self._publisher.close(delivery.job_id)
+            self.cancel(delivery.job_id)
+        with contextlib.suppress(RedisUnavailable):  # then their lease hands them over
+            await self._release(deliveries, crash=False)
 
     async def stop(self) -> None:
         """End the engine; `run_engine` returns."""
