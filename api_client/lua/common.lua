@@ -11,8 +11,16 @@ local function clock_ms()
   return tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 end
 
-local function whole(number) return string.format('%.0f', number) end
-local function exact(number) return string.format('%.17g', number) end
+-- What a hash holds may have been written by anybody who may write it: what is no number counts as `default`.
+local function number(value, default)
+  local found = tonumber(value or default)
+  if found and found > -2 ^ 53 and found < 2 ^ 53 then return found end
+  return tonumber(default)
+end
+
+local function class_of(value) return RANK[value] and value or 'standard' end
+local function whole(value) return string.format('%.0f', value) end
+local function exact(value) return string.format('%.17g', value) end
 local function job_key(id) return base .. 'job:' .. id end
 local function log_key(id) return base .. 'log:' .. id end
 local function tenant_key(tenant) return base .. 'tenant:' .. tenant end
@@ -80,7 +88,7 @@ local function leave_lane(id, class, tenant, entry)
   if not entry or entry == '' then return end
   local lane = lane_key(class, tenant)
   redis.pcall('XACK', lane, GROUP, entry)
-  redis.call('XDEL', lane, entry)
+  redis.pcall('XDEL', lane, entry)
   redis.call('HDEL', job_key(id), 'entry')
   if tenant ~= '' and redis.call('XLEN', lane) == 0 then redis.call('DEL', lane) end
 end
@@ -94,12 +102,13 @@ end
 local function end_waiting(id, state, code, message, now)
   local key = job_key(id)
   local job = redis.call('HMGET', key, 'class', 'tenant', 'entry', 'end', 'cost')
-  leave_lane(id, job[1], job[2], job[3])
+  local class = class_of(job[1])
+  leave_lane(id, class, job[2] or '', job[3])
   redis.call('ZREM', base .. 'returned', id)
   redis.call('ZREM', base .. 'delayed', id)
   redis.call('ZREM', base .. 'deadlines', id)
   redis.call('HSET', key, 'state', state, 'finished_ms', whole(now), 'error_code', code or '', 'error', message or '')
   redis.call('ZADD', base .. 'ended', whole(now), id)
-  count_queued(job[1], -1, tonumber(job[5] or 0))
-  publish_chunk(id, pack_end(id, tonumber(job[4] or 0), state, code, message))
+  count_queued(class, -1, number(job[5], 0))
+  publish_chunk(id, pack_end(id, math.max(0, number(job[4], 0)), state, code, message))
 end

@@ -18,8 +18,11 @@ for _, entry in ipairs(redis.call('XRANGE', base .. 'dead', '-', '+')) do
       redis.call('HSET', key, 'state', 'queued', 'attempt', '1')
       redis.call('PERSIST', key)
       redis.call('DEL', log_key(id))
-      count_queued(job[3], 1, tonumber(job[5] or 0))
-      enter_lane(id, job[3], job[4])
+      for _, field in ipairs(redis.call('HKEYS', key)) do  -- what the log told of its choices is gone with it
+        if string.sub(field, 1, 6) == 'ended:' then redis.call('HDEL', key, field) end
+      end
+      count_queued(class_of(job[3]), 1, number(job[5], 0))
+      enter_lane(id, class_of(job[3]), job[4] or '')
       revived[#revived + 1] = id
     end
     redis.call('XDEL', base .. 'dead', entry[1])

@@ -7,8 +7,8 @@ local log_ttl, reply = ARGV[3], {}
 local function append(id, token, index, count, publishes, ended, chunk)
   local key = job_key(id)
   local job = redis.call('HMGET', key, 'token', 'state', 'end', 'cancel')
-  if job[1] ~= token or job[2] ~= 'running' then return 'lost', tonumber(job[3] or 0) end
-  local last = tonumber(job[3] or 0)
+  if job[1] ~= token or job[2] ~= 'running' then return 'lost', number(job[3], 0) end
+  local last = number(job[3], 0)
   local stop = index + count
   if count > 0 and stop <= last then return 'duplicate', last end
   if count == 0 and redis.call('HEXISTS', key, 'ended:' .. ended) == 1 then return 'duplicate', last end

@@ -24,14 +24,15 @@ local function finish(id, token, state, result, chunk, served)
   if job[1] ~= token then return 0 end
   if job[3] then return 1 end
   if (job[4] or '') == '' then return 0 end  -- given back, and not claimed since
-  leave_lane(id, job[5], job[6], job[7])
-  let_go(id, job[4] or '', job[6])
+  local class, tenant = class_of(job[5]), job[6] or ''
+  leave_lane(id, class, tenant, job[7])
+  let_go(id, job[4] or '', tenant)
   redis.call('ZREM', base .. 'ended', id)
   redis.call('ZREM', base .. 'deadlines', id)
   redis.call('HSET', key, 'state', state, 'result', result, 'settled', '1', 'finished_ms', whole(now))
   redis.call('HINCRBY', meta, 'finished:' .. state, 1)
   redis.call('DEL', log_key(id))
-  settle_cost(job[5], job[6], tonumber(job[8] or 0), served)
+  settle_cost(class, tenant, number(job[8], 0), served)
   if state == 'dead' then
     bury_job(id, key)
   else

@@ -14,6 +14,10 @@ local function let_go(id, worker, tenant)
   redis.call('HINCRBY', meta, 'running', -1)
 end
 
+local function count_up(key, field)
+  redis.call('HSET', key, field, whole(number(redis.call('HGET', key, field), 0) + 1))
+end
+
 local function remember(key, line)
   local history = (redis.call('HGET', key, 'history') or '') .. line .. '\n'
   local _, lines = string.gsub(history, '\n', '\n')
@@ -27,7 +31,7 @@ end
 local function give_back(id, now, how, alone, delay_ms, note)
   local key = job_key(id)
   local job = redis.call('HMGET', key, 'state', 'worker', 'class', 'tenant', 'entry', 'created_ms', 'end', 'mark', 'cost')
-  local state, worker, class, tenant = job[1], job[2] or '', job[3], job[4]
+  local state, worker, class, tenant = job[1], job[2] or '', class_of(job[3]), job[4] or ''
   if not state then return end
   let_go(id, worker, tenant)
   if state ~= 'running' then  -- it ended while it waited, and was only to be written down
@@ -36,24 +40,23 @@ local function give_back(id, now, how, alone, delay_ms, note)
     return
   end
   leave_lane(id, class, tenant, job[5])
-  count_queued(class, 1, tonumber(job[9] or 0))
-  if how == 'crash' or (how == 'orphan' and tonumber(job[7] or 0) <= tonumber(job[8] or 0)) then
-    redis.call('HINCRBY', key, 'crashes', 1)
-    if alone then redis.call('HINCRBY', key, 'solo_crashes', 1) end
+  count_queued(class, 1, number(job[9], 0))
+  if how == 'crash' or (how == 'orphan' and number(job[7], 0) <= number(job[8], 0)) then
+    count_up(key, 'crashes')
+    if alone then count_up(key, 'solo_crashes') end
   end
-  if how == 'orphan' then redis.call('HINCRBY', key, 'orphaned', 1) end
+  if how == 'orphan' then count_up(key, 'orphaned') end
   if how ~= 'hand' then
     remember(key, whole(now) .. ' ' .. how .. (alone and ' alone' or '') .. ' on ' .. worker .. (note ~= '' and ': ' .. note or ''))
   end
   if how == 'dead' then redis.call('HSET', key, 'doomed', note) end
   if how == 'retry' then
-    redis.call('HSETNX', key, 'attempt', '1')
-    redis.call('HINCRBY', key, 'attempt', 1)
+    redis.call('HSET', key, 'attempt', whole(number(redis.call('HGET', key, 'attempt'), 1) + 1))
     redis.call('HSET', key, 'state', 'scheduled', 'worker', '')
     redis.call('ZADD', base .. 'delayed', whole(now + delay_ms), id)
   else
     redis.call('HSET', key, 'state', 'queued', 'worker', '')
-    to_front(id, class, tonumber(job[6] or now))
+    to_front(id, class, number(job[6], now))
   end
 end
 
@@ -71,10 +74,10 @@ local function promote(now)
     local job = redis.call('HMGET', job_key(id), 'state', 'class', 'tenant', 'attempt', 'created_ms')
     if job[1] == 'scheduled' then
       redis.call('HSET', job_key(id), 'state', 'queued')
-      if tonumber(job[4] or 1) > 1 then  -- a retry has queued once already
-        to_front(id, job[2], tonumber(job[5] or now))
+      if number(job[4], 1) > 1 then  -- a retry has queued once already
+        to_front(id, class_of(job[2]), number(job[5], now))
       else
-        enter_lane(id, job[2], job[3])
+        enter_lane(id, class_of(job[2]), job[3] or '')
       end
     end
   end

@@ -23,11 +23,11 @@ local function read_job(id)
     'orphaned')
   if not raw[1] or raw[2] or not raw[3] then return nil end
   return {
-    state = raw[1], request = raw[3], token = tonumber(raw[4] or 0), deliveries = tonumber(raw[5] or 0),
-    crashes = tonumber(raw[6] or 0), solo = tonumber(raw[7] or 0), attempt = tonumber(raw[8] or 1),
-    created = tonumber(raw[9] or 0), started = tonumber(raw[10] or 0), deadline = tonumber(raw[11] or 0),
-    cancel = raw[12], doomed = raw[13], class = raw[14], tenant = raw[15], index = tonumber(raw[16] or 0),
-    cost = tonumber(raw[17] or 0), orphaned = tonumber(raw[18] or 0),
+    state = raw[1], request = raw[3], token = number(raw[4], 0), deliveries = number(raw[5], 0),
+    crashes = number(raw[6], 0), solo = number(raw[7], 0), attempt = number(raw[8], 1),
+    created = number(raw[9], 0), started = number(raw[10], 0), deadline = number(raw[11], 0),
+    cancel = raw[12], doomed = raw[13], class = class_of(raw[14]), tenant = raw[15] or '', index = number(raw[16], 0),
+    cost = number(raw[17], 0), orphaned = number(raw[18], 0),
   }
 end
 
@@ -58,7 +58,8 @@ local function take(id, job, again)
   redis.call('HSET', job_key(id), 'token', whole(token), 'worker', worker, 'started_ms', whole(started),
     'end', whole(index), 'mark', whole(index))
   if not again then
-    job.deliveries = redis.call('HINCRBY', job_key(id), 'deliveries', 1)
+    job.deliveries = job.deliveries + 1
+    redis.call('HSET', job_key(id), 'deliveries', whole(job.deliveries))
     redis.call('SADD', held, id)
     tenant_running(job.tenant, 1)
     redis.call('HINCRBY', meta, 'running', 1)
