@@ -129,9 +129,22 @@ class Arena:
         serving = self._serving(*queues)
         return self._chance.choice(serving) if serving else None
 
-    def _pick_engine(self, *queues: str) -> psutil.Process | None:
-        engines = [engine for worker in self._serving(*queues) if (engine := worker.engine()) is not None]
-        return self._chance.choice(engines) if engines else None
+    async def _pick_engine(self, *queues: str) -> psutil.Process | None:
+        """One that has been ready: a worker whose first engine cannot even load ends, and says why."""
+        for _ in range(50):
+            ready = [worker for worker in self._serving(*queues) if worker.is_ready]
+            engines = [engine for worker in ready if (engine := worker.engine()) is not None]
+            if engines:
+                return self._chance.choice(engines)
+            await asyncio.sleep(0.2)
+        return None
+
+    async def assemble(self, timeout_s: float = 60.0) -> None:
+        """Until one worker of each troop is ready."""
+        async with asyncio.timeout(timeout_s):
+            for troop in self.troops:
+                while not any(w.is_ready for w in self._serving(troop.queue)):  # noqa: ASYNC110 - it is a process
+                    await asyncio.sleep(0.1)
 
     # ── faults of workers ──
 
@@ -178,14 +191,16 @@ class Arena:
         if (worker := self._pick(FAST.queue)) is not None:
             worker.ask_to_end()
             await asyncio.sleep(self._chance.uniform(0.0, 0.5))
-            worker.ask_to_end(self._chance.choice([signal.SIGTERM, signal.SIGINT]))
+            number = self._chance.choice([signal.SIGTERM, signal.SIGINT])
+            worker.may_end_with.add(-number)  # it may come when the event loop, and its handlers, are gone already
+            worker.ask_to_end(number)
             await worker.wait()
             self.survived["workers hurried out"] += 1
 
     # ── faults of engines: the worker itself goes on ──
 
     async def _signal_engine(self, queue: str, number: int, what: str) -> None:
-        if (engine := self._pick_engine(queue)) is not None:
+        if (engine := await self._pick_engine(queue)) is not None:
             with contextlib.suppress(psutil.Error):
                 engine.send_signal(number)
                 self.survived[what] += 1
@@ -202,7 +217,7 @@ class Arena:
             await self._signal_engine(REAL.queue, number, "engines told to end by a stranger")
 
     async def freeze_engine(self) -> None:
-        if (engine := self._pick_engine(FAST.queue, REAL.queue)) is not None:
+        if (engine := await self._pick_engine(FAST.queue, REAL.queue)) is not None:
             with contextlib.suppress(psutil.Error):
                 engine.send_signal(signal.SIGSTOP)
                 await asyncio.sleep(self._chance.uniform(0.5, 2 * LEASE_S))

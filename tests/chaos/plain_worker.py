@@ -1,8 +1,8 @@
 """A worker process as in production: `NAME REDIS_URL DATABASE_URL [NAME=VALUE…]`.
 
 What follows the addresses are settings. `engine_host=process` gives the engine a process of its own; otherwise it
-runs in a thread, which starts quicker. It says "listening" once signals are its own to handle; SIGUSR1 writes down
-what every task and thread is doing.
+runs in a thread, which starts quicker. It says "listening" once signals are its own to handle, and "ready" when its
+engine is; SIGUSR1 writes down what every task and thread is doing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.support.worker import settings, thread_host
 from worker.app import Worker
 from worker.telemetry import configure_logging
 
-LISTENING = "listening"
+LISTENING, READY = "[listening]", "[ready]"
 
 
 def main(name: str, redis_url: str, database: str, *changes: str) -> int:
@@ -37,6 +37,11 @@ async def serve(worker: Worker) -> int:
     serving = asyncio.create_task(worker.serve())
     await asyncio.sleep(0)  # it takes its signals first
     print(LISTENING, flush=True)  # noqa: T201
+    ready = asyncio.create_task(worker.ready.wait())
+    await asyncio.wait([serving, ready], return_when=asyncio.FIRST_COMPLETED)
+    if ready.done():
+        print(READY, flush=True)  # noqa: T201
+    ready.cancel()
     return await serving
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from tests.chaos.plain_worker import LISTENING
+from tests.chaos.plain_worker import LISTENING, READY
 from worker.tether import Tether
 
 ROOT = Path(__file__).parents[2]
@@ -66,6 +66,11 @@ class WorkerProcess:
     @property
     def words(self) -> str:
         return self.log.read_text(encoding="utf-8", errors="replace")
+
+    @property
+    def is_ready(self) -> bool:
+        """Has its engine been there once?"""
+        return READY in self.words
 
     def send(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -45,6 +45,7 @@ pytestmark = [
 SEED = int(os.environ.get("CHAOS_SEED", "0")) or random.SystemRandom().randrange(1 << 32)  # noqa: TID251
 MIN_JOBS = 300
 MIN_FAULTS = 20
+LONG = 20  # rounds from which on the real model has two workers
 
 
 def say(words):
@@ -138,7 +139,8 @@ async def test_chaos(make_valkey, own_postgres, workloads, tmp_path, rounds):
     database = own_postgres.create_database()
     migrate.upgrade(database)
     valkey = make_valkey(settings={"appendfsync": "always"})
-    arena = Arena(valkey, own_postgres, database, tmp_path, chance)
+    troops = (FAST, dataclasses.replace(REAL, size=2 if rounds >= LONG else 1))
+    arena = Arena(valkey, own_postgres, database, tmp_path, chance, troops)
     started = time.monotonic()
     say(f"seed {SEED}, {rounds} rounds")
     keeping_up = asyncio.create_task(arena.keep_up())
@@ -148,6 +150,7 @@ async def test_chaos(make_valkey, own_postgres, workloads, tmp_path, rounds):
             Crowd(valkey.url, database, REAL.queue, workloads[1], chance) as real,
         ):
             crowds = (fast, real)
+            await arena.assemble()
             await rage(arena, crowds, rounds, chance)
             await wait_for_rows(arena, sum(len(crowd.wanted) for crowd in crowds), 120 + rounds)
             for crowd in crowds:
