@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from worker.engine.kernels.linear import LinearKernels
 from worker.engine.kernels.toolchain import KernelUnavailableError
 from worker.engine.model.fused import Packing, optimise, swap_modules
 from worker.engine.model.fused.layer import FusedLayer
+from worker.engine.model.fused.modules import FusedAttention
 from worker.engine.model.paged import IMPLEMENTATION, LayerBinding, PagedStep, register
 
 MODULES = {
@@ -217,7 +218,7 @@ def test_a_row_is_the_same_in_every_batch_and_with_any_number_of_threads(folder_
         found = {}
         for count, num_threads in ((40, 1), (40, 3), (7, 2), (1, 1), (1, 2)):
             torch.set_num_threads(num_threads)
-            found[count, num_threads] = through_layers(model, hidden[:, :count])
+            found[count, num_threads] = through_layers(model.get_submodule("model.layers")[:], hidden[:, :count])  # type: ignore[index]
     finally:
         torch.set_num_threads(threads)
     for (count, _), rows in found.items():
@@ -225,7 +226,7 @@ def test_a_row_is_the_same_in_every_batch_and_with_any_number_of_threads(folder_
 
 
 @torch.inference_mode()
-def through_layers(model: nn.Module, hidden: Tensor) -> Tensor:
+def through_layers(layers: Iterable[nn.Module], hidden: Tensor) -> Tensor:
     """Every row as a sequence of its own."""
     count = hidden.shape[1]
     backend = CpuAttention()
@@ -241,8 +242,7 @@ def through_layers(model: nn.Module, hidden: Tensor) -> Tensor:
     binding = LayerBinding(0, cache, AttentionShape(4, 2, 16, 0.25))
     step = PagedStep(backend, [binding] * 4, (metadata,))
     tables = torch.ones(1, count, 16), torch.zeros(1, count, 16)
-    for layer in model.get_submodule("model.layers").children():
-        assert isinstance(layer, FusedLayer)
+    for layer in layers:
         hidden = layer(hidden, position_embeddings=tables, paged=step)
     return hidden
 
@@ -254,6 +254,32 @@ def test_what_a_layer_has_is_found_through_its_stand_in(folder_of: Callable[[str
     assert layer.hidden_size == 64
     with pytest.raises(AttributeError):
         layer.no_such_thing  # noqa: B018
+
+
+@pytest.mark.parametrize(("family", "rows"), [("llama", 1), ("qwen3", 1), ("gemma2", 4), ("gemma3", 4)])
+def test_layers_that_are_called_alike_run_as_one(family: str, rows: int, folder_of: Callable[[str], Path]) -> None:
+    """Families whose layers differ by their type get each layer by itself."""
+    model = optimise(load(folder_of(family)), EngineConfig(model=family, device="cpu"))
+    layers: Any = model.get_submodule("model.layers")
+    assert len(layers) == 4
+    assert len(layers[:4]) == rows
+    assert [name for name, module in model.named_modules() if isinstance(module, FusedAttention)] == [
+        f"model.layers.{index}.layer.self_attn" for index in range(4)
+    ]
+
+
+def test_layers_run_as_one_give_the_bits_of_layers_run_in_turn(folder_of: Callable[[str], Path]) -> None:
+    model = optimise(load(folder_of("qwen3")), EngineConfig(model="qwen3", device="cpu"))
+    layers: Any = model.get_submodule("model.layers")
+    hidden = torch.randn(1, 9, 64)
+    in_turn = through_layers(list(layers), hidden)
+    assert torch.equal(through_layers(layers[:], hidden), in_turn)
+    for layer in layers:
+        layer.is_whole = False
+    assert torch.allclose(through_layers(layers[:], hidden), in_turn, atol=1e-5)
+    layers[2].layer.mlp.down = None  # the parts themselves run now: one that is broken is noticed
+    with pytest.raises(TypeError):
+        through_layers(layers[:], hidden)
 
 
 def test_an_unknown_activation_is_left_alone(folder_of: Callable[[str], Path]) -> None:

@@ -1,21 +1,18 @@
-"""A whole decoder layer as one call: norms, products, rotation, cache write, attention and additions in C++.
+"""Stand-ins for a decoder layer, and for a model's whole list of them, that run as one call into the kernels.
 
-Stands in for a layer whose parts were swapped already, and runs those parts themselves wherever the step
-is not one of the CPU backend's. It knows two shapes: pre-norm (Llama) and norms on both sides (Gemma).
+They run the layers' own modules, whose parts were swapped already, wherever a step is not one that the kernels
+take, or while `is_whole` is off: then whoever put something between the parts sees every one of them run.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from worker.engine.attention import AttentionMetadata
-from worker.engine.attention.cpu import CpuAttention
-from worker.engine.kernels.program import Program
-from worker.engine.model.fused.layer_calls import LayerCalls, LayerParts, Scratch
-from worker.engine.model.paged import LayerBinding, PagedStep
+from worker.engine.model.fused.layer_calls import LayerParts, Scratch
+from worker.engine.model.fused.layer_run import LayerRun
 
 
 class FusedLayer(nn.Module):
@@ -24,14 +21,9 @@ class FusedLayer(nn.Module):
     def __init__(self, layer: nn.Module, parts: LayerParts, scratch: Scratch) -> None:
         super().__init__()
         self.layer = layer
-        self._parts = parts
-        self._scratch = scratch
-        self._calls = LayerCalls(parts)
-        self._layer_idx = parts.attention.layer_idx
-        self._backend: CpuAttention | None = None
-        self._binding: LayerBinding | None = None
-        self._version = self._num_tokens = -1
-        scratch.reserve(parts.widths, parts.weights)
+        self.parts, self.members = parts, (parts,)
+        self.is_whole = True
+        self._run = LayerRun([parts], scratch)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -40,41 +32,47 @@ class FusedLayer(nn.Module):
             return getattr(super().__getattr__("layer"), name)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        step, tables = kwargs.get("paged"), kwargs.get("position_embeddings")
-        if not args and tables is not None and isinstance(step, PagedStep) and isinstance(step.backend, CpuAttention):
-            binding = step.layers[self._layer_idx]
-            if _is_plain(hidden_states) and _is_plain(tables[0]) and _is_plain(tables[1]):
-                return self._run(hidden_states, tables, step.backend, binding, step.metadata[binding.group])
-        return self.layer(hidden_states, *args, **kwargs)
-
-    def _run(
-        self,
-        hidden_states: Tensor,
-        tables: tuple[Tensor, Tensor],
-        backend: CpuAttention,
-        binding: LayerBinding,
-        metadata: AttentionMetadata,
-    ) -> Tensor:
-        num_tokens, calls, scratch = hidden_states.shape[-2], self._calls, self._scratch
-        scratch.fit(num_tokens)
-        if self._version != scratch.version:
-            calls.point(scratch, self._parts)
-            self._version = scratch.version
-        if self._num_tokens != num_tokens:
-            calls.resize(num_tokens)
-            self._num_tokens = num_tokens
-        if self._backend is not backend:
-            self._program = Program(calls.steps(backend))
-            self._backend = backend
-        if self._binding is not binding:
-            calls.bind(binding, metadata)
-            self._binding = binding
-        out = torch.empty_like(hidden_states)
-        calls.use(hidden_states.data_ptr(), out.data_ptr(), tables, metadata)
-        backend.use_workspace(calls.attend, 0)
-        self._program.run(scratch.num_threads, lambda missing: backend.use_workspace(calls.attend, missing))
-        return out
+        out = self._run(hidden_states, kwargs) if self.is_whole and not args else None
+        return self.layer(hidden_states, *args, **kwargs) if out is None else out
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    return tensor.dtype == torch.float32 and tensor.is_contiguous() and tensor.numel() > 0
+class FusedList(nn.ModuleList):
+    """A model's decoder layers, which its own loop gets as one layer: `layers[:n]` is what Transformers runs."""
+
+    def __init__(self, layers: Sequence[FusedLayer], scratch: Scratch) -> None:
+        super().__init__(layers)
+        self._rows = (FusedRow(layers, scratch),)  # in a tuple: its layers are children of this list already
+
+    @property
+    def row(self) -> FusedRow:
+        return self._rows[0]
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice) and index.indices(len(self)) == (0, len(self), 1):
+            return self._rows
+        return super().__getitem__(index)
+
+
+class FusedRow(nn.Module):
+    """Layers as one; what else they have in common is found through the first."""
+
+    def __init__(self, layers: Sequence[FusedLayer], scratch: Scratch) -> None:
+        super().__init__()
+        self._layers = tuple(layers)
+        self.members = tuple(layer.parts for layer in layers)
+        self._run = LayerRun(self.members, scratch)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_layers"][0], name)
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        is_whole = not args and all(layer.is_whole for layer in self._layers)
+        out = self._run(hidden_states, kwargs) if is_whole else None
+        if out is not None:
+            return out
+        for layer in self._layers:
+            hidden_states = layer(hidden_states, *args, **kwargs)
+        return hidden_states

@@ -1,13 +1,15 @@
-"""Finds the decoder layers that run as one call, and keeps a stand-in only if it agrees with the layer.
+"""Finds the decoder layers that run as one call, and keeps a stand-in only if it agrees with what it replaces.
 
 Both are run on the same rows with a small cache of their own: the rows that come out and what was written
-to the cache must be equal.
+to the cache must be equal. Layers that were all taken, and are all called alike, become one call together.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 from worker.engine.attention import AttentionMetadata, AttentionShape
 from worker.engine.attention.cpu import CpuAttention
 from worker.engine.model.fused.agreement import call_attention, close, random_rows, random_tables
-from worker.engine.model.fused.layer import FusedLayer
+from worker.engine.model.fused.layer import FusedLayer, FusedList, FusedRow
 from worker.engine.model.fused.layer_calls import LayerParts, Scratch
 from worker.engine.model.fused.modules import FusedAttention, FusedMLP, FusedNorm
 from worker.engine.model.paged import LayerBinding, PagedStep
@@ -32,13 +34,45 @@ def fuse_layers(model: nn.Module) -> Counter[str]:
     """Swap in place what fits; the count of stand-ins."""
     scratch = Scratch()
     count = 0
-    for stack in [module for module in model.modules() if isinstance(module, nn.ModuleList)]:
+    for parent, name, stack in list(_lists(model)):
         for index, layer in enumerate(stack):
             parts = _parts(layer)
-            if parts is not None and _agrees(layer, candidate := FusedLayer(layer, parts, scratch), parts):
+            if parts is not None and _agrees([layer], candidate := FusedLayer(layer, parts, scratch)):
                 stack[index] = candidate
                 count += 1
+        joined = _joined(model, list(stack), scratch)
+        if joined is not None:
+            setattr(parent, name, joined)
     return Counter({FusedLayer.__name__: count} if count else {})
+
+
+def _lists(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.ModuleList]]:
+    for parent in model.modules():
+        for name, child in parent.named_children():
+            if isinstance(child, nn.ModuleList):
+                yield parent, name, child
+
+
+def _joined(model: nn.Module, layers: list[nn.Module], scratch: Scratch) -> FusedList | None:
+    fused = [layer for layer in layers if isinstance(layer, FusedLayer)]
+    if len(fused) < max(len(layers), 2) or not _are_called_alike(model, fused):
+        return None
+    candidate = FusedList(fused, scratch)
+    return candidate if _agrees(fused, candidate.row) else None
+
+
+def _are_called_alike(model: nn.Module, layers: list[FusedLayer]) -> bool:
+    """Families that choose masks or rotary tables by the layer's type are told apart by the types."""
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    types = set(getattr(config, "layer_types", None) or [])
+    own_types = {getattr(layer, "attention_type", None) for layer in layers}
+    return len(types) <= 1 and len(own_types) == 1 and len({_geometry(layer.parts) for layer in layers}) == 1
+
+
+def _geometry(parts: LayerParts) -> tuple[int, ...]:
+    attention = parts.attention
+    return parts.hidden, attention.num_heads, attention.num_kv_heads, attention.head_dim, attention.rotary_dim
 
 
 def _parts(layer: nn.Module) -> LayerParts | None:
@@ -61,13 +95,15 @@ def _parts(layer: nn.Module) -> LayerParts | None:
     return LayerParts(attention, mlp, (norms[0], norms[1]), tuple(norms[2:]))
 
 
-def _agrees(layer: nn.Module, candidate: nn.Module, parts: LayerParts) -> bool:
-    attention = parts.attention
+def _agrees(layers: Sequence[nn.Module], candidate: FusedLayer | FusedRow) -> bool:
+    members = candidate.members
+    attention = members[0].attention
     shape = _shape(attention, attention.qkv.k)
     if shape is None or CpuAttention.why_not(torch.device("cpu"), torch.float32, shape, _BLOCK_SIZE) is not None:
         return False
     tables = random_tables(attention.rotary_dim)
-    expected, found = (_run(module, attention, shape, tables) for module in (layer, candidate))
+    ids = [parts.attention.layer_idx for parts in members]
+    expected, found = (_run(modules, ids, shape, tables, attention.qkv.k) for modules in (layers, [candidate]))
     if expected is None or found is None:
         return False
     return all(close(a, b) for a, b in zip(expected, found, strict=True))
@@ -84,22 +120,24 @@ def _shape(attention: FusedAttention, width: int) -> AttentionShape | None:
 
 @torch.inference_mode()
 def _run(
-    module: nn.Module, attention: FusedAttention, shape: AttentionShape, tables: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor] | None:
-    """The rows that come out and the cache; None where the module does not take or give what layers usually do."""
+    modules: Sequence[nn.Module], ids: list[int], shape: AttentionShape, tables: tuple[Tensor, Tensor], width: int
+) -> tuple[Tensor, ...] | None:
+    """The rows that come out and the caches; None where a module does not take or give what layers usually do."""
     backend = CpuAttention()
-    cache = torch.zeros(3, 2, *backend.block_shape(_BLOCK_SIZE, shape.num_kv_heads, shape.head_dim))
-    binding = LayerBinding(0, cache, shape)
-    step = PagedStep(backend, {attention.layer_idx: binding}, (_metadata(),))  # type: ignore[arg-type]
-    rows = random_rows(attention.qkv.k)
+    block = backend.block_shape(_BLOCK_SIZE, shape.num_kv_heads, shape.head_dim)
+    caches = [torch.zeros(3, 2, *block) for _ in ids]
+    bindings = {index: LayerBinding(0, cache, shape) for index, cache in zip(ids, caches, strict=True)}
+    step = PagedStep(backend, bindings, (_metadata(),))  # type: ignore[arg-type]
+    out = rows = random_rows(width)
     kept = rows.clone()
     try:
-        out = module(rows, attention_mask=None, position_ids=None, past_key_values=None, use_cache=False,
-                     position_embeddings=tables, paged=step)  # fmt: skip
+        for module in modules:
+            out = module(out, attention_mask=None, position_ids=None, past_key_values=None, use_cache=False,
+                         position_embeddings=tables, paged=step)  # fmt: skip
     except Exception as error:
         log.debug("not fused: %s", error)
         return None
-    return (out, cache) if isinstance(out, Tensor) and torch.equal(rows, kept) else None
+    return (out, *caches) if isinstance(out, Tensor) and torch.equal(rows, kept) else None
 
 
 def _metadata() -> AttentionMetadata:
