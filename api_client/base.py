@@ -53,6 +53,16 @@ class ClientBase:
     def has_database(self) -> bool:
         return self._database is not None
 
+    @property
+    def database(self) -> str | None:
+        """Its URL."""
+        return self._database
+
+    @property
+    def view(self) -> QueueView:
+        """What a program of one's own needs to know."""
+        return self._view
+
     def look_up(self, job_id: str) -> JobResult | None:
         """In the database, if there is one."""
         if self._database is None:

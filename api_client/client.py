@@ -140,6 +140,10 @@ class Client(ClientBase):
 
     # ── performing programs ──
 
+    def perform(self, program: Program[T]) -> T:
+        """Run a program over effects, for what is built on the client beside its own calls."""
+        return self._run(program)
+
     def _run(self, program: Program[T]) -> T:
         """A program that tells nothing on the way."""
         driver = self._drive(program)
