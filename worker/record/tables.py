@@ -194,7 +194,7 @@ batch_items: Final = Table(
     Column("line", Integer, primary_key=True),  # 1 for the file's first
     Column("custom_id", Text),  # as far as the line has one
     Column("job_id", String(255)),
-    Column("state", String(16), nullable=False),
+    Column("state", String(16), nullable=False),  # refused: a bad request; invalid: no request at all
     Column("error_code", String(64)),
     Column("error_message", Text),
     Column("error_param", String(255)),
