@@ -1,0 +1,69 @@
+"""A database as producers open it: the URL forms, timeouts, and one sentence for each of its errors.
+
+Needs the extra `sql` (SQLAlchemy). It knows no table.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from api_client.errors import ConfigurationError, QueueUnavailable
+
+if TYPE_CHECKING:
+    import sqlalchemy
+
+
+class Database:
+    """Safe to share between threads. `sql` is the module sqlalchemy, imported when it is needed."""
+
+    def __init__(self, url: str) -> None:
+        try:
+            import sqlalchemy
+        except ImportError as error:
+            raise ConfigurationError(
+                "reading results from SQL needs SQLAlchemy: pip install 'tokenmill[sql]' (and psycopg for PostgreSQL)"
+            ) from error
+        self.sql = sqlalchemy
+        try:
+            self._engine = sqlalchemy.create_engine(_address(url), pool_pre_ping=True, connect_args=_options(url))
+        except ImportError as error:
+            raise ConfigurationError(f"the database's driver is not installed: {error}") from error
+        except sqlalchemy.exc.ArgumentError as error:
+            raise ConfigurationError("the database URL is not one: sqlite:///FILE or postgresql://…") from error
+
+    @contextmanager
+    def connection(self) -> Iterator[sqlalchemy.Connection]:
+        """One transaction, committed at the end. Errors become ours, in one sentence without the statement."""
+        try:
+            with self._engine.begin() as connection:
+                yield connection
+        except self.sql.exc.SQLAlchemyError as error:
+            words = " ".join(str(getattr(error, "orig", None) or error).split())[:300]
+            if "unable to open database file" in words:
+                raise ConfigurationError(f"there is no database at {self._engine.url.database}") from error
+            if re.search(r"no such table|does not exist", words):
+                raise ConfigurationError(
+                    f"the database has no results table ({words}): `tokenmill db upgrade`"
+                ) from error
+            raise QueueUnavailable(f"the database cannot be read: {words}") from error
+
+    def has_table(self, name: str) -> bool:
+        with self.connection() as connection:
+            return bool(self.sql.inspect(connection).has_table(name))
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+
+def _address(url: str) -> str:
+    """PostgreSQL through psycopg 3; SQLite without making a file that is not there."""
+    if url.startswith("sqlite:///") and "?" not in url:
+        return "sqlite:///file:" + url.removeprefix("sqlite:///") + "?mode=rw&uri=true"
+    return re.sub(r"^postgres(ql)?://", "postgresql+psycopg://", url)
+
+
+def _options(url: str) -> dict[str, Any]:
+    return {"connect_timeout": 5} if url.startswith("postgres") and "connect_timeout" not in url else {}
