@@ -139,7 +139,7 @@ class Arena:
             await asyncio.sleep(0.2)
         return None
 
-    async def assemble(self, timeout_s: float = 60.0) -> None:
+    async def assemble(self, timeout_s: float = 120.0) -> None:
         """Until one worker of each troop is ready."""
         async with asyncio.timeout(timeout_s):
             for troop in self.troops:

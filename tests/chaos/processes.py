@@ -30,7 +30,7 @@ def environment(folder: Path, mark: str) -> dict[str, str]:
     values = dict(os.environ)  # noqa: TID251 - handed on, not read
     values.pop("PYTHONDONTWRITEBYTECODE", None)
     (folder / "tmp").mkdir(exist_ok=True)
-    return values | {MARK: mark, "TMPDIR": str(folder / "tmp"), "PYTHONPYCACHEPREFIX": str(folder / "bytecode")}
+    return values | {MARK: mark, "TMPDIR": str(folder / "tmp")}
 
 
 class WorkerProcess:
