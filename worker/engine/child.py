@@ -7,6 +7,7 @@ middle of a step.
 
 from __future__ import annotations
 
+import gc
 import os
 import queue
 import signal
@@ -62,6 +63,8 @@ def _serve(start: _Start, mailbox: Mailbox, emit: Callable[[Report], None]) -> i
     except Exception as error:
         emit(Broken(f"{type(error).__name__}: {error}", at_start=True))
         return 1
+    gc.collect()
+    gc.freeze()  # the model and its libraries: every full collection would go through them, in the middle of a step
     EngineLoop(engine, mailbox, emit).run()
     return 0
 

@@ -1,5 +1,6 @@
 """Our engine, bare: one process, no queue, no text; `python -m` runs it as a child of the benchmark."""
 
+import gc
 import os
 import time
 
@@ -22,6 +23,8 @@ class Tokenmill:
             **fields,  # type: ignore[arg-type]
         )
         self._engine = self._load(config)
+        gc.collect()
+        gc.freeze()  # as the worker's engine process does
         self.description = self._engine.runner.description
 
     def _load(self, config: EngineConfig) -> Engine:
