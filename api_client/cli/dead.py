@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from api_client.cli.output import ago, emit, err, out, say, table
+from api_client.cli.output import ago, emit, err, out, say, show_redriven, table
 from api_client.cli.target import Json, Target, connected
 from api_client.errors import InvalidRequest
 
@@ -54,15 +54,5 @@ def redrive(
         raise InvalidRequest(["give the ids of jobs, or --all"])
     with target.client() as client:
         revived = list(client.redrive(job or None, limit))
-    missing = [job_id for job_id in job or [] if job_id not in revived]
-    if json:
-        emit({"redriven": revived, "not_dead": missing})
-    else:
-        for job_id in revived:
-            say(f"{job_id} redriven\n")
-        for job_id in missing:
-            say(f"{job_id} is not a dead job\n")
-        if not job and not revived:
-            err().print("[dim]no dead jobs[/dim]")
-    if missing:
+    if not show_redriven(revived, job or (), "job", json=json):
         raise typer.Exit(1)

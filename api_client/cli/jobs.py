@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -10,6 +11,7 @@ import typer
 from rich.text import Text
 
 from api_client.cli.follow import show_answer
+from api_client.cli.moments import moment_ms
 from api_client.cli.output import ago, clock, complain, emit, err, out, say, seconds, state, table
 from api_client.cli.target import Job, Json, Target, connected
 from api_client.errors import TokenmillError
@@ -88,6 +90,25 @@ def cancel(
         say(f"{job_id} {words}\n")
 
 
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """Which jobs to list. What only ended jobs have (`is_of_ended`) leaves out those that are not over."""
+
+    state: State | None
+    tenant: str | None
+    batch: str | None
+    model: str | None
+    since_ms: int | None
+    until_ms: int | None
+    after: str | None
+    limit: int
+    every_queue: bool
+
+    @property
+    def is_of_ended(self) -> bool:
+        return any(value is not None for value in (self.batch, self.model, self.since_ms, self.until_ms, self.after))
+
+
 def jobs(
     target: Target,
     *,
@@ -97,17 +118,24 @@ def jobs(
     ] = None,
     tenant: Annotated[str | None, typer.Option(help="Only this tenant's.")] = None,
     batch: Annotated[str | None, typer.Option(help="Only this batch's; ended ones.")] = None,
+    only_model: Annotated[str | None, typer.Option("--only-model", help="Only this model's; ended ones.")] = None,
+    since: Annotated[str | None, typer.Option(help="Ended at or after it: 2h, 7d, 2026-01-31.", metavar="WHEN")] = None,
+    until: Annotated[str | None, typer.Option(help="Ended before it.", metavar="WHEN")] = None,
+    after: Annotated[
+        str | None, typer.Option(help="The page of ended ones behind this cursor.", metavar="CURSOR")
+    ] = None,
     limit: Annotated[int, typer.Option("--limit", "-l", min=1, help="At most so many of each kind.")] = 20,
     all_queues: Annotated[bool, typer.Option("--all-queues", help="Ended jobs of every queue.")] = False,
     json: Json = False,
 ) -> None:
     """List jobs: those that are not over from the queue, ended ones from SQL, the newest first."""
+    what = _Wanted(wanted, tenant, batch, only_model, moment_ms(since), moment_ms(until), after, limit, all_queues)
     found: list[Listed] = []
     troubles: list[TokenmillError] = []
-    kinds = [kind for kind, has in ((_open, _is_open(wanted)), (_ended, _is_ended(wanted))) if has]
+    kinds = [kind for kind, has in ((_open, _is_open(what)), (_ended, _is_ended(what))) if has]
     for kind in kinds:
         try:
-            found += kind(target, wanted, tenant, batch, limit, all_queues)
+            found += kind(target, what)
         except TokenmillError as error:
             troubles.append(error)
     if troubles and len(troubles) == len(kinds):
@@ -121,37 +149,51 @@ def jobs(
         table(["JOB", "STATUS", "CLASS", "TENANT", *right, ""], map(_row, found), notes=True)
     else:
         err().print("[dim]no jobs[/dim]")
+    ended = [job for job in found if isinstance(job, JobRow)]
+    if len(ended) == limit:
+        err().print(f"[dim]more: --after {ended[-1].cursor}[/dim]")
 
 
-def _is_open(wanted: State | None) -> bool:
+def _is_open(what: _Wanted) -> bool:
     """Dead jobs count: they are Redis's to keep until they are redriven."""
-    return wanted in (None, State.OPEN, State.SCHEDULED, State.QUEUED, State.RUNNING, State.DEAD)
+    if what.state is None:
+        return not what.is_of_ended
+    return what.state in (State.OPEN, State.SCHEDULED, State.QUEUED, State.RUNNING) or (
+        what.state is State.DEAD and not what.is_of_ended
+    )
 
 
-def _is_ended(wanted: State | None) -> bool:
-    return wanted is None or not _is_open(wanted)
+def _is_ended(what: _Wanted) -> bool:
+    return what.state is None or not _is_open(what)
 
 
-def _open(
-    target: Target, wanted: State | None, tenant: str | None, batch: str | None, limit: int, _all: bool
-) -> list[Listed]:
-    if batch is not None:
+def _open(target: Target, what: _Wanted) -> list[Listed]:
+    if what.is_of_ended:
         return []
-    narrow = None if wanted in (None, State.OPEN) else JobStatus(str(wanted))
+    narrow = None if what.state in (None, State.OPEN) else JobStatus(str(what.state))
     with target.client() as client:
-        infos = client.list(narrow, limit)
+        infos = client.list(narrow, what.limit)
     return [
-        info for info in infos if tenant in (None, info.tenant) and (narrow is not None or not info.status.is_final)
+        info
+        for info in infos
+        if what.tenant in (None, info.tenant) and (narrow is not None or not info.status.is_final)
     ]
 
 
-def _ended(
-    target: Target, wanted: State | None, tenant: str | None, batch: str | None, limit: int, every_queue: bool
-) -> list[Listed]:
-    narrow = None if wanted in (None, State.ENDED) else str(wanted)
-    queue = None if every_queue else target.queue_name
+def _ended(target: Target, what: _Wanted) -> list[Listed]:
     with target.results() as results:
-        return list(results.jobs(status=narrow, tenant=tenant, queue=queue, batch_id=batch, limit=limit))
+        found = results.jobs(
+            status=None if what.state in (None, State.ENDED) else str(what.state),
+            tenant=what.tenant,
+            queue=None if what.every_queue else target.queue_name,
+            model=what.model,
+            batch_id=what.batch,
+            since_ms=what.since_ms,
+            until_ms=what.until_ms,
+            after=what.after,
+            limit=what.limit,
+        )
+    return list(found)
 
 
 def _row(job: Listed) -> Sequence[Any]:

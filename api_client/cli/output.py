@@ -99,3 +99,18 @@ def seconds(milliseconds: float) -> str:
 def clock(moment_ms: int) -> str:
     """Local time, to the second."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment_ms / 1000)) if moment_ms else "–"
+
+
+def show_redriven(revived: Sequence[str], asked: Sequence[str], noun: str, *, json: bool) -> bool:
+    """What went back, and what was asked for and did not. Returns whether all that were asked for went."""
+    missing = [name for name in asked if name not in revived]
+    if json:
+        emit({"redriven": revived, "not_dead": missing})
+        return not missing
+    for name in revived:
+        say(f"{name} redriven\n")
+    for name in missing:
+        say(f"{name} is not a dead {noun}\n")
+    if not asked and not revived:
+        err().print(f"[dim]no dead {noun}s[/dim]")
+    return not missing

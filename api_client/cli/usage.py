@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import re
 from collections.abc import Sequence
 from typing import Annotated, cast
@@ -9,7 +11,7 @@ from typing import Annotated, cast
 import typer
 from rich.text import Text
 
-from api_client.cli.output import emit, err, seconds, table
+from api_client.cli.output import emit, err, say, seconds, table
 from api_client.cli.target import Json, Target, connected
 from api_client.errors import ConfigurationError
 from api_client.sql import GROUPINGS, Grouping, UsageRow
@@ -24,12 +26,16 @@ def usage(
     *,
     by: Annotated[str, typer.Option(help=f"Columns to group by: {', '.join(GROUPINGS)}.")] = "day,tenant,model",
     tenant: Annotated[str | None, typer.Option(help="Only this tenant's.")] = None,
+    only_model: Annotated[str | None, typer.Option("--only-model", help="Only this model's.")] = None,
     since: Annotated[str | None, typer.Option(help="First day, UTC.", metavar="YYYY-MM-DD")] = None,
     until: Annotated[str | None, typer.Option(help="Last day, UTC.", metavar="YYYY-MM-DD")] = None,
     one_queue: Annotated[bool, typer.Option("--one-queue", help="Only the queue named by --queue.")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV, with a line of names.")] = False,
     json: Json = False,
 ) -> None:
     """Jobs, tokens and mean times of finished jobs, of every queue, by tenant, model and day."""
+    if json and as_csv:
+        raise ConfigurationError("give --json or --csv, not both")
     columns = tuple(word.strip() for word in by.split(",") if word.strip())
     for day in (since, until):
         if day is not None and not re.fullmatch(r"\d{4}-\d{2}-\d{2}", day):
@@ -38,12 +44,15 @@ def usage(
         rows = results.usage(
             by=cast("Sequence[Grouping]", columns),
             tenant=tenant,
+            model=only_model,
             queue=target.queue_name if one_queue else None,
             since_day=since,
             until_day=until,
         )
     if json:
         emit([_as_object(row, columns) for row in rows])
+    elif as_csv:
+        say(_as_csv(rows, columns))
     elif rows:
         numbers = ["JOBS", "OK", "PROMPT", "CACHED", "GENERATED", "FIRST TOKEN", "WHOLE JOB"]
         lines = [_line(row) for row in rows]
@@ -57,6 +66,15 @@ def usage(
 def _as_object(row: UsageRow, columns: Sequence[str]) -> dict[str, object]:
     values = {name: getattr(row, name) for name in UsageRow.__struct_fields__ if name != "group"}
     return {**dict(zip(columns, row.group, strict=True)), **values}
+
+
+def _as_csv(rows: Sequence[UsageRow], columns: Sequence[str]) -> str:
+    lines = io.StringIO()
+    names = [name for name in UsageRow.__struct_fields__ if name != "group"]
+    writer = csv.writer(lines, lineterminator="\n")
+    writer.writerow([*columns, *names])
+    writer.writerows([*row.group, *(getattr(row, name) for name in names)] for row in rows)
+    return lines.getvalue()
 
 
 def _line(row: UsageRow) -> tuple[object, ...]:

@@ -1,0 +1,145 @@
+"""The commands that read SQL alone, as a user types them: pages, moments, CSV, webhooks."""
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from typer.testing import CliRunner, Result
+
+from api_client.cli import app
+from api_client.webhooks import tenant_secret
+from tests.record.support import failed, finished
+from tests.tasks.support import SECRET, noticed, record
+from worker.record.connection import open_engine
+from worker.record.migrate import upgrade
+from worker.tasks.rollup import RollUp
+
+DAY_MS = 86_400_000
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> str:
+    url = f"sqlite:///{tmp_path}/t.db"
+    upgrade(url)
+    return url
+
+
+def run(database: str, *arguments: str, **variables: str) -> Result:
+    where = {"TOKENMILL_DATABASE_URL": database, "TOKENMILL_QUEUE": "q", "COLUMNS": "200", **variables}
+    return CliRunner().invoke(app, list(arguments), env=where)
+
+
+def test_pages_follow_one_another_to_the_end(database: str) -> None:
+    """Jobs that ended in the same millisecond stand on both sides of a page's end; new ones shift nothing."""
+    record(database, *(finished(f"j{n:02}", finished_ms=1000 + n // 3) for n in range(10)))
+    seen: list[str] = []
+    arguments: list[str] = []
+    for _ in range(4):
+        answer = run(database, "jobs", "--state", "ended", "--limit", "3", "--json", *arguments)
+        page = json.loads(answer.stdout)
+        seen += [job["job_id"] for job in page]
+        record(database, finished(f"new{len(seen)}", finished_ms=5000))
+        words = answer.stderr.split("--after ")
+        arguments = ["--after", words[1].strip()] if len(words) > 1 else []
+    assert seen == [f"j{n:02}" for n in reversed(range(10))]
+    assert arguments == []
+
+
+@pytest.mark.parametrize("cursor", ["", "x", "12", "x.y", "-1.a", "1."])
+def test_a_cursor_that_is_none(database: str, cursor: str) -> None:
+    answer = run(database, "jobs", "--after", cursor)
+    assert (answer.exit_code, answer.stdout) == (1, "")
+    assert "is no cursor" in answer.stderr
+
+
+def test_jobs_of_a_time_and_a_model(database: str) -> None:
+    record(
+        database,
+        finished("old", finished_ms=1),
+        finished("new", finished_ms=DAY_MS * 20_000, model="big"),
+        finished("other", finished_ms=DAY_MS * 20_001),
+    )
+
+    def ids(*arguments: str) -> list[str]:
+        return [job["job_id"] for job in json.loads(run(database, "jobs", "--json", *arguments).stdout)]
+
+    assert ids("--since", "2024-10-04T00:00:00+00:00") == ["other", "new"]
+    assert ids("--since", "2024-10-04T00:00:00+00:00", "--until", "2024-10-05T00:00:00+00:00") == ["new"]
+    assert ids("--only-model", "big") == ["new"]
+    assert ids("--since", "1h") == []
+    assert "a moment is written" in run(database, "jobs", "--since", "yesterday").stderr
+
+
+def test_usage_as_csv_with_and_without_sums(database: str) -> None:
+    day = 20_000 * DAY_MS
+    record(
+        database,
+        *(finished(f"a{n}", finished_ms=day + n * DAY_MS, tenant='ac"me, Inc') for n in range(5)),
+        failed("bad", finished_ms=day),
+    )
+    command = ("usage", "--by", "tenant,day", "--csv", "--until", "2024-10-06")
+    before = run(database, *command).stdout
+    names, *lines = csv.reader(io.StringIO(before))
+    assert names[:4] == ["tenant", "day", "jobs", "succeeded"]
+    assert [line[:4] for line in lines] == [
+        ['ac"me, Inc', "2024-10-04", "1", "1"],
+        ['ac"me, Inc', "2024-10-05", "1", "1"],
+        ['ac"me, Inc', "2024-10-06", "1", "1"],
+        ["acme", "2024-10-04", "1", "0"],
+    ]
+    engine = open_engine(database)
+    RollUp(engine).recent()
+    assert run(database, *command).stdout == before
+    with engine.begin() as connection:  # what was summed up is read from the sums
+        connection.execute(sa.text("DELETE FROM usage WHERE day < '2024-10-06'"))
+    assert run(database, *command).stdout == before
+    engine.dispose()
+
+
+def test_usage_is_right_up_to_this_moment_between_two_roll_ups(database: str) -> None:
+    import time
+
+    now_ms = round(time.time() * 1000)
+    engine = open_engine(database)
+    record(database, finished("a", finished_ms=now_ms - 9 * DAY_MS), finished("b", finished_ms=now_ms - DAY_MS))
+    RollUp(engine).recent()
+    record(database, finished("c", finished_ms=now_ms), finished("d", finished_ms=now_ms - DAY_MS))
+    engine.dispose()
+    assert json.loads(run(database, "usage", "--by", "tenant", "--json").stdout)[0]["jobs"] == 4
+
+
+def test_json_or_csv(database: str) -> None:
+    answer = run(database, "usage", "--json", "--csv")
+    assert answer.exit_code == 1
+    assert "not both" in answer.stderr
+
+
+def test_webhooks_are_listed_and_redriven(database: str) -> None:
+    record(database, *(noticed(name, "https://hooks.example/x", finished_ms=n + 1) for n, name in enumerate("abc")))
+    engine = open_engine(database)
+    with engine.begin() as connection:
+        connection.execute(
+            sa.text("UPDATE webhooks SET state = 'dead', attempts = 10, last_error = 'gone' WHERE job_id != 'c'")
+        )
+    engine.dispose()
+    listed = run(database, "webhooks", "list", "--state", "dead")
+    assert [line.split()[0] for line in listed.stdout.splitlines()[1:]] == ["msg_b_2", "msg_a_1"]
+    assert "gone" in listed.stdout
+    answer = run(database, "webhooks", "redrive", "msg_a_1", "msg_c_3")
+    assert answer.exit_code == 1
+    assert answer.stdout == "msg_a_1 redriven\nmsg_c_3 is not a dead webhook\n"
+    (again,) = json.loads(run(database, "webhooks", "list", "--job", "a", "--json").stdout)
+    assert (again["state"], again["attempts"]) == ("pending", 0)
+    assert json.loads(run(database, "webhooks", "redrive", "--all", "--json").stdout)["redriven"] == ["msg_b_2"]
+    assert "no dead webhooks" in run(database, "webhooks", "redrive", "--all").stderr
+    assert "a webhook is pending, sending" in run(database, "webhooks", "list", "--state", "lost").stderr
+
+
+def test_secrets(database: str) -> None:
+    fresh = run(database, "webhooks", "secret", "--new").stdout.strip()
+    derived = run(database, "webhooks", "secret", "--tenant", "acme", TOKENMILL_WEBHOOK_SECRET=fresh).stdout.strip()
+    assert derived == tenant_secret(fresh, "acme") != tenant_secret(SECRET, "acme")
+    assert "TOKENMILL_WEBHOOK_SECRET" in run(database, "webhooks", "secret").stderr
