@@ -1,0 +1,126 @@
+"""Grafana's dashboard and Prometheus' alerts ask only for what a worker that has worked really exports; and each alert
+has its entry in the runbook.
+"""
+
+import asyncio
+import json
+import re
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.support.promql import Catalogue, Unresolved
+from tests.support.valkey import ValkeyServer
+from tests.support.worker import client_of, database_url, running_worker
+
+pytestmark = pytest.mark.redis
+OPS = Path(__file__).parents[2] / "ops"
+DASHBOARD: dict[str, Any] = json.loads((OPS / "grafana/dashboards/tokenmill.json").read_text())
+ALERTS: dict[str, Any] = yaml.safe_load((OPS / "prometheus/alerts.yml").read_text())
+PROMETHEUS: dict[str, Any] = yaml.safe_load((OPS / "prometheus/prometheus.yml").read_text())
+RULES = {rule["alert"]: rule for group in ALERTS["groups"] for rule in group["rules"]}
+TARGETS = [(panel, target) for panel in DASHBOARD["panels"] for target in panel.get("targets", [])]
+
+
+@pytest.fixture(scope="module")
+def exported(valkey: ValkeyServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Catalogue]:
+    """/metrics of a worker that answered, refused, cancelled and survived."""
+    with valkey.client() as client:
+        client.flushall()
+        yield Catalogue(asyncio.run(_work_and_scrape(valkey.url, tmp_path_factory.mktemp("dashboards"))))
+        client.flushall()
+
+
+async def _work_and_scrape(redis_url: str, folder: Path) -> str:
+    database = database_url(folder)
+    async with client_of(redis_url, database) as client, running_worker(redis_url, database, metrics_port=0) as worker:
+        prompts = [("interactive", "a"), ("standard", "b"), ("bulk", "c"), ("standard", "[[fail]]")]
+        jobs = [await client.submit(prompt=p, priority=c, max_tokens=9, ignore_eos=True) for c, p in prompts]
+        for job in jobs:
+            await client.result(job, timeout=60)
+        url = f"http://127.0.0.1:{worker.watch_port}/metrics"
+        async with asyncio.timeout(60):
+            while True:
+                text = await asyncio.to_thread(lambda: urllib.request.urlopen(url).read().decode())
+                if re.search(r"queue_finished_total\{[^}]*failed", text):  # the queue has been read since
+                    return str(text)
+                await asyncio.sleep(0.2)
+
+
+def _plain(expression: str) -> str:
+    """With Grafana's variables filled in, as it does."""
+    return expression.replace("$__rate_interval", "1m").replace("$queue", ".*")
+
+
+@pytest.mark.parametrize(("panel", "target"), TARGETS, ids=lambda value: value.get("title", value.get("refId", "")))
+def test_every_query_of_the_dashboard_finds_its_metrics(
+    exported: Catalogue, panel: dict[str, Any], target: dict[str, Any]
+) -> None:
+    labels = exported.labels_of(_plain(target["expr"]))
+    for name in re.findall(r"\{\{(\w+)\}\}", target.get("legendFormat", "")):
+        assert name in labels, f"the legend of {panel['title']!r} wants {name}, the result has {sorted(labels)}"
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_every_alert_finds_its_metrics(exported: Catalogue, name: str) -> None:
+    rule = RULES[name]
+    labels = exported.labels_of(rule["expr"])
+    for label in re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"]):
+        assert label in labels, f"{name} speaks of {label}, the result has {sorted(labels)}"
+    assert rule["labels"]["severity"] in ("warning", "critical")
+
+
+def test_every_alert_has_its_entry_in_the_runbook() -> None:
+    runbook = (OPS / "runbook.md").read_text()
+    entries = {}
+    for part in re.split(r"(?m)^### ", runbook)[1:]:
+        heading, _, body = part.partition("\n")
+        entries[heading.strip()] = re.split(r"(?m)^## ", body)[0]
+    for name, rule in RULES.items():
+        assert rule["annotations"]["runbook"] == f"ops/runbook.md#{name.lower()}"
+        for part in ("**Means:**", "**Look:**", "**Repair:**"):
+            assert part in entries.get(name, ""), f"the runbook says nothing of {part} for {name}"
+    assert {name for name in entries if name.startswith("Tokenmill")} == set(RULES)
+
+
+def test_what_is_asked_of_up_is_scraped_under_that_name() -> None:
+    jobs = {config["job_name"] for config in PROMETHEUS["scrape_configs"]}
+    assert set(re.findall(r"tokenmill-\w+", RULES["TokenmillWorkerUnreachable"]["expr"])) == jobs
+    assert (OPS / "prometheus" / PROMETHEUS["rule_files"][0]).is_file()
+
+
+def test_panels_do_not_overlap_and_name_their_source() -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in DASHBOARD["panels"]:
+        place = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not cells & taken, panel["title"]
+        assert place["x"] + place["w"] <= 24
+        taken |= cells
+        if panel["type"] != "row":
+            assert panel["datasource"]["uid"] == "${datasource}"
+    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
+
+
+@pytest.mark.parametrize(
+    ("expression", "words"),
+    [
+        ("tokenmill:no_such_thing", "no sample"),
+        ('tokenmill:queue_jobs{color="red"}', "no label color"),
+        ('tokenmill:queue_jobs{priority="urgent"}', "no priority='urgent'"),
+        ("sum by (color) (tokenmill:queue_jobs)", "has no"),
+        ("tokenmill:queue_jobs / tokenmill:ready", "never match"),
+        ("tokenmill:queue_jobs and on (model_name) tokenmill:ready", "both sides"),
+    ],
+)
+def test_what_is_not_there_is_noticed(exported: Catalogue, expression: str, words: str) -> None:
+    with pytest.raises(Unresolved, match=words):
+        exported.labels_of(expression)
