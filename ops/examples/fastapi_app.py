@@ -1,0 +1,200 @@
+"""A web backend to copy: prompts in, tokens out as server-sent events, cancel, history and usage.
+
+    python -m ops.examples.fastapi_app        # http://127.0.0.1:8000, for the worker of `tokenmill dev`
+
+It needs FastAPI, uvicorn and `tokenmill[sql]`, and nothing of the worker. An event's id is the number of tokens
+that its reader has then, so a browser that reconnects (Last-Event-ID) goes on where it was, on any of your servers.
+Who the user is stands in one function, `current_user`: put your own login there. Each user is a tenant of the
+queue: they share it fairly, and nobody sees another's jobs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import uvicorn
+from fastapi import Cookie, Depends, FastAPI, Header, HTTPException, Request
+from fastapi.responses import FileResponse, JSONResponse
+from fastapi.sse import EventSourceResponse, ServerSentEvent
+from fastapi.staticfiles import StaticFiles
+from msgspec import to_builtins
+from pydantic import BaseModel, Field
+
+from api_client import (
+    AsyncClient,
+    InvalidRequest,
+    JobNotFound,
+    QueueFull,
+    QueueUnavailable,
+    RateLimited,
+    TokenmillError,
+)
+from api_client.errors import IdempotencyConflict
+from api_client.sql import SqlResults
+from schemas import Chunk
+
+PAGE = Path(__file__).parent / "static"
+TITLE_CHARS = 200
+MONTH_S = 30 * 24 * 3600
+# Scripts and styles come from here and nowhere else, whatever a model may write.
+SECURITY_HEADERS = {"Content-Security-Policy": "default-src 'self'", "X-Content-Type-Options": "nosniff"}
+STATUS_CODES: dict[type[TokenmillError], int] = {
+    InvalidRequest: 422, IdempotencyConflict: 409, JobNotFound: 404, RateLimited: 429, QueueFull: 503,
+    QueueUnavailable: 503,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """What the handlers use; both are safe to share."""
+
+    jobs: AsyncClient
+    results: SqlResults
+
+
+class Prompt(BaseModel):
+    prompt: str = Field(min_length=1, max_length=20_000)
+    max_tokens: int = Field(200, ge=1, le=4_000)
+    temperature: float = Field(0.7, ge=0, le=2)
+
+
+def backend(request: Request) -> Backend:
+    held: Backend = request.app.state.backend
+    return held
+
+
+def current_user(visitor: Annotated[str | None, Cookie()] = None) -> str:
+    """The tenant that the visitor's jobs run and are billed under; the cookie itself is a secret and stays one."""
+    if visitor is None:
+        raise HTTPException(401, "open the page first: it gives you the cookie that says who you are")
+    return "web-" + hashlib.sha256(visitor.encode()).hexdigest()[:16]
+
+
+Parts = Annotated[Backend, Depends(backend)]
+User = Annotated[str, Depends(current_user)]
+
+
+async def own_job(job_id: str, parts: Parts, user: User) -> str:
+    """The id, if the job is this user's; another's job is as unknown as none."""
+    if (await parts.jobs.status(job_id)).tenant != user:
+        raise JobNotFound(job_id)
+    return job_id
+
+
+OwnJob = Annotated[str, Depends(own_job)]
+
+
+def add_job_routes(app: FastAPI) -> None:
+    @app.post("/api/jobs", status_code=201)
+    async def submit(
+        wanted: Prompt, parts: Parts, user: User, idempotency_key: Annotated[str | None, Header()] = None
+    ) -> dict[str, Any]:
+        """Sent twice with one Idempotency-Key (a retry, a double click), it is one job."""
+        job = await parts.jobs.submit(
+            messages=[{"role": "user", "content": wanted.prompt}],
+            max_tokens=wanted.max_tokens,
+            temperature=wanted.temperature,
+            priority="interactive",
+            tenant=user,
+            idempotency_key=idempotency_key,
+            metadata={"title": wanted.prompt[:TITLE_CHARS]},
+        )
+        return {"job_id": job, "is_new": job.is_new}
+
+    @app.get("/api/jobs/{job_id}")
+    async def status(job: OwnJob, parts: Parts) -> dict[str, Any]:
+        """How it stands; of a job that is over also its title, which travelled with it as metadata."""
+        info = await parts.jobs.status(job)
+        metadata = (await parts.jobs.result(job)).metadata if info.status.is_final else {}
+        return {**to_builtins(info), "title": metadata.get("title")}
+
+    @app.post("/api/jobs/{job_id}/cancel")
+    async def cancel(job: OwnJob, parts: Parts) -> dict[str, str]:
+        return {"outcome": await parts.jobs.cancel(job)}
+
+    @app.get("/api/jobs/{job_id}/events", response_class=EventSourceResponse)
+    async def events(
+        job: OwnJob, parts: Parts, last_event_id: Annotated[int, Header(ge=0)] = 0
+    ) -> AsyncIterator[ServerSentEvent]:
+        """A break, here or anywhere behind, only ends the response: the browser comes back with the id it has."""
+        stream = parts.jobs.stream(job, starting_after=last_event_id)
+        with contextlib.suppress(QueueUnavailable):
+            async with contextlib.aclosing(stream):
+                async for chunk in stream:
+                    yield as_event(chunk)
+
+
+def as_event(chunk: Chunk) -> ServerSentEvent:
+    if not chunk.is_last:
+        return ServerSentEvent(event="token", id=str(chunk.end), data=chunk.text, retry=1_000)
+    end = {
+        "text": chunk.text, "status": chunk.status, "finish_reason": chunk.finish_reason,
+        "usage": to_builtins(chunk.usage), "error": to_builtins(chunk.error),
+    }  # fmt: skip
+    return ServerSentEvent(event="end", id=str(chunk.end), data=end)
+
+
+def add_record_routes(app: FastAPI) -> None:
+    """Plain functions: FastAPI runs them in threads, where a slow database holds nobody up."""
+
+    @app.get("/api/history")
+    def history(parts: Parts, user: User, offset: int = 0, limit: Annotated[int, Field(ge=1, le=100)] = 20) -> Any:
+        return to_builtins(parts.results.jobs(tenant=user, limit=limit, offset=offset))
+
+    @app.get("/api/usage")
+    def usage(parts: Parts, user: User) -> Sequence[dict[str, Any]]:
+        days = parts.results.usage(by=("day",), tenant=user)
+        return [to_builtins(day) for day in days[-14:]]
+
+
+def add_page(app: FastAPI) -> None:
+    @app.get("/", include_in_schema=False)
+    def page(visitor: Annotated[str | None, Cookie()] = None) -> FileResponse:
+        response = FileResponse(PAGE / "index.html", headers=SECURITY_HEADERS)
+        if visitor is None:
+            response.set_cookie("visitor", secrets.token_urlsafe(24), max_age=MONTH_S, httponly=True, samesite="lax")
+        return response
+
+    app.mount("/static", StaticFiles(directory=PAGE), name="static")
+
+
+async def explain(_: Request, error: Exception) -> JSONResponse:
+    """Each error of the client as the status that says whose move it is."""
+    code = next((code for kind, code in STATUS_CODES.items() if isinstance(error, kind)), 500)
+    wait = {"Retry-After": str(int(error.retry_after) + 1)} if isinstance(error, RateLimited) else {}
+    return JSONResponse({"detail": str(error)}, code, wait)
+
+
+def create_app(redis_url: str, queue: str, database_url: str) -> FastAPI:
+    @contextlib.asynccontextmanager
+    async def connected(app: FastAPI) -> AsyncIterator[None]:
+        results = SqlResults(database_url)
+        async with AsyncClient(redis_url, queue=queue, database=database_url) as client:
+            app.state.backend = Backend(client, results)
+            yield
+        results.close()
+
+    app = FastAPI(title="tokenmill example", lifespan=connected)
+    app.add_exception_handler(TokenmillError, explain)
+    add_job_routes(app)
+    add_record_routes(app)
+    add_page(app)
+    return app
+
+
+app = create_app(
+    os.environ.get("TOKENMILL_REDIS_URL", "redis://localhost:6379/0"),
+    os.environ.get("TOKENMILL_QUEUE", "smollm2-135m-instruct"),
+    os.environ.get("TOKENMILL_DATABASE_URL", "sqlite:///tokenmill.db"),
+)
+
+if __name__ == "__main__":
+    # Open streams would hold a stop up for ever; their browsers come back to the next server.
+    uvicorn.run(app, port=int(os.environ.get("PORT", "8000")), timeout_graceful_shutdown=3)

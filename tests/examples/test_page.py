@@ -1,0 +1,178 @@
+"""The example's page in a real browser, before a real backend, queue, worker and database: what a person does there."""
+
+import asyncio
+import signal
+from typing import Any
+
+import pytest
+from playwright.async_api import Browser, Page, expect
+
+from tests.examples.conftest import Backend
+from tests.support.worker import client_of, running_worker
+
+pytestmark = pytest.mark.redis
+
+SLOW = "synthetic?step_ms=15&mean_tokens=1000000"  # no answer ends early
+WAIT_MS = 30_000
+PHONE = {"width": 360, "height": 740}
+
+
+async def open_page(browser: Browser, backend: Backend, **options: Any) -> Page:
+    """A visitor of his own. An error in the page's script fails the test."""
+    page = await (await browser.new_context(**options)).new_page()
+    page.set_default_timeout(WAIT_MS)
+    page.on("pageerror", lambda error: pytest.fail(f"the page's script failed: {error}"))
+    await page.goto(backend.url)
+    return page
+
+
+async def ask(page: Page, prompt: str, max_tokens: int) -> str:
+    """Returns the job's id, once the first tokens are there."""
+    await page.get_by_label("Prompt").fill(prompt)
+    await page.get_by_label("Tokens").fill(str(max_tokens))
+    before = page.url
+    await page.get_by_role("button", name="Send").click()
+    await page.wait_for_url(lambda url: url != before)
+    await some_tokens(page, 1)
+    return page.url.partition("#")[2]
+
+
+async def some_tokens(page: Page, count: int) -> str:
+    """The answer, once it has so many characters (of which the model-free engine's tokens have one each)."""
+    async with asyncio.timeout(WAIT_MS / 1000):
+        while True:
+            text = await answer_of(page)
+            if len(text) >= count:
+                return text
+            await asyncio.sleep(0.02)
+
+
+async def answer_of(page: Page) -> str:
+    return str(await page.evaluate("document.getElementById('answer').textContent"))
+
+
+async def ends(page: Page, status: str) -> str:
+    """Returns the answer in the end."""
+    await expect(page.locator("#status")).to_have_text(status, timeout=WAIT_MS)
+    return await answer_of(page)
+
+
+async def recorded(redis_url: str, backend: Backend, job: str) -> str:
+    async with client_of(redis_url, backend.database) as client:
+        return (await client.result(job, timeout=30)).text
+
+
+@pytest.mark.slow
+async def test_an_answer_streams_and_stands_in_history_and_usage(
+    redis_url: str, backend: Backend, browser: Browser
+) -> None:
+    prompt = "Is <img src=x onerror=alert(1)> “markup”?"
+    async with running_worker(redis_url, backend.database, model=SLOW):
+        page = await open_page(browser, backend)
+        await expect(page.locator("#no-history")).to_be_visible()
+        job = await ask(page, prompt, 60)
+        before = await some_tokens(page, 5)
+        await expect(page.locator("#status")).to_have_text("running")
+        text = await ends(page, "succeeded")
+        assert len(before) < len(text)
+        async with client_of(redis_url, backend.database) as client:
+            result = await client.result(job, timeout=30)
+        assert text == result.text
+        await expect(page.locator("#facts")).to_contain_text("60 tokens · token limit reached")
+        await expect(page.locator("#title")).to_have_text(prompt)
+        await expect(page.locator("#history .name")).to_have_text([prompt], timeout=WAIT_MS)
+        await expect(page.locator("#usage tbody tr td")).to_have_text(["1", str(result.usage.prompt_tokens), "60"])
+        await page.reload()  # what is over is shown as it was
+        assert await ends(page, "succeeded") == text
+        await expect(page.locator("#title")).to_have_text(prompt)
+
+
+async def test_a_reload_in_mid_stream_goes_on(redis_url: str, backend: Backend, browser: Browser) -> None:
+    async with running_worker(redis_url, backend.database, model=SLOW):
+        page = await open_page(browser, backend)
+        job = await ask(page, "Reload me", 150)
+        before = await some_tokens(page, 20)
+        await page.reload()
+        after = await some_tokens(page, len(before))
+        assert len(after) < 150, "the job was over before the reload"
+        text = await ends(page, "succeeded")
+        assert text == await recorded(redis_url, backend, job)
+        assert text.startswith(before)
+        await expect(page.locator("#title")).to_have_text("Reload me")
+
+
+@pytest.mark.slow
+async def test_a_restarted_backend_goes_on_where_the_browser_was(
+    redis_url: str, backend: Backend, browser: Browser
+) -> None:
+    async with running_worker(redis_url, backend.database, model=SLOW):
+        page = await open_page(browser, backend)
+        requested: list[str] = []
+        page.on("request", lambda request: requested.append(request.url))
+        job = await ask(page, "Restart under me", 200)
+        before = await some_tokens(page, 20)
+        await asyncio.to_thread(backend.stop, signal.SIGKILL)
+        await expect(page.locator("#notice")).to_contain_text("reconnecting", timeout=WAIT_MS)
+        await backend.start()
+        text = await ends(page, "succeeded")  # told from the beginning again, it would be longer
+        assert text == await recorded(redis_url, backend, job)
+        assert text.startswith(before)
+        assert sum(url.endswith("/events") for url in requested) >= 2
+        await expect(page.locator("#notice")).to_have_text("")
+
+
+@pytest.mark.slow
+async def test_cancel_keeps_what_was_generated(redis_url: str, backend: Backend, browser: Browser) -> None:
+    async with running_worker(redis_url, backend.database, model=SLOW):
+        page = await open_page(browser, backend)
+        job = await ask(page, "Cancel me", 3000)
+        before = await some_tokens(page, 10)
+        await page.get_by_role("button", name="Cancel").click()
+        text = await ends(page, "cancelled")
+        await expect(page.get_by_role("button", name="Cancel")).to_be_hidden()
+        await expect(page.locator("#history .status")).to_have_text(["cancelled"], timeout=WAIT_MS)
+        assert text.startswith(before)
+        assert len(text) < 3000
+        assert text == await recorded(redis_url, backend, job)
+
+
+@pytest.mark.slow
+async def test_errors_are_said_on_the_page(redis_url: str, backend: Backend, browser: Browser) -> None:
+    async with running_worker(redis_url, backend.database, model="synthetic?length=64"):
+        page = await open_page(browser, backend)
+        await page.get_by_label("Prompt").fill("x" * 200)
+        await page.get_by_role("button", name="Send").click()
+        await ends(page, "failed")
+        await expect(page.locator("#error")).to_contain_text("model's length is 64")
+        await expect(page.locator("#history .status")).to_have_text(["failed"], timeout=WAIT_MS)
+        await page.goto(f"{backend.url}/#no-such-job")
+        await expect(page.locator("#error")).to_contain_text("no job no-such-job")
+        await asyncio.to_thread(backend.stop)
+        await page.get_by_label("Prompt").fill("Hello?")
+        await page.get_by_role("button", name="Send").click()
+        await expect(page.locator("#notice")).to_have_text("The server cannot be reached.")
+        assert await page.get_by_label("Prompt").input_value() == "Hello?"
+
+
+@pytest.mark.slow
+async def test_nobody_sees_anothers_job(redis_url: str, backend: Backend, browser: Browser) -> None:
+    async with running_worker(redis_url, backend.database, model=SLOW):
+        job = await ask(await open_page(browser, backend), "My secret", 20)
+        other = await open_page(browser, backend)
+        await other.goto(f"{backend.url}/#{job}")
+        await expect(other.locator("#error")).to_contain_text("no job")
+        await expect(other.locator("#title")).to_have_text("")
+        for method, path in (("GET", ""), ("GET", "/events"), ("POST", "/cancel")):
+            response = await other.request.fetch(f"{backend.url}/api/jobs/{job}{path}", method=method)
+            assert response.status == 404, path
+        assert await (await other.request.get(f"{backend.url}/api/history")).json() == []
+
+
+@pytest.mark.slow
+async def test_it_fits_a_phone(redis_url: str, backend: Backend, browser: Browser) -> None:
+    async with running_worker(redis_url, backend.database, model=SLOW):
+        page = await open_page(browser, backend, viewport=PHONE)
+        await ask(page, "word " + "x" * 300, 20)
+        await ends(page, "succeeded")
+        assert await page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+        await expect(page.get_by_role("button", name="Send")).to_be_visible()
