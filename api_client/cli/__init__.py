@@ -2,7 +2,7 @@
 
 import typer
 
-from api_client.cli import dead, jobs, submit, top, usage, webhooks
+from api_client.cli import bulk, dead, jobs, submit, top, usage, webhooks
 from api_client.cli.plugins import CommandGroup
 
 app = typer.Typer(
@@ -13,7 +13,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
-for _module in (submit, jobs, usage, dead, webhooks, top):
+for _module in (submit, jobs, bulk, usage, dead, webhooks, top):
     _module.register(app)
 
 

@@ -19,7 +19,7 @@ from api_client.cli.output import complain
 from api_client.errors import TokenmillError
 
 GROUP: Final = "tokenmill.commands"
-_NEEDS_WORKER: Final = ("worker", "tasks", "dev", "db", "doctor", "bulk", "bench")
+_NEEDS_WORKER: Final = ("worker", "tasks", "dev", "db", "doctor", "bench")
 
 
 class CommandGroup(TyperGroup):

@@ -1,0 +1,73 @@
+"""The open jobs of a batch, and what has come of the others: each line's answer once, whatever comes twice.
+
+It knows no queue. Requests are kept while their jobs are open, should the queue lose them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from api_client.bulk.answers import Answer, of_bad_line, of_result
+from api_client.bulk.batch import Totals
+from api_client.bulk.files import Done
+from api_client.bulk.lines import BadLine, Marks, line_of
+from schemas.codec import encode
+from schemas.job import JobRequest
+from schemas.result import JobResult
+
+
+class Sink(Protocol):
+    """Where answers go; they are safe when `write` returns."""
+
+    def write(self, answers: Sequence[Answer]) -> None: ...
+
+
+class Collector:
+    """Without a sink answers are only counted, and stay where they are."""
+
+    def __init__(self, batch_id: str, sink: Sink | None = None, done: Done | None = None) -> None:
+        self._batch_id = batch_id
+        self._sink = sink
+        self._marks = done.marks if done else Marks()
+        self.totals = done.totals if done else Totals()
+        self.jobs: dict[int, JobRequest] = {}
+        self.num_bytes = 0
+
+    @property
+    def keeps_answers(self) -> bool:
+        return self._sink is not None
+
+    def has(self, line: int) -> bool:
+        return line in self._marks
+
+    def open(self, job: JobRequest) -> None:
+        line = line_of(self._batch_id, job.job_id)
+        if line not in self.jobs:
+            self.jobs[line] = job
+            self.num_bytes += len(encode(job))
+
+    def drop(self, job: JobRequest) -> None:
+        """The queue has lost it."""
+        self._close(line_of(self._batch_id, job.job_id))
+
+    def take(self, results: Sequence[JobResult]) -> None:
+        self._take([of_result(self._batch_id, result) for result in results])
+
+    def take_bad(self, lines: Sequence[BadLine]) -> None:
+        self._take([of_bad_line(self._batch_id, line) for line in lines])
+
+    def _take(self, answers: Sequence[Answer]) -> None:
+        new = {answer.line: answer for answer in answers if answer.line not in self._marks}
+        if new and self._sink is not None:
+            self._sink.write(list(new.values()))
+        for answer in new.values():
+            self._marks.add(answer.line)
+            self.totals = self.totals.plus(answer.share)
+        for answer in answers:
+            self._close(answer.line)
+
+    def _close(self, line: int) -> None:
+        job = self.jobs.pop(line, None)
+        if job is not None:
+            self.num_bytes -= len(encode(job))

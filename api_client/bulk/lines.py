@@ -1,0 +1,241 @@
+"""Reads an input file line by line, in memory that does not grow with it, and says what is wrong with each.
+
+Two passes: `survey` looks at the envelopes of all lines, counts them and finds names that occur twice (they are kept
+in a temporary file, by SQLite); `requests` makes jobs of the good ones. A line is known by its number, 1 for the
+first; blank lines are no requests. It knows no queue and no output.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sqlite3
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, Final
+
+import msgspec
+
+from api_client.bulk.bodies import BodyError, fields_of
+from api_client.errors import ConfigurationError, InvalidRequest
+from api_client.requests import build_request
+from schemas.codec import MAX_PAYLOAD_BYTES
+from schemas.job import JobRequest, Priority
+from schemas.openai import URLS, LineEnvelope
+
+MAX_LINE_BYTES: Final = MAX_PAYLOAD_BYTES
+MAX_CUSTOM_ID_CHARS: Final = 512
+MAX_LISTED: Final = 50  # of the bad lines, in the batch object
+_decode: Final = msgspec.json.Decoder(LineEnvelope).decode
+
+
+@dataclass(frozen=True, slots=True)
+class BadLine:
+    """A line that becomes no job. `status`: what the API would have answered; 0: the line is no request at all."""
+
+    line: int
+    custom_id: str | None
+    code: str
+    message: str
+    param: str | None = None
+    status: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GoodLine:
+    line: int
+    custom_id: str
+    url: str
+    body: dict[str, Any]
+
+
+Line = GoodLine | BadLine
+
+
+class Marks:
+    """A set of line numbers: one bit each."""
+
+    def __init__(self) -> None:
+        self._bits = bytearray()
+        self.count = 0
+
+    def add(self, line: int) -> None:
+        place, bit = divmod(line, 8)
+        if place >= len(self._bits):
+            self._bits.extend(bytes(max(1024, place + 1 - len(self._bits))))
+        self.count += not self._bits[place] >> bit & 1
+        self._bits[place] |= 1 << bit
+
+    def __contains__(self, line: int) -> bool:
+        place, bit = divmod(line, 8)
+        return place < len(self._bits) and bool(self._bits[place] >> bit & 1)
+
+
+@dataclass(slots=True)
+class Survey:
+    """What is in a file. `endpoint` and `model` are the first good line's; `repeated` lines bear a name used before."""
+
+    total: int = 0
+    last_line: int = 0
+    digest: str = ""
+    endpoint: str = ""
+    model: str = ""
+    num_bad: int = 0
+    first_bad: list[BadLine] = field(default_factory=list)
+    repeated: Marks = field(default_factory=Marks)
+
+
+def read(path: Path, see: Callable[[bytes], object] = lambda _: None) -> Iterator[Line]:
+    """Every line that is not blank; `see` is shown all bytes. Raises ConfigurationError for a file that is no file."""
+    try:
+        with path.open("rb") as file:
+            number = 0
+            while raw := file.readline(MAX_LINE_BYTES + 1):
+                number += 1
+                see(raw)
+                if len(raw) > MAX_LINE_BYTES:
+                    _skip_rest(file, raw, see)
+                    yield BadLine(number, None, "line_too_long", f"the line has more than {MAX_LINE_BYTES} bytes")
+                elif not raw.isspace():
+                    yield parse(number, raw)
+    except OSError as error:
+        raise ConfigurationError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _skip_rest(file: IO[bytes], part: bytes, see: Callable[[bytes], object]) -> None:
+    while part and not part.endswith(b"\n"):
+        part = file.readline(MAX_LINE_BYTES)
+        see(part)
+
+
+def parse(number: int, raw: bytes) -> Line:
+    try:
+        envelope = _decode(raw.removeprefix(b"\xef\xbb\xbf"))
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        words = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        return BadLine(number, None, "invalid_json_line", f"This line is not a JSON object: {words}")
+    return _checked(number, envelope)
+
+
+def _checked(number: int, envelope: LineEnvelope) -> Line:
+    name = envelope.custom_id
+    if name is None or name == "":
+        return BadLine(
+            number, None, "missing_required_parameter", "Missing required parameter: 'custom_id'.", "custom_id"
+        )
+    if not isinstance(name, str) or len(name) > MAX_CUSTOM_ID_CHARS or "\0" in name:
+        words = f"custom_id must be a text of at most {MAX_CUSTOM_ID_CHARS} characters"
+        return BadLine(number, name[:64] if isinstance(name, str) else None, "invalid_custom_id", words, "custom_id")
+    if envelope.method != "POST":
+        words = f"method must be POST, not {str(envelope.method)[:64]}"
+        return BadLine(number, name, "invalid_method", words, "method")
+    if envelope.url not in URLS:
+        words = f"url must be one of {', '.join(URLS)}, not {str(envelope.url)[:64]}"
+        return BadLine(number, name, "invalid_url", words, "url")
+    if not isinstance(envelope.body, dict):
+        return _missing(number, name, "body")
+    return GoodLine(number, name, envelope.url, envelope.body)
+
+
+def _missing(number: int, name: str | None, param: str) -> BadLine:
+    return BadLine(number, name, "missing_required_parameter", f"Missing required parameter: '{param}'.", param)
+
+
+def survey(path: Path, each: Callable[[int], object] = lambda _: None) -> Survey:
+    """The first pass; `each` is told now and then how many lines were read."""
+    found, digest = Survey(), hashlib.blake2b(digest_size=16)
+    with _Names() as names:
+        for line in read(path, digest.update):
+            found.total += 1
+            found.last_line = line.line
+            if isinstance(line, GoodLine):
+                line = _noted(line, found, names)
+            if isinstance(line, BadLine):
+                found.num_bad += 1
+                if len(found.first_bad) < MAX_LISTED:
+                    found.first_bad.append(line)
+            if found.total % 1000 == 0:
+                each(found.total)
+    found.digest = digest.hexdigest()
+    return found
+
+
+def _noted(line: GoodLine, found: Survey, names: _Names) -> Line:
+    if not names.add(line.custom_id):
+        found.repeated.add(line.line)
+        return repeated(line)
+    if not found.endpoint:
+        found.endpoint = line.url
+    model = line.body.get("model")
+    if not found.model and isinstance(model, str):
+        found.model = model
+    return line
+
+
+def repeated(line: GoodLine) -> BadLine:
+    words = f"custom_id {line.custom_id[:64]!r} was used by an earlier line"
+    return BadLine(line.line, line.custom_id, "duplicate_custom_id", words, "custom_id")
+
+
+class _Names:
+    """A set of names on disk: SQLite's private temporary database, whose memory is a small cache."""
+
+    def __enter__(self) -> _Names:
+        self._database = sqlite3.connect("", isolation_level=None)
+        self._database.execute("PRAGMA journal_mode = OFF")
+        self._database.execute("PRAGMA cache_size = -4000")
+        self._database.execute("CREATE TABLE names (name TEXT PRIMARY KEY) WITHOUT ROWID")
+        self._database.execute("BEGIN")
+        return self
+
+    def add(self, name: str) -> bool:
+        """False when it was there."""
+        word = name.encode("utf-8", "surrogatepass")
+        return self._database.execute("INSERT OR IGNORE INTO names VALUES (?)", (word,)).rowcount == 1
+
+    def __exit__(self, *_: object) -> None:
+        self._database.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What all jobs of a batch have in common. `any_model`: the lines' models are not looked at."""
+
+    batch_id: str
+    tenant: str = ""
+    deadline_ms: int | None = None
+    any_model: bool = False
+    priority: Priority = Priority.BULK
+
+
+def job_id(batch_id: str, line: int) -> str:
+    """The same whenever a line is submitted: submitting it again is no second job."""
+    return f"{batch_id}-{line}"
+
+
+def line_of(batch_id: str, job: str) -> int:
+    return int(job.removeprefix(f"{batch_id}-"))
+
+
+def to_request(line: GoodLine, order: Order) -> JobRequest | BadLine:
+    """The job of a line, or what the API would have answered."""
+    try:
+        fields = fields_of(line.url, line.body)
+        if order.any_model:
+            fields.pop("model")
+        request = build_request(
+            fields
+            | {
+                "job_id": job_id(order.batch_id, line.line),
+                "batch_id": order.batch_id,
+                "priority": order.priority,
+                "tenant": order.tenant,
+                "stream": False,
+                "metadata": {"custom_id": line.custom_id, "endpoint": line.url},
+            }
+        )
+    except BodyError as error:
+        return BadLine(line.line, line.custom_id, error.code, str(error), error.param, 400)
+    except InvalidRequest as error:
+        return BadLine(line.line, line.custom_id, "invalid_value", str(error), None, 400)
+    return msgspec.structs.replace(request, deadline_ms=order.deadline_ms)

@@ -1,0 +1,155 @@
+"""What has become of a batch: seen from anywhere, moved on when it is over, cancelled, exported as files.
+
+A batch needs nobody to watch it: its jobs run by themselves, and whoever looks next finds that it is over. Only lines
+that were never handed in need somebody with the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final, TypeVar
+
+import msgspec
+
+from api_client.bulk import queries
+from api_client.bulk.answers import CANCELLED, EXPIRED, LOST, of_bad_line, of_result, unanswered
+from api_client.bulk.batch import Batch, BatchState, Totals, now_ms
+from api_client.bulk.collector import Collector
+from api_client.bulk.files import OutputFiles, Paths
+from api_client.bulk.lines import job_id, read
+from api_client.bulk.pump import WINDOW
+from api_client.bulk.store import BatchStore
+from api_client.client import Client
+from api_client.errors import ConfigurationError
+from schemas.openai import LineError
+
+T = TypeVar("T")
+
+_ALIVE_MS: Final = 15_000  # whoever hands lines in says so every second
+_PAGE: Final = 500
+REASONS: Final[dict[BatchState, LineError]] = {
+    BatchState.COMPLETED: LOST,
+    BatchState.FAILED: LOST,
+    BatchState.CANCELLED: CANCELLED,
+    BatchState.EXPIRED: EXPIRED,
+}
+
+
+def refresh(client: Client, store: BatchStore, batch_id: str) -> Batch:
+    """The batch as it is now. Raises BatchNotFound."""
+    batch = store.get(batch_id)
+    if batch.state.is_final or batch.state is BatchState.VALIDATING:
+        return batch
+    runs = not all(queries.standing(client, _unsettled(batch)).values())
+    if runs or not _may_end(batch):
+        totals = _counted(client, store, batch, with_tokens=False)
+        return msgspec.structs.replace(batch, totals=totals)
+    return conclude(store, batch, _counted(client, store, batch, with_tokens=True))
+
+
+def _unsettled(batch: Batch) -> list[str]:
+    """Jobs that may be open: those behind the last that is known to be over, and what was handed in since."""
+    last = min(batch.last_line, batch.submitted + 2 * WINDOW)
+    return [job_id(batch.id, line) for line in range(batch.over_line + 1, last + 1)]
+
+
+def _may_end(batch: Batch) -> bool:
+    """When nothing runs: is there nothing more to come?"""
+    is_left = now_ms() - batch.seen_ms > _ALIVE_MS
+    if batch.state is BatchState.CANCELLING:
+        return batch.is_handed_in or is_left
+    return batch.is_handed_in or (is_left and 0 < batch.expires_ms <= now_ms())
+
+
+def conclude(store: BatchStore, batch: Batch, totals: Totals) -> Batch:
+    """Its last state. What has no answer by now has failed."""
+    totals = msgspec.structs.replace(totals, failed=batch.total - totals.completed)
+    lines = {"submitted": batch.submitted, "over_line": batch.last_line}
+    store.progress(batch.id, **lines, totals=totals)
+    if not store.move(batch.id, BatchState.CANCELLED, [BatchState.CANCELLING]):
+        store.move(batch.id, BatchState.FINALIZING, [BatchState.IN_PROGRESS])
+        is_late = totals.expired or not batch.is_handed_in
+        store.move(batch.id, BatchState.EXPIRED if is_late else BatchState.COMPLETED, [BatchState.FINALIZING])
+    return store.get(batch.id)
+
+
+def _counted(client: Client, store: BatchStore, batch: Batch, *, with_tokens: bool) -> Totals:
+    known = store.totals(batch, with_tokens=with_tokens)
+    if known is not None:
+        return known
+    totals = Totals()
+    for bad in store.refused(batch.id):
+        totals = totals.plus(of_bad_line(batch.id, bad).share)
+    for page in _pages(range(1, batch.submitted + 1)):
+        for result in queries.results(client, [job_id(batch.id, line) for line in page]):
+            totals = totals.plus(of_result(batch.id, result).share)
+    return totals
+
+
+def cancel_batch(client: Client, store: BatchStore, batch_id: str) -> Batch:
+    """Whoever hands in its lines stops within a second; running jobs keep what they have. Repeating it is fine."""
+    open_states = (BatchState.VALIDATING, BatchState.IN_PROGRESS, BatchState.FINALIZING)
+    store.move(batch_id, BatchState.CANCELLING, open_states)
+    batch = store.get(batch_id)
+    if batch.state is BatchState.CANCELLING:
+        queries.cancel(client, _unsettled(batch))
+    return refresh(client, store, batch_id)
+
+
+def export_batch(
+    client: Client, store: BatchStore, batch_id: str, paths: Paths, *, source: Path | None = None
+) -> tuple[Batch, int]:
+    """Writes what there is, over what was there; returns the batch, and how many lines have no answer in the files.
+
+    `source`: the input file, for the names of lines that were never handed in.
+    """
+    batch = refresh(client, store, batch_id)
+    with OutputFiles(paths) as files:
+        files.discard()
+        collector = Collector(batch.id, files)
+        fill(client, store, batch, collector)
+        if batch.state.is_final and collector.totals.ended < batch.total:
+            _fill_rest(batch, collector, source or Path(batch.input_file))
+        errors = str(paths.errors) if paths.errors.exists() else None
+    store.describe(msgspec.structs.replace(batch, output_file=str(paths.output), error_file=errors))
+    return store.get(batch_id), batch.total - collector.totals.ended
+
+
+def fill(client: Client, store: BatchStore, batch: Batch, collector: Collector) -> None:
+    """Every answer that store and queue have, each once."""
+    for results in _paged(store.results(batch.id)):
+        collector.take(results)
+    for bad in _paged(store.refused(batch.id)):
+        collector.take_bad(bad)
+    last = min(batch.last_line, batch.submitted + 2 * WINDOW)
+    for lines in _pages(range(1, last + 1)):
+        missing = [job_id(batch.id, line) for line in lines if not collector.has(line)]
+        if missing:
+            collector.take(list(queries.results(client, missing)))
+
+
+def _fill_rest(batch: Batch, collector: Collector, source: Path) -> None:
+    why = REASONS[batch.state]
+    try:
+        rest = (line for line in read(source) if not collector.has(line.line) and line.line <= batch.last_line)
+        for page in _paged(unanswered(line.line, line.custom_id, why) for line in rest):
+            collector.take_bad(page)
+    except ConfigurationError:  # the file is elsewhere: their names are not known here
+        return
+
+
+def _pages(lines: range) -> Iterator[range]:
+    for start in range(0, len(lines), _PAGE):
+        yield lines[start : start + _PAGE]
+
+
+def _paged(items: Iterator[T]) -> Iterator[Sequence[T]]:
+    page: list[T] = []
+    for item in items:
+        page.append(item)
+        if len(page) >= _PAGE:
+            yield page
+            page = []
+    if page:
+        yield page

@@ -1,0 +1,320 @@
+"""Keeps a bounded number of a batch's jobs in the queue: hands lines in, sees which have ended, hands in more.
+
+    file ─ lines ─▶ group ─ submit_many ─▶ open jobs (at most `window`, and WINDOW_BYTES of requests) ─▶ collector
+
+A job's id follows from its line, so a group that is handed in twice is there once. What the queue has forgotten is
+looked up in the database, and handed in again when that does not know it either. It decides neither when a batch
+begins nor how it ends.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from api_client.bulk import queries
+from api_client.bulk.answers import CANCELLED, EXPIRED, unanswered
+from api_client.bulk.batch import Batch, BatchState, Totals, now_ms
+from api_client.bulk.collector import Collector
+from api_client.bulk.lines import BadLine, GoodLine, Marks, Order, job_id, line_of, read, repeated, to_request
+from api_client.bulk.patience import Patience
+from api_client.bulk.store import BatchStore
+from api_client.client import Client
+from api_client.errors import IdempotencyConflict, InvalidRequest, QueueRefusal
+from schemas.job import JobRequest
+from schemas.openai import LineError
+from schemas.result import JobResult, JobStatus
+
+WINDOW: Final = 2_000
+WINDOW_BYTES: Final = 64 * 1024 * 1024
+GROUP: Final = 250
+IDLE_LOOKS: Final = 3
+POLL_S: Final = 0.2
+LOOK_S: Final = 1.0  # how often the batch's record is written and read
+PATIENCE_S: Final = 600.0
+LATE_MS: Final = 10_000  # after its deadline, a job that no worker looks at is taken back
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """For whoever watches. `note`: what is waited for, "" when all is well."""
+
+    total: int
+    in_flight: int
+    totals: Totals
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Pacing:
+    """`window`: jobs in the queue at once; enough for all workers' batches, and for what ends between two looks."""
+
+    window: int = WINDOW
+    patience_s: float = PATIENCE_S
+    watch: Callable[[Progress], object] = lambda _: None
+
+
+class Pump:
+    """One run over one file. `is_resumed`: some of it may have been handed in before."""
+
+    def __init__(
+        self,
+        client: Client,
+        store: BatchStore,
+        batch: Batch,
+        collector: Collector,
+        *,
+        repeated_lines: Marks,
+        pacing: Pacing,
+        is_resumed: bool,
+    ) -> None:
+        self._client = client
+        self._store = store
+        self._batch = batch
+        self._collector = collector
+        self._repeated = repeated_lines
+        self._pacing = pacing
+        self._is_resumed = is_resumed
+        self._patience = Patience(pacing.patience_s, self._tell)
+        self._submitted = batch.submitted if not collector.keeps_answers else 0
+        self._state = BatchState.IN_PROGRESS
+        self._looked_at = 0.0
+        self._polled_at = 0.0
+        self._waits = ""
+        self._has_given_up = False
+        self._lost: list[JobRequest] = []
+        self._num_ended = -1
+        self._num_idle_looks = 0
+
+    @property
+    def state(self) -> BatchState:
+        return self._state
+
+    @property
+    def goes_on(self) -> bool:
+        """May more be handed in?"""
+        return self._state is BatchState.IN_PROGRESS and not self.is_late
+
+    @property
+    def is_late(self) -> bool:
+        return bool(self._batch.expires_ms) and now_ms() >= self._batch.expires_ms
+
+    def hand_in(self, path: Path) -> None:
+        """Every line that is not done, until all are in the queue, or no more may be."""
+        self._look(force=True)
+        for jobs, bad, last_line in self._groups(path):
+            if not self._has_room():
+                return
+            self._answer_bad(bad)
+            self._hand_in_lost()
+            self._submit(self._unrecorded(jobs))
+            self._submitted = max(self._submitted, last_line)
+        if self.goes_on:
+            self._submitted = self._batch.last_line
+        self._look(force=True)
+
+    def drain(self) -> None:
+        """Until every open job has ended; cancels them when that is asked for."""
+        while self._collector.jobs or self._lost:
+            self._hand_in_lost()
+            self._turn()
+            if self._batch.expires_ms and now_ms() > self._batch.expires_ms + LATE_MS and not self._has_given_up:
+                self._has_given_up = True  # no worker is there to notice
+                self._cancel_open()
+        self._look(force=True)
+        self._tell()
+
+    def refuse_rest(self, path: Path, why: LineError) -> None:
+        """Answer every line that was never handed in."""
+        rest: list[BadLine] = []
+        for line in self._undone(path):
+            rest.append(unanswered(line.line, line.custom_id, why))
+            if len(rest) >= GROUP:
+                self._answer_bad(rest)
+                rest = []
+        self._answer_bad(rest)
+        self._submitted = self._batch.last_line
+        self._look(force=True)
+        self._tell()
+
+    # ── lines in ──
+
+    def _groups(self, path: Path) -> Iterator[tuple[list[JobRequest], list[BadLine], int]]:
+        jobs: list[JobRequest] = []
+        bad: list[BadLine] = []
+        last_line = 0
+        for line in self._undone(path):
+            job = self._job_of(line)
+            if isinstance(job, BadLine):
+                bad.append(job)
+            else:
+                jobs.append(job)
+            last_line = line.line
+            if len(jobs) + len(bad) >= min(GROUP, self._pacing.window):
+                yield jobs, bad, last_line
+                jobs, bad = [], []
+        yield jobs, bad, last_line
+
+    def _undone(self, path: Path) -> Iterator[GoodLine | BadLine]:
+        start = self._submitted if not self._collector.keeps_answers else 0
+        for line in read(path):
+            if line.line > start and not self._collector.has(line.line):
+                yield line
+
+    def _job_of(self, line: GoodLine | BadLine) -> JobRequest | BadLine:
+        if isinstance(line, BadLine):
+            return line
+        if line.line in self._repeated:
+            return repeated(line)
+        batch = self._batch
+        return to_request(line, Order(batch.id, batch.tenant, batch.expires_ms or None, batch.any_model))
+
+    def _answer_bad(self, bad: Sequence[BadLine]) -> None:
+        if bad:
+            self._patience.ask(lambda: self._store.refuse(self._batch.id, bad))
+            self._collector.take_bad(bad)
+
+    def _unrecorded(self, jobs: list[JobRequest]) -> list[JobRequest]:
+        """After an interruption some may have ended long ago: the queue has forgotten them, the database has not."""
+        if not self._is_resumed:
+            return jobs
+        known = self._patience.ask(lambda: self._store.recorded([job.job_id for job in jobs]))
+        self._collector.take(list(known.values()))
+        return [job for job in jobs if job.job_id not in known]
+
+    def _submit(self, jobs: Sequence[JobRequest]) -> None:
+        """They are open as soon as the queue has them."""
+        while jobs:
+            try:
+                self._patience.ask(partial(self._client.submit_many, jobs))
+            except QueueRefusal as refusal:  # it is full, or the tenant too fast
+                self._open([job for job in jobs if job.job_id in refusal.accepted])
+                jobs = [job for job in jobs if job.job_id not in refusal.accepted]
+                self._waits = str(refusal)
+                self._turn()
+                if not self.goes_on:
+                    return
+            except (IdempotencyConflict, InvalidRequest) as error:
+                self._submit_one_by_one(jobs, error)
+                return
+            else:
+                self._open(jobs)
+                return
+
+    def _submit_one_by_one(self, jobs: Sequence[JobRequest], error: Exception) -> None:
+        """One of them is to blame."""
+        if len(jobs) == 1:
+            self._refuse(jobs[0], error)
+            return
+        for job in jobs:
+            self._submit([job])
+
+    def _open(self, jobs: Sequence[JobRequest]) -> None:
+        for job in jobs:
+            self._collector.open(job)
+
+    def _refuse(self, job: JobRequest, error: Exception) -> None:
+        line, name = line_of(self._batch.id, job.job_id), job.metadata["custom_id"]
+        self._answer_bad([BadLine(line, name, "invalid_value", str(error), None, 400)])
+
+    # ── ends ──
+
+    def _has_room(self) -> bool:
+        """Waits for it. False when nothing more is to be handed in."""
+        if time.monotonic() - self._polled_at >= POLL_S:
+            self._turn()
+        while self.goes_on and self._is_full():
+            self._turn()
+        return self.goes_on
+
+    def _is_full(self) -> bool:
+        group = min(GROUP, self._pacing.window)
+        return len(self._collector.jobs) > self._pacing.window - group or self._collector.num_bytes > WINDOW_BYTES
+
+    def _turn(self) -> None:
+        time.sleep(max(0.0, self._polled_at + POLL_S - time.monotonic()))
+        self._polled_at = time.monotonic()
+        self._collect()
+        self._look()
+        self._tell()
+
+    def _collect(self) -> None:
+        names = {job.job_id: line for line, job in self._collector.jobs.items()}
+        standing = self._patience.ask(lambda: queries.standing(self._client, list(names)))
+        over = [name for name, is_over in standing.items() if is_over]
+        if over:
+            results = self._patience.ask(lambda: list(queries.results(self._client, over)))
+            self._collector.take([self._in_time(result) for result in results])
+        if over and self._collector.keeps_answers:
+            self._patience.ask(lambda: queries.forget_soon(self._client, over))
+        unknown = [self._collector.jobs[line] for name, line in names.items() if name not in standing]
+        if unknown:
+            self._find(unknown)
+
+    def _in_time(self, result: JobResult) -> JobResult:
+        """What was taken back because its time was over has expired."""
+        if self._has_given_up and result.status is JobStatus.CANCELLED and self._state is not BatchState.CANCELLING:
+            return msgspec.structs.replace(result, status=JobStatus.EXPIRED)
+        return result
+
+    def _find(self, jobs: list[JobRequest]) -> None:
+        known = self._patience.ask(lambda: self._store.recorded([job.job_id for job in jobs]))
+        self._collector.take(list(known.values()))
+        for job in jobs:
+            if job.job_id not in known:
+                self._collector.drop(job)
+                self._lost.append(job)
+
+    def _hand_in_lost(self) -> None:
+        lost, self._lost = self._lost, []
+        if self.goes_on:
+            self._submit(lost)
+        else:
+            why = CANCELLED if self._state is BatchState.CANCELLING else EXPIRED
+            lines = [(line_of(self._batch.id, job.job_id), job.metadata["custom_id"]) for job in lost]
+            self._answer_bad([unanswered(line, name, why) for line, name in lines])
+
+    # ── the batch's record ──
+
+    def _look(self, *, force: bool = False) -> None:
+        """Somebody may have cancelled it; others want to know how far it is."""
+        if not force and time.monotonic() - self._looked_at < LOOK_S:
+            return
+        self._looked_at = time.monotonic()
+        over_line = min(min(self._collector.jobs, default=self._submitted + 1) - 1, self._submitted)
+        if self._collector.keeps_answers or not self._is_resumed:
+            totals = self._collector.totals
+        else:
+            totals = self._batch.totals.plus(self._collector.totals)
+        self._patience.ask(
+            lambda: self._store.progress(self._batch.id, submitted=self._submitted, over_line=over_line, totals=totals)
+        )
+        before, self._state = self._state, self._patience.ask(lambda: self._store.get(self._batch.id)).state
+        if self._state is BatchState.CANCELLING and before is not BatchState.CANCELLING:
+            self._cancel_open()
+        self._notice_idleness()
+
+    def _cancel_open(self) -> None:
+        names = [job_id(self._batch.id, line) for line in self._collector.jobs]
+        self._patience.ask(lambda: queries.cancel(self._client, names))
+
+    def _notice_idleness(self) -> None:
+        """A queue without a worker looks as one whose worker is slow, unless somebody says it."""
+        ended = self._collector.totals.ended
+        is_idle = ended == self._num_ended and bool(self._collector.jobs)
+        self._num_ended, self._num_idle_looks = ended, self._num_idle_looks + 1 if is_idle else 0
+        if self._num_idle_looks >= IDLE_LOOKS:
+            self._waits = "" if self._patience.ask(self._client.workers) else "no worker serves this queue"
+        elif not is_idle:
+            self._waits = ""
+
+    def _tell(self) -> None:
+        note = self._patience.note or self._waits
+        jobs, totals = self._collector.jobs, self._collector.totals
+        self._pacing.watch(Progress(self._batch.total, len(jobs), totals, note))

@@ -1,0 +1,79 @@
+"""What bulk work asks of the queue about its jobs, in pages: one round trip for some hundred of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from api_client.client import Client
+from api_client.effects import Commands, Program, RunScript
+from api_client.programs import read
+from api_client.records import Record
+from api_client.scripts import CANCEL, Argument
+from schemas.codec import DecodeError, decode_request
+from schemas.result import JobResult, JobStatus
+
+PAGE: Final = 500
+COLLECTED_TTL_S: Final = 60  # how long Redis keeps a result that lies in a file
+_OVER: Final = frozenset(status.value.encode() for status in JobStatus if status.is_final)
+
+
+def ask(commands: Sequence[tuple[Argument, ...]]) -> Program[Sequence[Any]]:
+    """Any commands, in one round trip."""
+    replies: Sequence[Any] = yield Commands(tuple(commands))
+    return replies
+
+
+def standing(client: Client, job_ids: Sequence[str]) -> dict[str, bool]:
+    """Job id → is it over? Those that the queue does not know are left out."""
+    found: dict[str, bool] = {}
+    for page in _pages(job_ids):
+        replies = client.perform(ask([("HGET", client.keys.job(job_id), "state") for job_id in page]))
+        found |= {name: state in _OVER for name, state in zip(page, replies, strict=True) if state is not None}
+    return found
+
+
+def results(client: Client, job_ids: Sequence[str]) -> Iterator[JobResult]:
+    """Of those that are over and known to the queue. One that ended without a worker has its request's metadata."""
+    for page in _pages(job_ids):
+        records = [record for record in client.perform(read(client.view, page)) if record is not None]
+        over = [record for record in records if record.is_over]
+        yield from (record.result for record in over if record.result is not None)
+        yield from _unrecorded(client, [record for record in over if record.result is None])
+
+
+def _unrecorded(client: Client, records: Sequence[Record]) -> Iterator[JobResult]:
+    if not records:
+        return
+    keys = [client.keys.job(record.info.job_id) for record in records]
+    requests = client.perform(ask([("HGET", key, "request") for key in keys]))
+    for record, packed in zip(records, requests, strict=True):
+        outcome = record.outcome()
+        try:
+            metadata = decode_request(packed).metadata if packed is not None else {}
+        except DecodeError:
+            metadata = {}
+        yield msgspec.structs.replace(outcome, metadata=metadata)
+
+
+def cancel(client: Client, job_ids: Sequence[str]) -> None:
+    """All that are not over."""
+    for page in _pages(job_ids):
+        client.perform(_cancel(page))
+
+
+def _cancel(job_ids: Sequence[str]) -> Program[None]:
+    yield RunScript(CANCEL, tuple(job_ids))
+
+
+def forget_soon(client: Client, job_ids: Sequence[str]) -> None:
+    """Results that lie elsewhere need not stay in the queue's memory."""
+    for page in _pages(job_ids):
+        client.perform(ask([("EXPIRE", client.keys.job(job_id), COLLECTED_TTL_S) for job_id in page]))
+
+
+def _pages(job_ids: Sequence[str]) -> Iterator[Sequence[str]]:
+    for start in range(0, len(job_ids), PAGE):
+        yield job_ids[start : start + PAGE]

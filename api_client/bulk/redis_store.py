@@ -1,0 +1,155 @@
+"""Batches in Redis, for those who run without a database: kept for a month after the last change, results no longer
+than Redis keeps any (an hour by default). It knows no files.
+
+| key | type | |
+|---|---|---|
+| `tm:{q}:batch:<id>` | hash | `state`, the batch as JSON, progress, the time of each state |
+| `tm:{q}:batches` | sorted set batch id → created ms | |
+| `tm:{q}:batch-errors:<id>` | hash line → JSON | lines that became no job |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from api_client.bulk.batch import Batch, BatchState, Totals, now_ms
+from api_client.bulk.lines import BadLine
+from api_client.bulk.queries import ask
+from api_client.bulk.store import BatchNotFound
+from api_client.client import Client
+from api_client.scripts import Argument
+from schemas.result import JobResult
+
+KEPT_S: Final = 30 * 86_400
+_PAGE: Final = 500
+_MOVE: Final = """
+local state = redis.call('HGET', KEYS[1], 'state')
+for place = 4, #ARGV do
+  if state == ARGV[place] then
+    redis.call('HSET', KEYS[1], 'state', ARGV[1], ARGV[2], ARGV[3])
+    return 1
+  end
+end
+return 0
+"""
+_FIELDS: Final = (
+    "state", "batch", "submitted", "over_line", "totals", "seen", "in_progress", "finalizing", "cancelling", "finished",
+)  # fmt: skip
+_json: Final = msgspec.json.Encoder().encode
+_batch: Final = msgspec.json.Decoder(Batch).decode
+_totals: Final = msgspec.json.Decoder(Totals).decode
+_bad_line: Final = msgspec.json.Decoder(BadLine).decode
+
+
+class RedisBatchStore:
+    """Uses the client's connection, and leaves it open."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        base = client.keys.base
+        self._index = f"{base}batches"
+        self._prefix = f"{base}batch:"
+        self._errors_prefix = f"{base}batch-errors:"
+
+    def create(self, batch: Batch) -> None:
+        key = self._prefix + batch.id
+        self._do(
+            ("HSET", key, "state", batch.state.value, "batch", _json(batch)),
+            ("ZADD", self._index, batch.created_ms, batch.id),
+            ("EXPIRE", key, KEPT_S),
+            ("EXPIRE", self._index, KEPT_S),
+        )
+
+    def get(self, batch_id: str) -> Batch:
+        (found,) = self._read([batch_id])
+        if found is None:
+            raise BatchNotFound(batch_id)
+        return found
+
+    def newest(self, limit: int = 20, after: str | None = None) -> Sequence[Batch]:
+        start = "+inf"
+        if after is not None:
+            start = f"({self.get(after).created_ms}"
+        (ids,) = self._do(("ZRANGE", self._index, start, "-inf", "BYSCORE", "REV", "LIMIT", 0, limit))
+        names = [name.decode() for name in ids]
+        found = self._read(names)
+        gone = [name for name, batch in zip(names, found, strict=True) if batch is None]
+        if gone:
+            self._do(("ZREM", self._index, *gone))
+        return [batch for batch in found if batch is not None]
+
+    def move(self, batch_id: str, state: BatchState, expected: Sequence[BatchState]) -> bool:
+        moment = "finished" if state.is_final else state.value
+        words = [word.value for word in expected]
+        (moved,) = self._do(
+            ("EVAL", _MOVE, 1, self._prefix + batch_id, state.value, moment, now_ms(), *words),
+        )
+        return bool(moved)
+
+    def describe(self, batch: Batch) -> None:
+        self._do(("HSET", self._prefix + batch.id, "batch", _json(batch)), *self._renew(batch.id))
+
+    def progress(self, batch_id: str, *, submitted: int, over_line: int, totals: Totals) -> None:
+        values = ("submitted", submitted, "over_line", over_line, "totals", _json(totals), "seen", now_ms())
+        self._do(("HSET", self._prefix + batch_id, *values), *self._renew(batch_id))
+
+    def refuse(self, batch_id: str, lines: Sequence[BadLine]) -> None:
+        key = self._errors_prefix + batch_id
+        for start in range(0, len(lines), _PAGE):
+            pairs = [part for bad in lines[start : start + _PAGE] for part in (bad.line, _json(bad))]
+            self._do(("HSET", key, *pairs), ("EXPIRE", key, KEPT_S))
+
+    def refused(self, batch_id: str) -> Iterator[BadLine]:
+        last = self.get(batch_id).last_line
+        for start in range(1, last + 1, _PAGE):
+            numbers = range(start, min(start + _PAGE, last + 1))
+            (values,) = self._do(("HMGET", self._errors_prefix + batch_id, *numbers))
+            yield from (_bad_line(value) for value in values if value is not None)
+
+    def results(self, batch_id: str) -> Iterator[JobResult]:
+        return iter(())
+
+    def recorded(self, job_ids: Sequence[str]) -> dict[str, JobResult]:
+        return {}
+
+    def totals(self, batch: Batch, *, with_tokens: bool) -> Totals | None:
+        return None
+
+    def close(self) -> None:
+        """The connection is the client's."""
+
+    def _renew(self, batch_id: str) -> tuple[tuple[Argument, ...], ...]:
+        return (
+            ("EXPIRE", self._prefix + batch_id, KEPT_S),
+            ("EXPIRE", self._errors_prefix + batch_id, KEPT_S),
+            ("EXPIRE", self._index, KEPT_S),
+        )
+
+    def _read(self, ids: Sequence[str]) -> list[Batch | None]:
+        replies = self._do(*(("HMGET", self._prefix + name, *_FIELDS) for name in ids))
+        return [_stored(values) for values in replies]
+
+    def _do(self, *commands: tuple[Argument, ...]) -> Sequence[Any]:
+        return self._client.perform(ask(commands))
+
+
+def _stored(values: Sequence[bytes | None]) -> Batch | None:
+    state, batch, submitted, over_line, totals, *times = values
+    if state is None or batch is None:
+        return None
+    seen, started, finalizing, cancelling, finished = (int(value or 0) for value in times)
+    return msgspec.structs.replace(
+        _batch(batch),
+        state=BatchState(state.decode()),
+        submitted=int(submitted or 0),
+        over_line=int(over_line or 0),
+        totals=_totals(totals) if totals else Totals(),
+        seen_ms=seen,
+        started_ms=started,
+        finalizing_ms=finalizing,
+        cancelling_ms=cancelling,
+        finished_ms=finished,
+    )

@@ -1,0 +1,193 @@
+"""Bulk files as one uses them: run one to its answers, or import one and leave the answers where jobs' results are.
+
+    run_batch      in this process: file in, files out, continued where it stopped when it is called again
+    import_batch   file in; export_batch of outcome.py fetches the answers, whenever and wherever
+
+Both may be interrupted at any moment and called again. They are what the commands and the tasks call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from api_client.bulk.answers import CANCELLED, EXPIRED
+from api_client.bulk.batch import (
+    DEFAULT_WINDOW,
+    Batch,
+    BatchState,
+    Totals,
+    check_metadata,
+    new_batch_id,
+    now_ms,
+    window_ms,
+)
+from api_client.bulk.collector import Collector
+from api_client.bulk.files import OutputFiles, Paths
+from api_client.bulk.lines import Survey, survey
+from api_client.bulk.outcome import REASONS, conclude, fill, refresh
+from api_client.bulk.pump import Pacing, Progress, Pump
+from api_client.bulk.store import BatchStore
+from api_client.client import Client
+from api_client.errors import ConfigurationError
+from schemas.openai import BatchError
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What is asked of a batch as a whole. `any_model`: whatever model the queue serves, not the lines'."""
+
+    completion_window: str = DEFAULT_WINDOW
+    tenant: str = ""
+    any_model: bool = False
+    metadata: dict[str, str] = field(default_factory=dict)
+
+
+def new_batch(client: Client, path: Path, terms: Terms | None = None) -> Batch:
+    """Not stored yet. Raises ConfigurationError."""
+    terms = terms or Terms()
+    now = now_ms()
+    return Batch(
+        id=new_batch_id(),
+        queue=client.queue,
+        tenant=terms.tenant,
+        any_model=terms.any_model,
+        input_file=str(path),
+        completion_window=terms.completion_window,
+        metadata=check_metadata(terms.metadata),
+        created_ms=now,
+        expires_ms=now + window_ms(terms.completion_window),
+    )
+
+
+def run_batch(
+    client: Client,
+    store: BatchStore,
+    path: Path,
+    paths: Paths,
+    *,
+    terms: Terms | None = None,
+    pacing: Pacing | None = None,
+) -> Batch:
+    """Raises ConfigurationError when the output is not this input's."""
+    pacing = pacing or Pacing()
+    with OutputFiles(paths) as files:
+        before = files.load_record()
+        if before is None:
+            _refuse_foreign(paths)
+        batch = before or new_batch(client, path, terms)
+        found = survey(path, _surveying(pacing))
+        if before is not None and before.digest != found.digest:
+            raise ConfigurationError(
+                f"{paths.output} belongs to batch {before.id}, whose input was another: name another output, "
+                f"or remove it and {paths.record}"
+            )
+        if before is not None and before.state.is_final:
+            return before
+        files.save_record(_described(batch, found))
+        batch = _stored(store, _described(batch, found))
+        collector = Collector(batch.id, files, files.resume())
+        pump = Pump(
+            client,
+            store,
+            batch,
+            collector,
+            repeated_lines=found.repeated,
+            pacing=pacing,
+            is_resumed=before is not None,
+        )
+        if batch.state.is_final:  # somebody saw its end while we were away
+            fill(client, store, batch, collector)
+            pump.refuse_rest(path, REASONS[batch.state])
+        else:
+            _pump_to_the_end(pump, path)
+        return _ended(store, files, batch.id, collector.totals)
+
+
+def _pump_to_the_end(pump: Pump, path: Path) -> None:
+    pump.hand_in(path)
+    pump.drain()
+    if pump.state is BatchState.CANCELLING:
+        pump.refuse_rest(path, CANCELLED)
+    elif pump.is_late:
+        pump.refuse_rest(path, EXPIRED)
+
+
+def _ended(store: BatchStore, files: OutputFiles, batch_id: str, totals: Totals) -> Batch:
+    paths = files.paths
+    errors = str(paths.errors) if paths.errors.exists() else None
+    named = msgspec.structs.replace(store.get(batch_id), output_file=str(paths.output), error_file=errors)
+    store.describe(named)
+    ended = conclude(store, named, totals)
+    files.save_record(ended)
+    return ended
+
+
+def _refuse_foreign(paths: Paths) -> None:
+    for path in (paths.output, paths.errors):
+        if path.exists() and path.stat().st_size:
+            raise ConfigurationError(f"{path} is there already and no batch's output: name another")
+
+
+def import_batch(
+    client: Client,
+    store: BatchStore,
+    path: Path,
+    *,
+    batch: Batch | None = None,
+    terms: Terms | None = None,
+    pacing: Pacing | None = None,
+) -> Batch:
+    """Returns when every line is handed in. `batch`: one of `new_batch`, or one that was begun with this file."""
+    pacing = pacing or Pacing()
+    is_resumed = batch is not None and batch.submitted > 0
+    batch = batch or new_batch(client, path, terms)
+    store.create(batch)
+    found = survey(path, _surveying(pacing))
+    if batch.digest and batch.digest != found.digest:
+        raise ConfigurationError(f"batch {batch.id} was begun with another file than {path}")
+    batch = _stored(store, _described(batch, found))
+    if not batch.state.is_final and not batch.is_handed_in:
+        pump = Pump(
+            client,
+            store,
+            batch,
+            Collector(batch.id),
+            repeated_lines=found.repeated,
+            pacing=pacing,
+            is_resumed=is_resumed,
+        )
+        pump.hand_in(path)
+        if pump.state is BatchState.IN_PROGRESS and pump.is_late:
+            pump.refuse_rest(path, EXPIRED)
+    return refresh(client, store, batch.id)
+
+
+def _surveying(pacing: Pacing) -> Callable[[int], object]:
+    return lambda lines: pacing.watch(Progress(0, 0, Totals(), f"validating: {lines} lines"))
+
+
+def _described(batch: Batch, found: Survey) -> Batch:
+    listed = [BatchError(code=bad.code, message=bad.message, line=bad.line, param=bad.param) for bad in found.first_bad]
+    if not found.total:
+        listed = [BatchError(code="empty_file", message="The input file has no requests.")]
+    return msgspec.structs.replace(
+        batch,
+        endpoint=found.endpoint,
+        model=found.model,
+        total=found.total,
+        last_line=found.last_line,
+        digest=found.digest,
+        errors=tuple(listed),
+    )
+
+
+def _stored(store: BatchStore, batch: Batch) -> Batch:
+    """In the store, and in progress; failed when there is nothing in it."""
+    store.create(batch)
+    store.describe(batch)
+    store.move(batch.id, BatchState.IN_PROGRESS if batch.total else BatchState.FAILED, [BatchState.VALIDATING])
+    return store.get(batch.id)
