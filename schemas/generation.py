@@ -54,6 +54,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     n: int = 1
     response_format: ResponseFormat | None = None
     speculate: bool = True  # may draft tokens be proposed for this request?
+    lora: str = ""  # name of the LoRA adapter to answer with; empty: the model itself
 
     @property
     def is_greedy(self) -> bool:

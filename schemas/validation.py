@@ -81,6 +81,7 @@ def _texts(request: JobRequest) -> Iterator[tuple[str, str]]:
         text = getattr(request, field)
         if text is not None:
             yield field, text
+    yield "lora", request.params.lora
     for i, message in enumerate(request.messages or ()):
         yield f"messages[{i}].content", message.content
     for i, stop in enumerate(request.params.stop):
@@ -110,8 +111,9 @@ def _strings(value: object, depth: int = 0) -> Iterator[str]:
 def _name_problems(request: JobRequest) -> Iterator[str]:
     if not request.job_id:
         yield "job_id must not be empty"
-    for field in ("job_id", "model", "tenant", "idempotency_key", "batch_id"):
-        text = getattr(request, field) or ""
+    names = {field: getattr(request, field) for field in ("job_id", "model", "tenant", "idempotency_key", "batch_id")}
+    for field, name in (names | {"lora": request.params.lora}).items():
+        text = name or ""
         if len(text) > MAX_NAME_CHARS:
             yield f"{field} may have {MAX_NAME_CHARS} characters, not {len(text)}"
         elif _CONTROL.search(text):

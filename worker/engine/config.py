@@ -58,6 +58,10 @@ class EngineConfig:
     max_waiting: int = 100_000
     preempt: Literal["least_wasted", "newest", "oldest"] = "least_wasted"
     max_bypass: int = 16  # smaller requests that may pass a head that does not fit
+    # adapters
+    adapters: str = ""  # name=folder,name=folder
+    max_loras: int = 4  # different ones in one step
+    max_cached_loras: int = 16
     # speed
     fuse: bool = True  # on CPU in float32: swap layers for packed and fused ones that agree with them
     speculative_tokens: int = 0  # n-gram drafts a step and sequence; 0: off
@@ -93,6 +97,7 @@ class EngineConfig:
             "q_padding_interval",
             "kv_padding_interval",
             "max_waiting",
+            "max_loras",
         ):
             require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
         for name in ("num_blocks", "max_model_len", "max_read_tokens", "num_threads"):
@@ -122,10 +127,37 @@ class EngineConfig:
                 f"max_long_partial_prefills ({self.max_long_partial_prefills}) must not exceed "
                 f"max_num_partial_prefills ({self.max_num_partial_prefills})",
             )
+        require(
+            self.max_cached_loras >= self.max_loras,
+            f"max_cached_loras ({self.max_cached_loras}) must be at least max_loras ({self.max_loras})",
+        )
+        require(not (self.adapters and self.tensor_parallel), "adapters cannot be used with tensor_parallel")
+        try:
+            _ = self.adapter_folders
+        except ValueError as error:
+            found.append(f"adapters {error}")
         return [sentence for sentence in found if sentence]
+
+    @property
+    def adapter_folders(self) -> dict[str, str]:
+        """By name. Raises ValueError."""
+        return read_table(self.adapters, "name=folder")
 
     def replace(self, **changes: object) -> EngineConfig:
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+
+def read_table(text: str, form: str) -> dict[str, str]:
+    """`a=b,c=d` as a table; white space around its parts does not count. Raises ValueError."""
+    table: dict[str, str] = {}
+    for entry in filter(None, (part.strip() for part in text.split(","))):
+        name, _, value = (part.strip() for part in entry.partition("="))
+        if not name or not value:
+            raise ValueError(f"must be {form},{form}, not {entry!r}")
+        if name in table:
+            raise ValueError(f"names {name!r} twice")
+        table[name] = value
+    return table
 
 
 @dataclass(frozen=True, slots=True)

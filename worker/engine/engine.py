@@ -25,6 +25,7 @@ from worker.engine.faults import is_device_lost, refusal_event, sentence_of
 from worker.engine.intake import Intake
 from worker.engine.outputs import Outputs
 from worker.engine.plan import StepOutput, StepPlan
+from worker.engine.preparing import Needs, Preparing
 from worker.engine.runners import Runner, load_runner
 from worker.engine.scheduler import Scheduler
 from worker.engine.sequence import Sequence
@@ -44,7 +45,7 @@ class Engine:
         self._intake = Intake(runner.vocab_size, runner.max_model_len, runner.can_structure)
         self._outputs = Outputs()
         self._early: list[TokenEvent] = []  # events that arose outside a step (refusals, cancels)
-        self._preparing: list[tuple[Any, list[Sequence]]] = []  # (compilation, sequences) not yet schedulable
+        self._preparing = Preparing()  # not yet schedulable
         self._in_flight: tuple[StepPlan, Any] | None = None
         self._ids = itertools.count()
         self._steps = self._failed_steps = 0
@@ -120,11 +121,7 @@ class Engine:
 
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED, choice: int | None = None) -> bool:
         """End a request (or one choice) in any state; its blocks are free at once. False if it is unknown or over."""
-        events: list[TokenEvent] = []
-        for entry in list(self._preparing):
-            if entry[1][0].request_id == request_id:
-                self._preparing.remove(entry)
-                events += [TokenEvent(request_id=request_id, choice=s.choice, finish_reason=reason) for s in entry[1]]
+        events = self._preparing.cancel(request_id, reason)
         events += self.scheduler.cancel(request_id, reason, choice)
         self._early += events
         self._outputs.deliver(events)
@@ -134,13 +131,20 @@ class Engine:
 
     def _enqueue(self, request: GenerationRequest, batch: list[Sequence]) -> None:
         sequences = self._intake.admit(request)
-        if self.scheduler.knows(request.request_id) or any(s.request_id == request.request_id for s in batch):
+        request_id = request.request_id
+        is_known = self.scheduler.knows(request_id) or self._preparing.knows(request_id)
+        if is_known or any(sequence.request_id == request_id for sequence in batch):
             raise RequestError(f"request id {request.request_id!r} is already in use")
-        compilation = self.runner.prepare(request.params) if request.params.response_format is not None else None
-        if compilation is None:
+        params = request.params
+        needs = Needs(
+            self.runner.prepare(params) if params.response_format is not None else None,
+            self.runner.prepare_adapter(params.lora) if params.lora else None,
+        )
+        if needs.are_met:
+            needs.settle(sequences)
             batch += sequences
         else:
-            self._preparing.append((compilation, sequences))
+            self._preparing.add(needs, sequences)
 
     def _schedule(self, batch: list[Sequence], strict: bool = False) -> None:
         if not batch:
@@ -248,18 +252,12 @@ class Engine:
         return self._commit(plan, output)
 
     def _take_prepared(self) -> None:
-        """Grammars compile off the step's path; their requests join when they are done."""
-        for entry in list(self._preparing):
-            compilation, sequences = entry
-            if not compilation.done():
-                continue
-            self._preparing.remove(entry)
-            error = compilation.exception()
-            if error is None:
+        """Grammars compile and adapters load off the step's path; their requests join when they are done."""
+        if self._preparing:
+            ready, refusals = self._preparing.take()
+            for sequences in ready:
                 self._schedule(sequences)
-            else:
-                refusal = RequestError(f"response_format cannot be used: {sentence_of(error)}")
-                self._early += [refusal_event(s.request_id, refusal, s.choice) for s in sequences]
+            self._early += refusals
 
     # ── reading ──
 
@@ -329,8 +327,7 @@ class Engine:
 
     def request_ids(self) -> list[str]:
         """Of every request that has not ended."""
-        preparing = [entry[1][0].request_id for entry in self._preparing]
-        return [*self.scheduler.request_ids(), *preparing]
+        return [*self.scheduler.request_ids(), *self._preparing.request_ids()]
 
     def __enter__(self) -> Engine:
         return self

@@ -17,12 +17,13 @@ import torch
 from schemas.generation import SamplingParams
 from worker.engine import ranks
 from worker.engine.attention import AttentionBackend, choose
-from worker.engine.config import CacheConfig, EngineConfig
+from worker.engine.config import CacheConfig, EngineConfig, EngineConfigError
 from worker.engine.graphs import Capture, CudaCapture, GraphRunner
 from worker.engine.kv.cache_pool import KVCachePool
 from worker.engine.kv.offloader import Offloader
 from worker.engine.model import store
 from worker.engine.model.loader import LoadedModel, load_model
+from worker.engine.model.lora import AdapterError, Adapters
 from worker.engine.model.paged import LayerBinding, PagedStep
 from worker.engine.model.vocabulary import tokenizer_info
 from worker.engine.plan import ScheduledSequence, StepOutput, StepPlan
@@ -56,6 +57,7 @@ class ModelRunner:
         pool: KVCachePool,
         host_pool: KVCachePool | None = None,
         grammars: GrammarCompiler | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         self.config = config
         self.cache_config = cache_config
@@ -67,6 +69,7 @@ class ModelRunner:
         self.is_asynchronous = bool(config.async_batching)
         self.proposer = PromptLookup(config.speculative_tokens) if config.speculative_tokens else None
         self._grammars = grammars
+        self._adapters = adapters
         self._loaded = loaded
         self._backend = backend
         self._pool = pool
@@ -91,6 +94,7 @@ class ModelRunner:
         path = store.resolve(config.model, cache_dir, report)
         report(f"loading {config.model}", 0.0)
         loaded = load_model(path, config)
+        adapters = _adapters(loaded, config, report)
         may_shorten = config.max_model_len is None
         config = _resolved(config, loaded)
         kv_dtype = _KV_DTYPES[config.kv_dtype]
@@ -111,7 +115,7 @@ class ModelRunner:
         info = tokenizer_info(path, loaded.vocab_size, loaded.eos_token_ids, config.trust_remote_code)
         grammars = GrammarCompiler(info) if info is not None else None
         report(f"loading {config.model}", 1.0)
-        runner = cls(loaded, config, cache_config, backend, pool, host_pool, grammars)
+        runner = cls(loaded, config, cache_config, backend, pool, host_pool, grammars, adapters)
         if config.cuda_graphs and loaded.device.type == "cuda":
             runner.use_graphs(CudaCapture(loaded.device))
         return runner
@@ -146,7 +150,9 @@ class ModelRunner:
         indices = tuple(index for index, item in enumerate(plan.scheduled) if item.samples)
         items = [plan.scheduled[index] for index in indices]
         self._sampler.prepare(items)
-        logits = self._forward(inputs) if self.graphs is None else self.graphs.run(inputs)
+        is_adapted = self._adapters is not None and self._adapters.apply(plan)
+        graphs = None if is_adapted else self.graphs  # a graph would replay another step's adapters
+        logits = self._forward(inputs) if graphs is None else graphs.run(inputs)
         if not items:
             return InFlightStep(plan, (), None)
         sampled = self._sampler.sample(logits, items)
@@ -182,6 +188,14 @@ class ModelRunner:
         """Start compiling a grammar, off the step's path; None if these parameters need none."""
         return None if self._grammars is None else self._grammars.prepare(params)
 
+    def prepare_adapter(self, name: str) -> Future[str]:
+        """The key of the adapter's version of now, once it is loaded; fails with AdapterError."""
+        if self._adapters is not None:
+            return self._adapters.prepare(name)
+        refused: Future[str] = Future()
+        refused.set_exception(AdapterError(f"adapter {name!r} is not served here; there are none"))
+        return refused
+
     def release(self, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:
             self._inputs.release(sequence)
@@ -191,6 +205,20 @@ class ModelRunner:
 
     def close(self) -> None:
         self._offloader.synchronize()
+        if self._adapters is not None:
+            self._adapters.close()
+
+
+def _adapters(loaded: LoadedModel, config: EngineConfig, report: Callable[[str, float], None]) -> Adapters | None:
+    """Loaded before the cache is sized, so that their memory is counted. Raises EngineConfigError."""
+    folders = {name: Path(folder).expanduser() for name, folder in config.adapter_folders.items()}
+    if not folders:
+        return None
+    adapters = Adapters(loaded.model, folders, max_cached=config.max_cached_loras)
+    problems = adapters.check(report)
+    if problems:
+        raise EngineConfigError(problems)
+    return adapters
 
 
 def _bind(loaded: LoadedModel, pool: KVCachePool) -> tuple[LayerBinding, ...]:

@@ -61,6 +61,10 @@ class Runner(Protocol):
         """Start compiling what these parameters need (a grammar); None if nothing has to be waited for."""
         ...
 
+    def prepare_adapter(self, name: str) -> Future[str]:
+        """The key of the LoRA adapter's version that is loaded then; ValueError is one sentence for the user."""
+        ...
+
     def release(self, sequences: Iterable[Sequence]) -> None:
         """Drop what is kept for sequences that finished or were preempted."""
         ...

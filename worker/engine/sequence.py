@@ -47,6 +47,7 @@ class Sequence:
     priority: int = 1
     tenant: str = ""
     cache_salt: str = ""
+    adapter: str = ""  # name and version of its LoRA adapter; empty: the model itself
     deadline: float | None = None
     arrival: int = 0  # a running number; lower came first
     max_tokens: int = 0  # resolved limit on output tokens, resumed ones included

@@ -125,6 +125,15 @@ class SyntheticRunner:
     def prepare(self, params: SamplingParams) -> Future[object] | None:
         return None
 
+    def prepare_adapter(self, name: str) -> Future[str]:
+        """Names alone: what an adapter would change is its seed."""
+        found: Future[str] = Future()
+        if name in self.config.adapter_folders:
+            found.set_result(name)
+        else:
+            found.set_exception(ValueError(f"adapter {name!r} is not served here"))
+        return found
+
     def close(self) -> None:
         """Nothing was opened."""
 
@@ -141,9 +150,10 @@ class SyntheticRunner:
 
     def _next_token(self, item: ScheduledSequence) -> int:
         sequence = item.sequence
-        count, state = self._states.get(sequence, (0, 0x9E3779B97F4A7C15))
+        start = 0x9E3779B97F4A7C15 ^ int.from_bytes(sequence.adapter.encode()[-7:], "little")
+        count, state = self._states.get(sequence, (0, start))
         if count > sequence.num_tokens:
-            count, state = 0, 0x9E3779B97F4A7C15
+            count, state = 0, start
         for token in sequence.token_ids[count:]:
             state = ((state ^ token) * 0x100000001B3 + 0x632BE5AB) & _MASK
         self._states[sequence] = (sequence.num_tokens, state)

@@ -1,9 +1,9 @@
 """Content hashes of full blocks, and the longest prefix that every layer group still holds.
 
 A block's hash covers its parent's hash and its token ids, so equal hashes mean equal tokens from the
-start. The chain's root covers what else decides the content: model, cache generation, tenant's salt, each
-tagged and with its length, so that no value can pass for another. 256 bits: a collision would hand one
-tenant another's context. It knows no devices; where blocks lie is the pools' business.
+start. The chain's root covers what else decides the content: model, cache generation, tenant's salt, adapter
+(with its version), each tagged and with its length, so that no value can pass for another. 256 bits: a
+collision would hand one tenant another's context. It knows no devices; where blocks lie is the pools' business.
 """
 
 import struct
@@ -32,19 +32,23 @@ class BlockHasher:
         hashes, ids, size = sequence.block_hashes, sequence.token_ids, self._block_size
         full = len(ids) // size
         if len(hashes) < full:
-            parent = hashes[-1] if hashes else root_hash(self._model_key, self.generation, sequence.cache_salt)
+            parent = hashes[-1] if hashes else self._root(sequence)
             for start in range(len(hashes) * size, full * size, size):
                 content = parent + self._pack(*ids[start : start + size])
                 parent = blake2b(content, digest_size=_DIGEST_BYTES).digest()
                 hashes.append(parent)
         return hashes
 
+    def _root(self, sequence: Sequence) -> bytes:
+        return root_hash(self._model_key, self.generation, sequence.cache_salt, sequence.adapter)
+
 
 @lru_cache(maxsize=1024)
-def root_hash(model_key: str, generation: int, cache_salt: str) -> bytes:
+def root_hash(model_key: str, generation: int, cache_salt: str, adapter: str = "") -> bytes:
     """The parent of a sequence's first block."""
     digest = blake2b(digest_size=_DIGEST_BYTES, person=b"tokenmill-kv")
-    for tag, value in ((b"model", model_key), (b"generation", str(generation)), (b"salt", cache_salt)):
+    tagged = (b"model", model_key), (b"generation", str(generation)), (b"salt", cache_salt), (b"adapter", adapter)
+    for tag, value in tagged:
         data = value.encode("utf-8", "surrogatepass")
         digest.update(tag + len(data).to_bytes(8, "little") + data)
     return digest.digest()

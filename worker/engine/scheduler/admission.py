@@ -23,11 +23,12 @@ if TYPE_CHECKING:
 
 
 class Verdict(Enum):
-    """ADMITTED; or why not: a block it can share is being filled, a limit on prefills, blocks, a free row."""
+    """ADMITTED; or why not: a block it can share is being filled, a limit on prefills, adapters, blocks, a free row."""
 
     ADMITTED = auto()
     AWAITS = auto()
     LIMITED = auto()
+    NO_ADAPTER = auto()
     NO_BLOCKS = auto()
     NO_ROW = auto()
 
@@ -68,8 +69,8 @@ class Admission:
                     head.bypassed += 1
             else:
                 skipped.append(place)
-                is_final = is_final and verdict in (Verdict.NO_BLOCKS, Verdict.NO_ROW)
-                if verdict is Verdict.NO_BLOCKS and head is None:
+                is_final = is_final and verdict in (Verdict.NO_BLOCKS, Verdict.NO_ROW, Verdict.NO_ADAPTER)
+                if verdict in (Verdict.NO_BLOCKS, Verdict.NO_ADAPTER) and head is None:
                     head = place
             if verdict is Verdict.NO_ROW or (head is not None and head.bypassed >= self._config.max_bypass):
                 break
@@ -127,6 +128,8 @@ class Admission:
         state, kv, sequence = self._state, self._state.kv, place.sequence
         if state.num_running >= self._config.max_num_seqs:
             return Verdict.NO_ROW
+        if not state.has_adapter_room(sequence):
+            return Verdict.NO_ADAPTER
         if place.awaited is not None and kv.is_pending(place.awaited):
             return Verdict.AWAITS
         place.awaited = None

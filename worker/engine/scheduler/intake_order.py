@@ -9,10 +9,10 @@ def for_prefix_hits(sequences: list[Sequence], block_size: int) -> list[Sequence
     Groups follow the arrival of their first member. Within one, descending token order puts a prompt before
     its own prefixes, so that one computation serves all of them.
     """
-    groups: dict[tuple[str, tuple[int, ...]], list[Sequence]] = {}
+    groups: dict[tuple[str, str, tuple[int, ...]], list[Sequence]] = {}
     for sequence in sequences:
         first_block = tuple(sequence.token_ids[:block_size])
-        groups.setdefault((sequence.cache_salt, first_block), []).append(sequence)
+        groups.setdefault((sequence.cache_salt, sequence.adapter, first_block), []).append(sequence)
     ordered: list[Sequence] = []
     for group in groups.values():
         if len(group) > 1:

@@ -11,8 +11,9 @@ It decides nothing: planning and committing do, and call these transitions so th
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from schemas.generation import FinishReason
 from worker.engine.config import EngineConfig
@@ -51,10 +52,15 @@ class State:
     next_step: int = 0
     next_ticket: int = 0
     num_offloaded: int = 0
+    adapters: Counter[str] = field(default_factory=Counter)  # of running sequences
 
     @property
     def num_running(self) -> int:
         return len(self.decoding) + len(self.prefilling)
+
+    def has_adapter_room(self, sequence: Sequence) -> bool:
+        """May it run beside the others without one adapter too many in a step?"""
+        return not sequence.adapter or sequence.adapter in self.adapters or len(self.adapters) < self.config.max_loras
 
     def enter(self, sequence: Sequence, leader: Sequence | None, now: float) -> None:
         """A new sequence takes its place in the queue."""
@@ -75,6 +81,8 @@ class State:
             self.num_offloaded -= 1
         sequence.status = PREFILLING
         self.prefilling.append(sequence)
+        if sequence.adapter:
+            self.adapters[sequence.adapter] += 1
 
     def begin_decoding(self, sequence: Sequence) -> None:
         """Everything it holds is scheduled."""
@@ -87,6 +95,12 @@ class State:
             self.decoding.remove(sequence)
         elif sequence.status is PREFILLING:
             self.prefilling.remove(sequence)
+        else:
+            return
+        if sequence.adapter:
+            self.adapters[sequence.adapter] -= 1
+            if not self.adapters[sequence.adapter]:
+                del self.adapters[sequence.adapter]
 
     def launch(self, plan: StepPlan, moves: StepMoves) -> None:
         """The plan goes to the device: its step is in flight until it is committed or abandoned."""
