@@ -33,14 +33,23 @@ class Violation:
 class Told:
     """What one subscriber was told of one job."""
 
-    token_ids: dict[int, list[int]] = field(default_factory=lambda: collections.defaultdict(list))
-    text: dict[int, str] = field(default_factory=lambda: collections.defaultdict(str))
+    choices: dict[int, list[int]] = field(default_factory=lambda: collections.defaultdict(list))
+    texts: dict[int, str] = field(default_factory=lambda: collections.defaultdict(str))
     problems: list[str] = field(default_factory=list)
     status: str = ""
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(ids) for ids in self.token_ids.values())
+        return sum(len(ids) for ids in self.choices.values())
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Of the first choice."""
+        return self.choices[0]
+
+    @property
+    def text(self) -> str:
+        return self.texts[0]
 
     @property
     def ended(self) -> bool:
@@ -51,12 +60,12 @@ class Told:
             self.problems.append("a chunk after the last one")
         if chunk.index != self.num_tokens:
             self.problems.append(f"a chunk at {chunk.index} after {self.num_tokens} tokens")
-        self.token_ids[chunk.choice] += chunk.token_ids
-        self.text[chunk.choice] += chunk.text
+        self.choices[chunk.choice] += chunk.token_ids
+        self.texts[chunk.choice] += chunk.text
         self.status = str(chunk.status.value) if chunk.status is not None else ""
 
     def answer(self, num_choices: int) -> Answer:
-        return tuple((tuple(self.token_ids[i]), self.text[i]) for i in range(num_choices))
+        return tuple((tuple(self.choices[i]), self.texts[i]) for i in range(num_choices))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """A worker process that kills itself with SIGKILL at a chosen moment: `POINT COUNT REDIS_URL DATABASE_URL`.
 
-The points are before and after every external effect: each script of the queue, and the SQL transaction
-(before it begins, when its rows are written but not committed, after the commit).
+The points are before and after every external effect: each script of the queue, by what it is called for, the
+queue's limits, and the SQL transaction (before it begins, when its rows are written but not committed, after the
+commit).
 """
 
 from __future__ import annotations
@@ -17,17 +18,23 @@ import sqlalchemy
 from api_client.scripts import Argument, Script
 from tests.support.worker import settings, thread_host
 from worker.app import Worker
+from worker.consume import scripts
 from worker.consume.job_stream import JobStream
 from worker.record.store import ResultStore
 
-SCRIPTS = ("claim", "append", "heartbeat", "finish", "release", "resign")
+# Why a job is given back, and how a finish sets one aside: other effects of the same scripts.
+REASONS = ("hand-over", "suspects", "retry")
+EFFECTS = ("orphan", "claim", "append", "heartbeat", "finish", "dead letter", *REASONS, "resign")
 POINTS = (
-    *(f"{moment} {script}" for script in SCRIPTS for moment in ("before", "after")),
+    *(f"{moment} {effect}" for effect in EFFECTS for moment in ("before", "after")),
+    "after limits",
     "before commit",
     "inside commit",
     "after commit",
 )
+NEEDS_ENGINE_PROCESS = ("suspects", "dead letter")  # for its engine has to die
 
+_REASON_OF = {"hand": "hand-over", "crash": "suspects", "retry": "retry"}
 _countdown: dict[str, int] = {}
 
 
@@ -39,12 +46,28 @@ def point(name: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+def effect_of(script: Script, arguments: tuple[Argument, ...]) -> str:
+    """What this call is for, in the table's words."""
+    if script is scripts.RELEASE:
+        return _REASON_OF[str(arguments[2])]
+    if script is scripts.RESIGN:
+        return "orphan" if arguments[1] == "orphan" else "resign"
+    if script is scripts.FINISH and "dead" in arguments:
+        return "dead letter"
+    return script.name
+
+
 class DoomedStream(JobStream):
+    async def open(self) -> None:
+        await super().open()
+        point("after limits")
+
     async def _call(self, script: Script, *arguments: Argument, attempts: int = 2) -> Any:
-        point(f"before {script.name}")
+        effect = effect_of(script, arguments)
+        point(f"before {effect}")
         reply = await super()._call(script, *arguments, attempts=attempts)
-        if script.name != "claim" or reply:  # an empty claim has no effect to lose
-            point(f"after {script.name}")
+        if effect != "claim" or reply:  # an empty claim has no effect to lose
+            point(f"after {effect}")
         return reply
 
 
@@ -64,10 +87,11 @@ def main(name: str, count: int, redis_url: str, database: str) -> int:
     _countdown[name] = count
     chosen = settings(
         redis_url, database, worker_id="doomed", model="synthetic?step_ms=4", lease_seconds=1.0, drain_seconds=0.0,
-        heartbeat_seconds=0.3,
+        heartbeat_seconds=0.3, queue_limit=1_000, max_num_seqs=8, max_crashes=1,
     )  # fmt: skip
-    worker = Worker(chosen, thread_host(chosen.engine_config()), stream_type=DoomedStream, store_type=DoomedStore)
-    return asyncio.run(worker.serve())
+    in_process = name.endswith(NEEDS_ENGINE_PROCESS)
+    host = None if in_process else thread_host(chosen.engine_config())
+    return asyncio.run(Worker(chosen, host, stream_type=DoomedStream, store_type=DoomedStore).serve())
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import pytest
 from api_client.errors import QueueUnavailable
 from schemas.result import JobStatus
 from tests.chaos.audience import listen, submit
-from tests.chaos.checker import Told, violations
+from tests.chaos.checker import Told, Wanted, violations
 from tests.support.worker import client_of, database_url, running_worker
 from worker.embedded import free_port
 
@@ -42,7 +42,8 @@ async def check_through(url, database, trouble):
         late = Told()
         await asyncio.wait_for(listen(client, later, late), 30)
     assert result.status is JobStatus.SUCCEEDED
-    assert violations(database, {job: undisturbed, later: undisturbed}, {job: [told], later: [late]}) == []
+    wanted = Wanted.of(undisturbed)
+    assert violations(database, {job: wanted, later: wanted}, {job: [told], later: [late]}) == []
 
 
 async def result_of(client, job, timeout_s=40):

@@ -1,0 +1,142 @@
+"""A checker that cannot fail proves nothing: each broken promise, broken on purpose, is seen."""
+
+import json
+
+import msgspec
+import pytest
+import sqlalchemy
+from redis import Redis
+
+from schemas.chunk import Chunk
+from schemas.result import JobStatus
+from tests.chaos.checker import Told, Wanted, left_in_redis, violations
+from tests.chaos.witness import Witness
+from tests.support.worker import QUEUE, database_url
+
+pytestmark = pytest.mark.chaos
+
+ANSWER = (((1, 2), "ab"),)
+WANTED = {"j": Wanted(ANSWER, prompt_tokens=3)}
+
+
+@pytest.fixture
+def store(tmp_path):
+    """Write a job's row, as the worker would or worse."""
+    url = database_url(tmp_path)
+    engine = sqlalchemy.create_engine(url)
+
+    def write(job="j", *, token_ids=(1, 2), text="ab", state="succeeded", billed=(3, 2), with_usage=True):
+        result = {"choices": [{"token_ids": token_ids, "text": text}]}
+        common = {"queue": QUEUE, "model": "m", "tenant": "", "state": state, "finished_ms": 9}
+        row = common | {"id": job, "priority": "bulk", "text": text, "token_ids": json.dumps(token_ids), "attempts": 1}
+        row |= {"worker_id": "w", "created_ms": 1, "started_ms": 5, "result": msgspec.msgpack.encode(result)}
+        usage = common | dict.fromkeys(("cached_tokens", "queue_ms", "ttft_ms", "total_ms", "preemptions"), 0)
+        usage |= {"job_id": job, "day": "2020-01-01", "prompt_tokens": billed[0], "completion_tokens": billed[1]}
+        with engine.begin() as connection:
+            for table, values in (("jobs", row), ("usage", usage))[: 1 + with_usage]:
+                names = ", ".join(values)
+                places = ", ".join(f":{name}" for name in values)
+                connection.execute(sqlalchemy.text(f"insert into {table} ({names}) values ({places})"), values)
+
+    yield url, write
+    engine.dispose()
+
+
+def told(*tokens, text="ab", index=0, status=JobStatus.SUCCEEDED):
+    listener = Told()
+    listener.hear(Chunk(job_id="j", index=index, token_ids=tokens, text=text))
+    if status:
+        listener.hear(Chunk(job_id="j", index=index + len(tokens), status=status))
+    return {"j": [listener]}
+
+
+def test_what_is_right_is_right(store):
+    url, write = store
+    write()
+    assert violations(url, WANTED, told(1, 2)) == []
+
+
+def test_lost_rows_are_seen(store):
+    url, write = store
+    assert {item.words for item in violations(url, WANTED, {})} == {"job j has no result row", "job j has no usage row"}
+    write(with_usage=False)
+    assert [item.kind for item in violations(url, WANTED, {})] == ["loss"]
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"state": "failed"}, "is failed"),
+        ({"text": "ax"}, "differs from the undisturbed"),
+        ({"token_ids": (1, 3)}, "differs from the undisturbed"),
+        ({"billed": (3, 4)}, "billed (3, 4)"),
+        ({"billed": (6, 2)}, "billed (6, 2)"),
+        ({"job": "stranger"}, "never accepted"),
+    ],
+)
+def test_wrong_rows_are_seen(store, row, words):
+    url, write = store
+    write(**row)
+    assert any(words in item.words for item in violations(url, WANTED, {}))
+
+
+def test_a_job_that_began_too_early_is_seen(store):
+    url, write = store
+    write()
+    wanted = {"j": Wanted(ANSWER, 3, not_before_ms=7)}
+    assert [item.words for item in violations(url, wanted, {})] == ["job j began 2 ms before it was due"]
+
+
+def test_a_broken_off_answer_must_be_the_beginning(store):
+    url, write = store
+    write(token_ids=(1,), text="b", state="cancelled", billed=(3, 1))
+    wanted = {"j": Wanted(ANSWER, 3, frozenset({"cancelled"}))}
+    assert any("does not begin with" in item.words for item in violations(url, wanted, {}))
+
+
+@pytest.mark.parametrize(
+    ("heard", "words"),
+    [
+        (told(1, 2, status=None), "no end"),
+        (told(1), "another answer"),
+        (told(1, 2, text="a"), "another answer"),
+        (told(2, index=1), "a chunk at 1"),
+        (told(1, 2, status=JobStatus.CANCELLED), "was told that it cancelled"),
+    ],
+)
+def test_what_a_subscriber_was_told_wrongly_is_seen(store, heard, words):
+    url, write = store
+    write()
+    assert any(words in item.words for item in violations(url, WANTED, heard))
+
+
+def test_what_is_left_in_redis_is_seen(redis_url, allowed_keys):
+    allowed_keys.append("*")
+    base = f"tm:{{{QUEUE}}}:"
+    with Redis.from_url(redis_url) as redis:
+        redis.hset(f"{base}job:j", mapping={"state": "succeeded", "settled": "1"})
+        redis.hset(f"{base}meta", mapping={"submitted": 1, "finished:succeeded": 1})
+        assert left_in_redis(redis, QUEUE, {"j": "succeeded"}) == []
+        redis.hset(f"{base}meta", mapping={"submitted": 2, "finished:succeeded": 2, "running": 1})
+        redis.sadd(f"{base}held:w", "j")
+        redis.xadd(f"{base}jobs:bulk", {"job": "j"})
+        redis.zadd(f"{base}delayed", {"j": 1})
+        redis.hdel(f"{base}job:j", "settled")
+        words = " ".join(item.words for item in left_in_redis(redis, QUEUE, {"j": "succeeded"}))
+    for part in ("2 submissions", "2 jobs were settled", "held:w is left", "jobs:bulk still", "delayed is left"):
+        assert part in words
+    assert "settled: None" in words
+    assert "as running" in words
+
+
+async def test_the_witness_knows_what_was_published_twice(redis_url):
+    witness = Witness(redis_url, QUEUE)
+    try:
+        for _ in range(2):
+            witness.hear({"job_id": "j", "index": 4, "token_ids": [7]})
+        witness.hear({"job_id": "j", "index": 5, "token_ids": [8], "status": "succeeded"})
+        assert [item.words for item in witness.violations({})] == ["token 4 of job j was published 2 times"]
+        witness.hear({"job_id": "j", "index": 6, "status": "succeeded"})
+        assert len(witness.violations({"j": "succeeded"})) == 2
+    finally:
+        await witness.close()
