@@ -10,7 +10,7 @@ from typing import Final
 import msgspec
 
 from schemas.chunk import Chunk
-from schemas.control import Cancel, ControlMessage, Drain, WorkerStatus
+from schemas.control import Cancel, ControlMessage, Drain, TenantLoad, WorkerStatus
 from schemas.generation import FinishReason, ResponseFormat, SamplingParams, TokenLogprob
 from schemas.job import JobRequest, Message, Priority, RetryPolicy
 from schemas.result import ChoiceResult, JobError, JobResult, JobStatus, Usage
@@ -25,7 +25,7 @@ PARAMS: Final = SamplingParams(
     stop_token_ids=(2, 3), ignore_eos=True, presence_penalty=0.5, frequency_penalty=-0.5, repetition_penalty=1.1,
     logit_bias={5: -1.5, 70: 2.0}, logprobs=True, top_logprobs=2, n=2,
     response_format=ResponseFormat(json_schema={"type": "object", "properties": {"a": {"type": "integer"}}}),
-    speculate=False,
+    speculate=False, lora="poems",
 )  # fmt: skip
 REQUEST: Final = JobRequest(
     job_id="job-1", model="q", messages=(Message("system", "Be brief."), Message("user", "Why is the sky blue? ☀")),
@@ -48,11 +48,13 @@ RESULT: Final = JobResult(
         ),
     ),
     usage=USAGE, error=ERROR, attempt=2, worker_id="w1", created_ms=1_700_000_000_000, started_ms=1_700_000_000_010,
-    finished_ms=1_700_000_000_050, metadata={"order": "17"}, v=2,
+    finished_ms=1_700_000_000_050, metadata={"order": "17"}, v=2, order=(1, 1),
 )  # fmt: skip
 STATUS: Final = WorkerStatus(
     worker_id="w1", model="m", version="0.1.0", started_ms=5, running=2, waiting=1, free_blocks=9, tokens_per_s=12.5,
-    draining=True,
+    draining=True, max_running=32, total_blocks=64, cached_blocks=3, prefix_hits=0.5, queue_ms=(1.0, 2.0),
+    first_token_ms=(20.0, 45.5), token_ms=(8.0, 9.5), to_record=1, engine_restarts=1, problems=("redis",),
+    tenants={"acme": TenantLoad(running=2, tokens_per_s=12.5)},
 )  # fmt: skip
 
 # name → (value, the type that its reader asks for)

@@ -1,0 +1,66 @@
+"""What this version writes, kept for every later one: `python -m tests.schemas.recording VERSION` makes the folder.
+
+One `.msgpack` per message of samples.py; `values.json`, what each of them means; `enums.json`, every word of every
+enumeration; `queue.json`, a whole queue as scripts left it (see queue_state.py). Recorded once per version of the
+wire and never changed: a test that fails against them tells that running systems would break.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import schemas
+from schemas.codec import encode
+from tests.schemas.samples import SAMPLES
+
+FOLDER = Path(__file__).parent / "recorded"
+
+
+def meaning(value: object) -> Any:
+    """A message as plain values, as they are in JSON."""
+    return msgspec.json.decode(msgspec.json.encode(value))
+
+
+def enumerations() -> dict[str, list[str]]:
+    found = {name: value for name, value in vars(schemas).items() if isinstance(value, type)}
+    return {
+        name: [member.value for member in kind]
+        for name, kind in sorted(found.items())
+        if issubclass(kind, enum.StrEnum)
+    }
+
+
+def differences(name: str, data: bytes, kind: object, meant: Any) -> list[str]:
+    """What of a recorded message is lost or changed when this version reads it; empty when all is well."""
+    try:
+        read = msgspec.msgpack.decode(data, type=kind)
+    except msgspec.MsgspecError as error:
+        return [f"{name} cannot be read any more: {error}"]
+    return _missing(name, meant, meaning(read))
+
+
+def _missing(place: str, recorded: Any, now: Any) -> list[str]:
+    if isinstance(recorded, dict) and isinstance(now, dict):
+        lost = [f"{place}.{key} is gone" for key in recorded.keys() - now.keys()]
+        both = sorted(recorded.keys() & now.keys())
+        return sorted(lost) + [line for key in both for line in _missing(f"{place}.{key}", recorded[key], now[key])]
+    return [] if recorded == now else [f"{place} was {recorded!r} and is {now!r}"]
+
+
+def main(version: str) -> None:
+    folder = FOLDER / version
+    folder.mkdir(parents=True)
+    for name, (value, _) in SAMPLES.items():
+        (folder / f"{name}.msgpack").write_bytes(encode(value))
+    values = {name: meaning(value) for name, (value, _) in SAMPLES.items()}
+    for name, content in (("values", values), ("enums", enumerations())):
+        (folder / f"{name}.json").write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,150 @@
+"""Bytes that earlier versions wrote stay readable, mean the same, and what later versions add does no harm."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgpack
+import msgspec
+import pytest
+
+import schemas.chunk
+import schemas.control
+import schemas.generation
+import schemas.job
+import schemas.result
+from schemas import codec
+from schemas.codec import encode
+from schemas.job import JobRequest
+from tests.schemas.recording import FOLDER, differences, enumerations, meaning
+from tests.schemas.samples import SAMPLES
+
+VERSIONS = sorted(folder.name for folder in FOLDER.iterdir() if folder.is_dir())
+MODULES = (schemas.chunk, schemas.control, schemas.generation, schemas.job, schemas.result)
+DECODERS = {
+    "request": codec.decode_request,
+    "chunk": codec.decode_chunk,
+    "result": codec.decode_result,
+    "cancel": codec.decode_control,
+    "drain": codec.decode_control,
+    "worker": codec.decode_status,
+}
+
+
+def recorded(version: str) -> Iterator[tuple[str, bytes, Any]]:
+    values = msgspec.json.decode((FOLDER / version / "values.json").read_bytes())
+    for path in sorted((FOLDER / version).glob("*.msgpack")):
+        yield path.stem, path.read_bytes(), values[path.stem]
+
+
+def kind_of(name: str) -> Any:
+    return SAMPLES[name][1]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_what_was_recorded_means_what_it_meant(version):
+    found = [line for name, data, meant in recorded(version) for line in differences(name, data, kind_of(name), meant)]
+    assert not found, "\n".join(found)
+    assert {name for name, _, _ in recorded(version)} <= SAMPLES.keys()
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_no_word_of_an_enumeration_is_gone(version):
+    kept = enumerations()
+    for name, words in msgspec.json.decode((FOLDER / version / "enums.json").read_bytes()).items():
+        assert set(words) <= set(kept[name]), name
+
+
+def test_every_field_of_every_message_is_in_a_sample():
+    """Or a later change of it would be noticed by nobody."""
+    structs = {
+        kind for module in MODULES for kind in vars(module).values()
+        if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and kind is not msgspec.Struct
+    }  # fmt: skip
+    seen: dict[type, set[str]] = {kind: set() for kind in structs}
+
+    def visit(value: object) -> None:
+        if isinstance(value, msgspec.Struct):
+            defaults = dict(_defaults(type(value)))
+            for name in value.__struct_fields__:
+                if getattr(value, name) != defaults.get(name, msgspec.NODEFAULT):
+                    seen[type(value)].add(name)
+                visit(getattr(value, name))
+        elif isinstance(value, tuple | dict):
+            for item in value.values() if isinstance(value, dict) else value:
+                visit(item)
+
+    for value, _ in SAMPLES.values():
+        visit(value)
+    unseen = {kind.__name__: set(kind.__struct_fields__) - names for kind, names in seen.items()}
+    assert not {name: fields for name, fields in unseen.items() if fields}, "set them in tests/schemas/samples.py"
+
+
+def _defaults(kind: type[msgspec.Struct]) -> Iterator[tuple[str, object]]:
+    for field in msgspec.structs.fields(kind):
+        default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+        yield field.name, default
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_what_later_versions_add_is_passed_over(name):
+    """At every depth: unknown keys of maps, further elements of arrays that stand for structs."""
+    value, _ = SAMPLES[name]
+    decode = DECODERS[name.split("-")[0]]
+    assert decode(msgpack.packb(_grown(msgpack.unpackb(encode(value), strict_map_key=False)))) == value
+
+
+def _grown(node: Any, key: str = "") -> Any:
+    if isinstance(node, dict):
+        grown = {name: _grown(item, name) for name, item in node.items()}
+        free = key in (
+            "metadata",
+            "logit_bias",
+            "json_schema",
+            "properties",
+            "a",
+            "tenants",
+        )  # keys of these are users'
+        return grown if free else grown | {"future": {"deep": [1, None, "x"]}}
+    if isinstance(node, list):
+        items = [_grown(item, key) for item in node]
+        is_struct = key == "logprobs" and len(node) == 2 and isinstance(node[0], float)
+        return [*items, {"future": 1}] if is_struct else items
+    return node
+
+
+def test_unknown_orders_and_words_are_refused_as_undecodable():
+    for decode, data in (
+        (codec.decode_control, {"type": "reload"}),
+        (codec.decode_chunk, {"job_id": "j", "index": 0, "status": "paused"}),
+    ):
+        with pytest.raises(codec.DecodeError):
+            decode(msgpack.packb(data))
+
+
+# ── the check itself ──
+
+
+def variant(changes: dict[str, Any], without: str = "") -> type[msgspec.Struct]:
+    """JobRequest of a careless later version."""
+    fields: list[Any] = []
+    for field in msgspec.structs.fields(JobRequest):
+        if field.name != without:
+            kind = changes.get(field.name, field.type)
+            fields.append((field.name, kind, *([] if field.required else [dict(_defaults(JobRequest))[field.name]])))
+    fields += [(name, kind) for name, kind in changes.items() if name not in JobRequest.__struct_fields__]
+    return msgspec.defstruct("JobRequest", fields, kw_only=True, omit_defaults=True)
+
+
+@pytest.mark.parametrize(
+    ("careless", "says"),
+    [
+        (variant({}, without="tenant"), "request.tenant is gone"),
+        (variant({"tenant_name": str}, without="tenant"), "missing required field `tenant_name`"),
+        (variant({"deadline_ms": str | None}), "Expected `str | null`, got `int`"),
+        (variant({"retry": int}), "Expected `int`, got `object`"),
+        (variant({"zone": str}), "missing required field `zone`"),
+    ],
+)
+def test_a_field_removed_renamed_retyped_or_newly_required_is_noticed(careless, says):
+    value, _ = SAMPLES["request"]
+    assert any(says in line for line in differences("request", encode(value), careless, meaning(value)))
