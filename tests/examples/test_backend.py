@@ -42,6 +42,7 @@ def events(text: str) -> list[dict[str, Any]]:
     return [block for block in blocks if "data" in block]
 
 
+@pytest.mark.slow
 async def test_what_clients_are_told(redis_url: str, backend: Backend) -> None:
     """One test, for the start of a server is what takes long."""
     async with running_worker(redis_url, backend.database), client_of(redis_url, backend.database) as client:

@@ -1,0 +1,211 @@
+// A producer in another language than Python: submits a job, streams its tokens, ends with its result.
+// It is ops/guides/protocol.md in code, for one standalone server; copy it, or follow it in your own language.
+//
+//   node ops/examples/producer.mjs --queue smollm2-135m-instruct --max-tokens 64 "Why is the sky blue?"
+import { createHash, randomBytes } from "node:crypto";
+import { readFileSync } from "node:fs";
+import { pathToFileURL } from "node:url";
+import { parseArgs } from "node:util";
+import { decode, encode } from "@msgpack/msgpack";
+import Redis from "ioredis";
+
+// A script's text: the shared helpers and its own file, joined by one line feed. Take both from the tokenmill release
+// that your workers run, or the SHA-1 is another one and the server keeps two scripts.
+const LUA = new URL("../../api_client/lua/", import.meta.url);
+const script = (name) => ["common", name].map((part) => readFileSync(new URL(`${part}.lua`, LUA), "utf8")).join("\n");
+const SUBMIT = script("submit");
+const CANCEL = script("cancel");
+const DAY_MS = 86_400_000;
+const SILENCE_MS = 5_000; // after so long without a message, look at the log: pub/sub may have lost it
+const PAGE = 1_000;
+
+export class Producer {
+  constructor(url, queue) {
+    this.base = `tm:{${queue}}:`;
+    this.redis = new Redis(url, { maxRetriesPerRequest: 3 });
+    this.redis.on("error", () => {}); // each command that fails says so itself
+  }
+
+  close() { this.redis.disconnect(); }
+
+  /** `request` has the fields of JobRequest but for job_id and created_ms. Returns the job's id. */
+  async submit(request, { idempotencyTtlMs = DAY_MS } = {}) {
+    const job = { job_id: newJobId(), ...request, created_ms: Date.now() };
+    const reply = await this.#run(SUBMIT, 0, idempotencyTtlMs,
+      job.job_id, job.priority ?? "standard", job.tenant ?? "", fingerprint(job), job.idempotency_key ?? "",
+      Buffer.from(encode(job)), job.created_ms, job.deadline_ms ?? 0, job.not_before_ms ?? 0, estimatedTokens(job));
+    const [word, ...rest] = reply.map(String);
+    if (word === "ok") return rest[0];
+    if (word === "full") throw new Error(`the queue holds ${rest[0]} waiting jobs and its limit is ${rest[1]}`);
+    if (word === "rate") throw new Error(`tenant "${rest[0]}" submits too fast: try again in ${rest[1]} ms`);
+    throw new Error(`the idempotency key or job id stands for job ${rest[0]}, whose content is different`);
+  }
+
+  async cancel(job) {
+    const [outcome] = await this.#run(CANCEL, job);
+    return String(outcome); // cancelled, cancelling, the state it ended in, or unknown
+  }
+
+  /** Every chunk once and in order, to the last one, which has a status. `index`: tokens that you have already. */
+  async *stream(job, index = 0) {
+    const messages = new Mailbox();
+    const subscriber = this.redis.duplicate();
+    subscriber.on("error", () => {});
+    subscriber.on("messageBuffer", (_channel, message) => messages.put(decode(message)));
+    subscriber.on("ready", () => messages.put(null)); // a new connection: something may have been missed
+    try {
+      await subscriber.subscribe(`${this.base}chunks:${job}`); // first listen, then read: nothing falls between
+      const reader = new Reader(index);
+      yield* this.#catchUp(job, reader);
+      while (!reader.isOver) {
+        const chunk = await messages.take(SILENCE_MS);
+        if (chunk !== null && chunk.index <= reader.index) yield* reader.accept(chunk);
+        else yield* this.#catchUp(job, reader); // a gap, a silence, or a new connection
+      }
+    } finally {
+      subscriber.disconnect();
+    }
+  }
+
+  /** What the log has beyond the reader; when the job is over, the rest from its result. */
+  async *#catchUp(job, reader) {
+    while (!reader.isOver) {
+      const start = reader.index ? `${reader.index}-0` : "-";
+      const entries = await this.redis.xrangeBuffer(`${this.base}log:${job}`, start, "+", "COUNT", PAGE);
+      for (const [, fields] of entries) yield* reader.accept(decode(fields[1]), true);
+      if (entries.length === PAGE) continue;
+      const ended = await this.#outcome(job);
+      if (ended !== null) yield* reader.finish(ended);
+      return;
+    }
+  }
+
+  async result(job) {
+    for await (const chunk of this.stream(job)) void chunk;
+    return await this.#outcome(job);
+  }
+
+  /** The result; null while the job is not over. One that ended while it waited has no more than a state at first. */
+  async #outcome(job) {
+    const names = ["state", "settled", "result", "error_code", "error"];
+    const [state, settled, packed, code, message] = await this.redis.hmgetBuffer(`${this.base}job:${job}`, ...names);
+    if (state === null) throw new Error(`no job ${job}: it was never submitted here, or its record has expired`);
+    if (settled !== null) return decode(packed);
+    if (["queued", "scheduled", "running"].includes(String(state))) return null;
+    const error = code?.length ? { code: String(code), message: String(message) } : undefined;
+    return { job_id: job, status: String(state), error };
+  }
+
+  /** Every script has one key, the queue's meta hash, and the same two first arguments. */
+  async #run(text, ...given) {
+    const call = [1, `${this.base}meta`, this.base, "PUBLISH", ...given];
+    try {
+      return await this.redis.evalshaBuffer(createHash("sha1").update(text).digest("hex"), ...call);
+    } catch (error) {
+      if (!String(error.message).startsWith("NOSCRIPT")) throw error;
+      return await this.redis.evalBuffer(text, ...call);
+    }
+  }
+}
+
+/** Where one reader stands: `index` tokens have been told, all choices together. */
+class Reader {
+  isOver = false;
+  #ended = new Set(); // choices whose end was told
+
+  constructor(index) { this.index = index; }
+
+  *accept(chunk, fromLog = false) {
+    const ids = chunk.token_ids ?? [];
+    if (this.isOver) return;
+    if (fromLog && chunk.index > this.index) this.index = chunk.index; // the log has lost its beginning
+    if (chunk.status !== undefined) this.isOver = true;
+    else if (ids.length === 0 && this.#ended.has(chunk.choice ?? 0)) return;
+    else if (ids.length > 0 && chunk.index + ids.length <= this.index) return; // told before
+    if (chunk.finish_reason !== undefined) this.#ended.add(chunk.choice ?? 0);
+    this.index = Math.max(this.index, chunk.index + ids.length);
+    yield chunk;
+  }
+
+  /** The rest from the result. A lone choice's tokens are told one by one: text_ends[i] is how many characters there
+   * are after token i. Of several choices only the end is told: they are in the result. */
+  *finish({ choices = [], status, usage, error }) {
+    const { token_ids = [], text_ends = [], text = "", finish_reason } = choices[0] ?? {};
+    const letters = [...text]; // a character is a code point, as in Python
+    let told = this.index ? text_ends[this.index - 1] ?? letters.length : 0;
+    for (let place = this.index; choices.length === 1 && place < token_ids.length; place++) {
+      yield* this.accept({ index: place, token_ids: [token_ids[place]], text: letters.slice(told, text_ends[place]).join("") });
+      told = text_ends[place];
+    }
+    const rest = choices.length === 1 ? letters.slice(told).join("") : "";
+    yield* this.accept({ index: this.index, text: rest, finish_reason, status, usage, error });
+  }
+}
+
+/** Messages in order, taken one at a time; null when none comes in time. */
+class Mailbox {
+  #waiting = [];
+  #wake = () => {};
+
+  put(message) { this.#waiting.push(message); this.#wake(); }
+
+  async take(milliseconds) {
+    if (this.#waiting.length === 0) {
+      let timer;
+      await new Promise((resolve) => { this.#wake = resolve; timer = setTimeout(resolve, milliseconds); });
+      clearTimeout(timer);
+    }
+    return this.#waiting.shift() ?? null;
+  }
+}
+
+/** A version 7 UUID: sorts by its time of creation. Any other text without control characters would do. */
+function newJobId() {
+  const bytes = randomBytes(16);
+  bytes.writeUIntBE(Date.now(), 0, 6);
+  bytes[6] = (bytes[6] & 0x0f) | 0x70;
+  bytes[8] = (bytes[8] & 0x3f) | 0x80;
+  return bytes.toString("hex").replace(/^(.{8})(.{4})(.{4})(.{4})(.{12})$/, "$1-$2-$3-$4-$5");
+}
+
+/** Equal for requests that ask for the same. Ours need not equal Python's, unless both retry with one key. */
+function fingerprint(job) {
+  const { job_id, idempotency_key, created_ms, deadline_ms, not_before_ms, traceparent, ...same } = job;
+  return createHash("blake2b512").update(encode(same, { sortKeys: true })).digest("hex").slice(0, 32);
+}
+
+/** For fair sharing between tenants: what the job will probably cost. */
+function estimatedTokens(job) {
+  const letters = job.prompt ?? (job.messages ?? []).map((message) => message.content).join("");
+  const prompt = job.prompt_ids?.length ?? Math.floor(letters.length / 4);
+  return prompt + (job.params?.n ?? 1) * (job.params?.max_tokens ?? 256);
+}
+
+async function main() {
+  const { values, positionals } = parseArgs({
+    allowPositionals: true,
+    options: {
+      url: { type: "string", default: "redis://localhost:6379/0" }, queue: { type: "string" },
+      "max-tokens": { type: "string", default: "64" }, "idempotency-key": { type: "string" },
+      stream: { type: "string" }, "starting-after": { type: "string", default: "0" }, json: { type: "boolean" },
+    },
+  });
+  const producer = new Producer(values.url, values.queue);
+  const request = { messages: [{ role: "user", content: positionals.join(" ") }], params: { max_tokens: Number(values["max-tokens"]) } };
+  if (values["idempotency-key"]) request.idempotency_key = values["idempotency-key"];
+  const job = values.stream ?? (await producer.submit(request));
+  const say = (kind, value) => values.json && console.log(JSON.stringify({ [kind]: value }));
+  say("job", job);
+  for await (const chunk of producer.stream(job, Number(values["starting-after"]))) {
+    say("chunk", chunk);
+    if (!values.json) process.stdout.write(chunk.text ?? "");
+  }
+  const result = await producer.result(job);
+  say("result", result);
+  if (!values.json) console.log(`\n${result.status}, ${result.usage?.completion_tokens ?? 0} tokens`);
+  producer.close();
+}
+
+if (import.meta.url === pathToFileURL(process.argv[1] ?? "").href) {
+  main().catch((error) => { console.error(`producer: ${error.message}`); process.exit(1); });
+}

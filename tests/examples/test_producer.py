@@ -1,0 +1,111 @@
+"""The producer in JavaScript against a real queue and worker: same ids, same tokens, same result as Python's client."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from api_client.scripts import SUBMIT
+from tests.conftest import _missing
+from tests.support.browser import EXAMPLES, NodeUnavailable, node
+from tests.support.worker import QUEUE, client_of, running_worker
+
+pytestmark = pytest.mark.redis
+
+SLOW = "synthetic?step_ms=10&mean_tokens=1000000"
+
+
+async def told(*arguments: str) -> AsyncIterator[tuple[str, Any]]:
+    """What `producer.mjs --json` says, line by line; its exit status must be 0."""
+    try:
+        command = [node(), str(EXAMPLES / "producer.mjs"), "--queue", QUEUE, "--json", *arguments]
+    except NodeUnavailable as error:
+        _missing(str(error))
+    child = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, limit=2**24)
+    assert child.stdout is not None
+    try:
+        async for line in child.stdout:
+            ((kind, value),) = json.loads(line).items()
+            yield kind, value
+        assert await asyncio.wait_for(child.wait(), 30) == 0
+    finally:
+        if child.returncode is None:
+            child.kill()
+            await child.wait()
+
+
+async def collect(*arguments: str) -> tuple[str, list[Any], Any]:
+    """The job's id, its chunks, its result."""
+    found = [pair async for pair in told(*arguments)]
+    assert found[0][0] == "job"
+    assert found[-1][0] == "result"
+    return found[0][1], [value for kind, value in found if kind == "chunk"], found[-1][1]
+
+
+def token_ids(chunks: list[Any]) -> list[int]:
+    return [token for chunk in chunks for token in chunk.get("token_ids", [])]
+
+
+def text_of(chunks: list[Any]) -> str:
+    return "".join(chunk.get("text", "") for chunk in chunks)
+
+
+async def test_it_submits_streams_and_ends_as_python_does(redis_url: str, database: str) -> None:
+    url = ("--url", redis_url)
+    async with running_worker(redis_url, database, model=SLOW), client_of(redis_url) as client:
+        job, chunks, result = await collect(*url, "--max-tokens", "80", "--idempotency-key", "k", "Grüße, 🌍")
+        ours = await client.result(job, timeout=30)
+        assert msgspec.convert(result, type(ours)) == ours
+        assert tuple(token_ids(chunks)) == ours.token_ids
+        assert text_of(chunks) == ours.text
+        assert [chunk["index"] for chunk in chunks] == [*range(80), 80]
+        assert chunks[-1]["status"] == "succeeded"
+        # the same again is the same job; from the result, after its log is gone, its chunks are the same
+        again, retold, _ = await collect(*url, "--max-tokens", "80", "--idempotency-key", "k", "Grüße, 🌍")
+        assert again == job
+        assert [(c["index"], c.get("token_ids"), c["text"]) for c in retold[:-1]] == [
+            (c["index"], c.get("token_ids"), c.get("text", "")) for c in chunks[:-1]
+        ]
+        _, rest, _ = await collect(*url, "--stream", job, "--starting-after", "70")
+        assert tuple(token_ids(rest)) == ours.token_ids[70:]
+        assert text_of(chunks[:70]) + text_of(rest) == ours.text
+
+
+async def test_it_fills_what_pubsub_lost(redis_url: str, database: str, valkey: Any) -> None:
+    """Its subscription is cut again and again by the server, and Python submits what it reads."""
+    async with running_worker(redis_url, database, model=SLOW), client_of(redis_url) as client:
+        job = await client.submit(prompt="Go", max_tokens=300, ignore_eos=True)
+        chunks: list[Any] = []
+        cuts = 0
+        with valkey.client() as control:
+            async for kind, value in told("--url", redis_url, "--stream", job):
+                chunks += [value] if kind == "chunk" else []
+                if len(chunks) % 50 == 25:
+                    cuts += control.client_kill_filter(_type="pubsub")
+        result = await client.result(job, timeout=30)
+    assert cuts >= 2, "nothing was cut"
+    assert tuple(token_ids(chunks)) == result.token_ids
+    assert text_of(chunks) == result.text
+
+
+async def test_refusals_and_cancelled_jobs_are_said(redis_url: str, database: str) -> None:
+    """No worker: what is cancelled while it waits is over at once."""
+    async with client_of(redis_url) as client:
+        job = await client.submit(prompt="Never")
+        await client.cancel(job)
+        _, chunks, result = await collect("--url", redis_url, "--stream", job)
+        assert [chunk["status"] for chunk in chunks] == ["cancelled"]
+        assert result["status"] == "cancelled"
+        with pytest.raises(AssertionError):
+            await collect("--url", redis_url, "--stream", "no-such-job")
+
+
+def test_the_scripts_it_joins_are_ours() -> None:
+    """Common helpers, one line feed, the script: the SHA-1 of any other text would be another script's."""
+    text = "\n".join(
+        (EXAMPLES.parents[1] / "api_client" / "lua" / f"{name}.lua").read_text() for name in ("common", "submit")
+    )
+    assert text == SUBMIT.text
