@@ -22,6 +22,8 @@ from worker.engine.config import EngineConfig
 from worker.engine.host import LENGTH_BYTES
 from worker.engine.mailbox import Broken, FrameError, Mailbox, Progress, Report, read_command
 
+PARENT_GONE = 3  # exit status
+
 
 class _Start(msgspec.Struct):
     config: EngineConfig
@@ -37,7 +39,10 @@ def main(descriptor: int) -> int:
         signal.signal(number, signal.SIG_IGN)
     connection = socket.socket(fileno=descriptor)
     connection.setblocking(True)
-    start = msgspec.msgpack.decode(_receive(connection), type=_Start)
+    try:
+        start = msgspec.msgpack.decode(_receive(connection), type=_Start)
+    except (EOFError, OSError):
+        return PARENT_GONE  # before it could say what to load
     mailbox = Mailbox()
     reports: queue.SimpleQueue[Report | None] = queue.SimpleQueue()
     threading.Thread(target=_read_commands, args=(connection, mailbox), name="commands", daemon=True).start()
@@ -91,7 +96,7 @@ def _read_commands(connection: socket.socket, mailbox: Mailbox) -> None:
         while True:
             mailbox.put(read_command(_receive(connection)))
     except (EOFError, OSError):
-        os._exit(3)  # the parent is gone; nobody wants what the running step would give
+        os._exit(PARENT_GONE)  # nobody wants what the running step would give
     except FrameError as error:
         os.write(2, f"the engine process ends: {error}\n".encode())
         os._exit(4)
@@ -104,7 +109,7 @@ def _write_reports(connection: socket.socket, reports: queue.SimpleQueue[Report 
         try:
             connection.sendall(len(payload).to_bytes(LENGTH_BYTES, "little") + payload)
         except OSError:
-            os._exit(3)
+            os._exit(PARENT_GONE)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,9 @@ from worker.engine.mailbox import (
 from worker.engine.types import Capacity, GenerationRequest
 
 LENGTH_BYTES = 4
+DYING_S = (
+    1.0  # a process that has closed its end of the socket only has to be reaped; killed before, its status is lost
+)
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -199,6 +202,8 @@ class EngineProcess(_Reports):
     async def _end(self, patience_s: float) -> None:
         process = self._process
         if process is not None:
+            if self._reading is not None and self._reading.done():
+                patience_s = max(patience_s, DYING_S)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(patience_s):
                     await process.wait()
