@@ -1,21 +1,24 @@
-"""`top`: the queue and its workers, as they are now, until Ctrl-C."""
+"""`top`: the queue, its workers and tenants as they are now, until Ctrl-C. How it looks is in top_view.py."""
 
 from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 from typing import Annotated
 
+import msgspec
 import typer
-from rich.console import Group, RenderableType
+from rich.console import Console
 from rich.live import Live
-from rich.table import Table
-from rich.text import Text
 
-from api_client.cli.output import ago, emit, out, seconds, state
+from api_client.cli.output import emit, out
 from api_client.cli.target import Json, Target, connected
+from api_client.cli.top_view import Look, draw, trouble
 from api_client.client import Client
 from api_client.errors import QueueUnavailable
+
+FIXED_LINES = 14  # of a small queue with one worker: what the list of jobs leaves free on the screen
 
 
 def register(app: typer.Typer) -> None:
@@ -26,55 +29,63 @@ def top(
     target: Target,
     *,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
-    rows: Annotated[int, typer.Option(min=0, help="Jobs to show.")] = 15,
+    rows: Annotated[int, typer.Option(min=0, help="Jobs to show, if the screen has room.")] = 15,
+    once: Annotated[bool, typer.Option("--once", help="One look. So it is in a pipe, and with --json.")] = False,
     json: Json = False,
 ) -> None:
-    """Watch the queue: what waits, which workers live, what runs. In a pipe, or with --json: one look."""
+    """Watch the queue: what waits and for how long, which workers live, how busy, how fast, and for whom.
+
+    Workers tell of themselves three times per lease, so their numbers are a few seconds old.
+    """
     with target.client() as client:
         if json:
-            depth, workers = client.depth(), client.workers()
-            emit({"queue": client.queue, "queued": depth.queued, "running": depth.running, "workers": workers})
-        elif not sys.stdout.isatty():
-            out().print(_look(client, rows))
+            state = client.overview()
+            queued = {name: one.waiting for name, one in state.classes.items()}
+            emit({"queued": queued, **msgspec.to_builtins(state)})
+        elif once or not sys.stdout.isatty():
+            console = out()
+            console.print(draw(_look(client, rows), console.width))
         else:
             _watch(client, interval, rows)
 
 
 def _watch(client: Client, interval: float, rows: int) -> None:
+    console = out()
+    last: Look | None = None
+    since = ""
     try:
-        with Live(_look(client, rows), console=out(), screen=True, auto_refresh=False) as live:
+        with Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
-                time.sleep(interval)
                 try:
-                    live.update(_look(client, rows), refresh=True)
+                    look = _look(client, min(rows, _room(console, last)))
+                    last, since = _with_rates(look, last), ""
+                    live.update(draw(last, console.width), refresh=True)
                 except QueueUnavailable as error:
-                    live.update(Text(str(error), style="bold red"), refresh=True)
+                    since = since or time.strftime("%H:%M:%S")
+                    live.update(trouble(str(error), since, last, console.width), refresh=True)
+                time.sleep(interval)
     except KeyboardInterrupt:
         return
 
 
-def _look(client: Client, rows: int) -> RenderableType:
-    depth = client.depth()
-    waiting = ", ".join(f"{count} {name}" for name, count in depth.queued.items() if count) or "none"
-    head = Text.assemble(
-        (client.queue, "bold"), f"   {depth.running} running   waiting: {waiting}   {time.strftime('%H:%M:%S')}\n"
-    )
-    workers = Table(box=None, header_style="bold", pad_edge=False)
-    for title in ("WORKER", "MODEL", "RUNNING", "WAITING", "FREE BLOCKS", "TOKENS/S", "UP", ""):
-        workers.add_column(title, justify="right" if title.isupper() and title not in ("WORKER", "MODEL") else "left")
-    now_ms = time.time() * 1000
-    for worker in client.workers():
-        up = seconds(now_ms - worker.started_ms) if worker.started_ms else ""
-        counts = (str(worker.running), str(worker.waiting), str(worker.free_blocks), f"{worker.tokens_per_s:.0f}")
-        note = "draining" if worker.draining else "" if worker.model else "loading"
-        workers.add_row(worker.worker_id, worker.model, *counts, up, Text(note, style="yellow"))
-    if not workers.row_count:
-        workers.add_row(Text("no worker is alive", style="bold red"))
-    jobs = Table(box=None, header_style="bold", pad_edge=False)
-    for title in ("JOB", "STATUS", "CLASS", "TENANT", "TOKENS", "CREATED", "WORKER"):
-        jobs.add_column(title, no_wrap=True)
-    for job in client.list(limit=rows) if rows else []:
-        tokens = str(job.tokens or "")
-        status = state(job.status.value)
-        jobs.add_row(job.job_id, status, job.priority, job.tenant, tokens, ago(job.created_ms), job.worker_id)
-    return Group(head, workers, Text(), jobs) if jobs.row_count else Group(head, workers)
+def _look(client: Client, rows: int) -> Look:
+    queue = client.overview()
+    jobs = client.list(limit=rows) if rows else []
+    return Look(now_ms=int(time.time() * 1000), clock=time.strftime("%H:%M:%S"), queue=queue, jobs=jobs)
+
+
+def _room(console: Console, last: Look | None) -> int:
+    """Lines that are left for jobs."""
+    if last is None:
+        return 0
+    others = len(last.queue.workers) + min(len(last.queue.tenants), 9)
+    return max(0, console.height - FIXED_LINES - others)
+
+
+def _with_rates(look: Look, before: Look | None) -> Look:
+    if before is None or look.now_ms <= before.now_ms:
+        return look
+    span_s = (look.now_ms - before.now_ms) / 1000
+    submitted = max(0, look.queue.submitted - before.queue.submitted) / span_s
+    finished = max(0, sum(look.queue.finished.values()) - sum(before.queue.finished.values())) / span_s
+    return replace(look, submitted_per_s=submitted, finished_per_s=finished)

@@ -159,7 +159,7 @@ def test_dead_list_when_there_are_none(shell: Shell) -> None:
 
 def test_top_without_a_terminal_looks_once(shell: Shell) -> None:
     shell("submit", "Hello")
-    assert "no worker is alive" in shell("top").stdout
+    assert "NO WORKER IS ALIVE" in shell("top").stdout
     assert json.loads(shell("top", "--json").stdout)["queued"]["standard"] == 1
 
 

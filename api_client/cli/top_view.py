@@ -1,0 +1,237 @@
+"""What `tokenmill top` shows, drawn from values: fits any width from 80 columns on, and says plainly what is wrong.
+
+Knows no connection and no clock; a test, or a picture, can have any state drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from api_client.cli.output import count, seconds, state
+from api_client.queue_state import ClassState, QueueState, TenantState
+from api_client.records import JobInfo
+from schemas.control import WorkerStatus
+
+WIDE = 120  # columns from which on the rarer ones are shown
+MAX_TENANTS = 8
+_CLASS_STYLES = {"interactive": "bold cyan", "standard": "default", "bulk": "dim"}
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """One look at the queue. `submitted_per_s` and `finished_per_s` need two; None until then."""
+
+    now_ms: int
+    clock: str
+    queue: QueueState
+    jobs: Sequence[JobInfo] = field(default_factory=tuple)
+    submitted_per_s: float | None = None
+    finished_per_s: float | None = None
+
+
+def draw(look: Look, width: int) -> Group:
+    parts: list[RenderableType] = [_head(look, width), Text(), _classes(look, width), Text(), *_workers(look, width)]
+    if look.queue.tenants and [tenant.tenant for tenant in look.queue.tenants] != [""]:
+        parts += [Text(), _tenants(look.queue.tenants, width)]
+    if look.jobs:
+        parts += [Text(), _jobs(look, width)]
+    return Group(*parts)
+
+
+def trouble(message: str, since: str, last: Look | None, width: int) -> Group:
+    """The server does not answer: say so, and keep the last look, marked as old."""
+    head = Text.assemble((" NO CONNECTION ", "bold white on red"), f"  since {since}, trying again")
+    words = Text(message, style="red", overflow="fold")
+    if last is None:
+        return Group(head, words)
+    old = Text(f"as it was at {last.clock}:", style="dim")
+    return Group(head, words, Text(), old, Text(), draw(last, width))
+
+
+# ── head ──
+
+
+def _head(look: Look, width: int) -> RenderableType:
+    queue = look.queue
+    pace = sum(worker.tokens_per_s for worker in queue.workers)
+    left = Text.assemble((queue.queue, "bold"), "  ", *_alarm(queue))
+    right = Text(look.clock, style="dim")
+    line = Table.grid(expand=True)
+    line.add_column(no_wrap=True, overflow="ellipsis")
+    line.add_column(justify="right", no_wrap=True)
+    line.add_row(left, right)
+    facts = [("running", f"{queue.running:,}"), ("waiting", f"{queue.waiting:,}"), ("tokens/s", f"{pace:,.0f}")]
+    if look.submitted_per_s is not None and look.finished_per_s is not None:
+        facts += [("in/s", _rate(look.submitted_per_s)), ("out/s", _rate(look.finished_per_s))]
+    facts += [("scheduled", f"{queue.scheduled:,}")] if queue.scheduled else []
+    facts += [("ended", f"{sum(queue.finished.values()):,}")]
+    gap = Text("   " if width >= WIDE else "  ")
+    numbers = gap.join(Text.assemble((value, "bold"), (f" {name}", "dim")) for name, value in facts)
+    numbers.no_wrap, numbers.overflow = True, "ellipsis"
+    return Group(line, numbers)
+
+
+def _alarm(queue: QueueState) -> list[tuple[str, str] | str]:
+    """The one thing to know first."""
+    marks: list[tuple[str, str] | str] = []
+    if not queue.workers:
+        words = "and jobs are waiting" if queue.waiting else "nothing is waiting either"
+        marks += [(" NO WORKER IS ALIVE ", "bold white on red"), f" {words}"]
+    elif any(worker.problems for worker in queue.workers):
+        marks += [(" TROUBLE ", "bold black on yellow")]
+    else:
+        marks += [("●", "green"), f" {count(len(queue.workers), 'worker')}"]
+    if queue.dead:
+        marks += ["  ", (f" {queue.dead} DEAD ", "bold white on red")]
+    return marks
+
+
+# ── tables ──
+
+
+def _table(width: int, *columns: tuple[str, str]) -> Table:
+    """Columns are (title, justification)."""
+    grid = Table(box=None, header_style="bold dim", pad_edge=False, padding=(0, 2 if width >= WIDE else 1, 0, 0))
+    for title, justify in columns:
+        grid.add_column(title, justify=justify, no_wrap=True, overflow="ellipsis")  # type: ignore[arg-type]
+    return grid
+
+
+def _classes(look: Look, width: int) -> RenderableType:
+    queue = look.queue
+    most = max((one.waiting for one in queue.classes.values()), default=0)
+    grid = _table(
+        width, ("CLASS", "left"), ("WAITING", "right"), ("TOKENS", "right"), ("OLDEST", "right"), ("", "left")
+    )
+    for name, one in queue.classes.items():
+        style = _CLASS_STYLES.get(name, "") if one.waiting else "dim"
+        oldest = seconds(one.oldest_ms) if one.oldest_ms else "–"
+        cells = (name, f"{one.waiting:,}", _short(one.waiting_tokens), Text(oldest, style=_age_style(name, one)))
+        grid.add_row(*cells, _bar(one.waiting, most, min(40, width - 50), "cyan") if most else "", style=style)
+    return grid
+
+
+def _age_style(name: str, one: ClassState) -> str:
+    """Red where the alert of this class would fire."""
+    limit_ms = {"interactive": 15_000, "standard": 600_000, "bulk": 43_200_000}.get(name)
+    return "bold red" if limit_ms is not None and one.oldest_ms > limit_ms else ""
+
+
+def _workers(look: Look, width: int) -> list[RenderableType]:
+    if not look.queue.workers:
+        return [Text("start one with: tokenmill worker", style="dim")]
+    is_wide = width >= WIDE
+    columns = [("WORKER", "left"), ("BATCH", "left"), ("CACHE", "left"), ("TOK/S", "right"), ("TTFT", "right")]
+    columns += [("ITL", "right"), *([("QUEUED", "right"), ("TO SQL", "right")] if is_wide else [])]
+    columns += [("HITS", "right"), ("UP", "right")]
+    grid = _table(width, *columns)
+    notes: list[RenderableType] = []
+    for worker in look.queue.workers:
+        grid.add_row(*_worker(worker, look.now_ms, is_wide))
+        notes += [
+            Text.assemble((f"  {worker.worker_id}: ", "bold"), (words, style), overflow="fold")
+            for words, style in _notes(worker)
+        ]
+    return [grid, *notes]
+
+
+def _worker(worker: WorkerStatus, now_ms: int, is_wide: bool) -> list[RenderableType]:
+    """Latencies are the median and, where there is room, the 95th percentile."""
+    used = worker.total_blocks - worker.free_blocks
+    share = used / worker.total_blocks if worker.total_blocks else 0.0
+    size = 10 if is_wide else 5
+    batch = _bar(worker.running, worker.max_running, size, "green")
+    batch.append(f" {worker.running}/{worker.max_running}" + (f" +{worker.waiting}" if worker.waiting else ""))
+    color = "red" if share > 0.95 else "yellow" if share > 0.8 else "green"
+    cache = _bar(used, worker.total_blocks, size, color).append(f" {share:4.0%}")
+    name = Text(_tail(worker.worker_id, 24 if is_wide else 18), style="yellow" if _notes(worker) else "")
+    first, token, queued = (_pair(p, is_wide) for p in (worker.first_token_ms, worker.token_ms, worker.queue_ms))
+    rare = [queued, f"{worker.to_record:,}" if worker.to_record else "–"] if is_wide else []
+    hits = "–" if worker.prefix_hits is None else f"{worker.prefix_hits:.0%}"
+    up = seconds(now_ms - worker.started_ms) if worker.started_ms else "–"
+    return [name, batch, cache, f"{worker.tokens_per_s:,.0f}", first, token, *rare, hits, up]
+
+
+def _notes(worker: WorkerStatus) -> list[tuple[str, str]]:
+    """What is to be said of a worker beside its numbers: state first, then trouble."""
+    notes = []
+    if worker.draining:
+        notes.append(("draining, claims nothing more", "yellow"))
+    if not worker.model:
+        notes.append(("loading its model", "cyan"))
+    notes += [(problem, "red") for problem in worker.problems if worker.model]
+    if worker.engine_restarts:
+        notes.append((f"{count(worker.engine_restarts, 'engine restart')} since it started", "yellow"))
+    return notes
+
+
+def _tenants(tenants: Sequence[TenantState], width: int) -> RenderableType:
+    grid = _table(
+        width, ("TENANT", "left"), ("RUNNING", "right"), ("WAITING", "right"), ("TOK/S", "right"), ("", "left")
+    )
+    most = max(tenant.tokens_per_s for tenant in tenants)
+    for tenant in tenants[:MAX_TENANTS]:
+        name = Text(tenant.tenant or "(none)", style="" if tenant.tenant else "dim")
+        name.truncate(32, overflow="ellipsis")
+        bar = _bar(tenant.tokens_per_s, most, min(40, width - 50), "green") if most else Text()
+        grid.add_row(name, f"{tenant.running:,}", f"{tenant.waiting:,}", f"{tenant.tokens_per_s:,.0f}", bar)
+    rest = len(tenants) - MAX_TENANTS
+    if rest > 0:
+        grid.add_row(Text(f"and {rest} more", style="dim"))
+    return grid
+
+
+def _jobs(look: Look, width: int) -> RenderableType:
+    columns = [("JOB", "left"), ("STATUS", "left"), ("CLASS", "left"), ("TOKENS", "right"), ("AGE", "right")]
+    columns += [("TENANT", "left"), ("WORKER", "left")] if width >= WIDE else [("TENANT", "left")]
+    grid = _table(width, *columns)
+    for job in look.jobs:
+        age = seconds(look.now_ms - job.created_ms) if job.created_ms else "–"
+        cells: list[RenderableType] = [job.job_id, state(job.status.value), job.priority, f"{job.tokens or ''}", age]
+        grid.add_row(*cells, job.tenant, *([job.worker_id] if width >= WIDE else []))
+    return grid
+
+
+# ── small things ──
+
+
+def _bar(value: float, most: float, size: int, style: str) -> Text:
+    """Something that is not nothing has a mark, however small."""
+    full = min(size, max(1, round(size * value / most))) if value > 0 and most > 0 else 0
+    return Text.assemble(("━" * full, style), ("─" * (size - full), "bright_black"))
+
+
+def _tail(name: str, size: int) -> str:
+    """Of workers' names the ends differ."""
+    return name if len(name) <= size else f"…{name[1 - size :]}"
+
+
+def _pair(pair: tuple[float, float] | None, is_wide: bool) -> str:
+    if pair is None:
+        return "–"
+    return f"{_duration(pair[0])} · {_duration(pair[1])}" if is_wide else _duration(pair[0])
+
+
+def _duration(milliseconds: float) -> str:
+    return f"{milliseconds:.0f} ms" if milliseconds < 1000 else seconds(milliseconds)
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10 else f"{value:.1f}"
+
+
+def _short(value: float) -> str:
+    """`950`, `12.3 k`, `4.1 M`."""
+    for limit, unit in ((1e3, ""), (1e6, " k"), (1e9, " M")):
+        if value < limit:
+            return (
+                f"{value / limit * 1e3:.0f}{unit}"
+                if not unit or value >= limit / 10
+                else f"{value / limit * 1e3:.1f}{unit}"
+            )
+    return f"{value / 1e9:.1f} G"

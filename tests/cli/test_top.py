@@ -1,0 +1,155 @@
+"""`tokenmill top` fits its screen, says first what is wrong, and outlives the server that it looks at."""
+
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from api_client.cli.top_view import Look, draw, trouble
+from api_client.queue_state import ClassState, QueueState, TenantState
+from api_client.records import JobInfo
+from schemas import JobStatus
+from schemas.control import WorkerStatus
+from tests.support.valkey import ValkeyServer
+
+NOW_MS = 1_795_000_000_000
+EMPTY = QueueState(
+    queue="chat", classes={name: ClassState() for name in ("interactive", "standard", "bulk")}, running=0, scheduled=0,
+    unrecorded=0, dead=0, submitted=0, finished={}, entries_dropped=0, tenants=[], workers=[],
+)  # fmt: skip
+WORKER = WorkerStatus(
+    worker_id="a-node-with-a-long-name-12345", model="m", started_ms=NOW_MS - 3_700_000, running=58, waiting=3,
+    max_running=64, total_blocks=4096, free_blocks=1024, tokens_per_s=1834.2, prefix_hits=0.42,
+    first_token_ms=(131.0, 420.0), token_ms=(18.0, 31.0), queue_ms=(12.0, 80.0), to_record=4,
+)  # fmt: skip
+BUSY = msgspec.structs.replace(
+    EMPTY, classes={"interactive": ClassState(waiting=12, waiting_tokens=4_800, oldest_ms=16_000),
+                    "bulk": ClassState(waiting=1_234_567, waiting_tokens=2_345_000_000, oldest_ms=7_200_000)},
+    running=120, scheduled=7, dead=2, submitted=9_000_000, finished={"succeeded": 8_000_000}, workers=[WORKER],
+    tenants=[TenantState(tenant="acme", waiting=9, running=60, tokens_per_s=1200.0), TenantState(tenant="", running=1)],
+)  # fmt: skip
+JOB = JobInfo(
+    job_id="0193a1b2-7c3d-7e4f-8a5b-000000000001", status=JobStatus.RUNNING, priority="interactive", tokens=17
+)
+
+
+def shown(queue: QueueState, width: int, last: bool = False, **changes: object) -> str:
+    look = Look(now_ms=NOW_MS, clock="12:00:00", queue=queue, **changes)  # type: ignore[arg-type]
+    console = Console(width=width, force_terminal=False, soft_wrap=False)
+    with console.capture() as captured:
+        console.print(trouble("refused", "12:00:05", look, width) if last else draw(look, width))
+    return captured.get()
+
+
+@pytest.mark.parametrize("width", [80, 100, 140])
+def test_everything_fits_and_numbers_are_whole(width: int) -> None:
+    text = shown(BUSY, width, jobs=[JOB], submitted_per_s=812.3, finished_per_s=9.5)
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= width
+    for words in (
+        "58/64 +3",
+        "75%",
+        "1,834",
+        "131 ms",
+        "18 ms",
+        "42%",
+        "1,234,567",
+        "2.3 G",
+        "16 s",
+        "812 in/s",
+        "9.5 out/s",
+    ):
+        assert words in text, words
+    assert "12345" in text  # the end of the worker's name tells it apart
+    assert JOB.job_id in text
+    assert ("420 ms" in text) == (width >= 120)
+
+
+def test_the_tables_say_who_uses_what() -> None:
+    text = shown(BUSY, 100)
+    assert re.search(r"acme +60 +9 +1,200 ━+", text)
+    assert re.search(r"\(none\) +1 +0 +0 ", text)
+    assert "2 DEAD" in text
+    assert "acme" not in shown(msgspec.structs.replace(BUSY, tenants=[TenantState(tenant="", running=9)]), 100)
+
+
+def test_a_queue_without_workers_says_so_first() -> None:
+    idle, stuck = shown(EMPTY, 80), shown(msgspec.structs.replace(BUSY, workers=[]), 80)
+    assert "NO WORKER IS ALIVE  nothing is waiting either" in idle.splitlines()[0]
+    assert "NO WORKER IS ALIVE  and jobs are waiting" in stuck.splitlines()[0]
+    assert "tokenmill worker" in stuck
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"draining": True}, "draining, claims nothing more"),
+        ({"model": ""}, "loading its model"),
+        ({"problems": ("SQL: connection refused",)}, "SQL: connection refused"),
+        ({"engine_restarts": 2}, "2 engine restarts since it started"),
+    ],
+)
+def test_what_is_wrong_with_a_worker_is_said_in_words(changes: dict[str, object], words: str) -> None:
+    troubled = msgspec.structs.replace(WORKER, **changes)
+    assert words in shown(msgspec.structs.replace(EMPTY, workers=[troubled]), 80)
+    assert words not in shown(msgspec.structs.replace(EMPTY, workers=[WORKER]), 80)
+
+
+def test_the_last_look_is_kept_and_marked_as_old() -> None:
+    text = shown(BUSY, 80, last=True)
+    assert (
+        text.index("NO CONNECTION") < text.index("refused") < text.index("as it was at 12:00:00") < text.index("58/64")
+    )
+
+
+@pytest.mark.redis
+def test_the_live_view_outlives_its_server(make_valkey: Callable[..., ValkeyServer]) -> None:
+    server = make_valkey()
+    ours, theirs = pty.openpty()
+    command = [
+        sys.executable,
+        "-m",
+        "api_client.cli",
+        "top",
+        "--redis-url",
+        server.url,
+        "--queue",
+        "chat",
+        "--interval",
+        "0.1",
+    ]
+    environment = {"PATH": "/usr/bin:/bin", "TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
+    process = subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True
+    )
+    os.close(theirs)
+    screen = ""
+
+    def until(words: str) -> None:
+        nonlocal screen
+        deadline = time.monotonic() + 60
+        while words not in screen:
+            assert time.monotonic() < deadline, f"{words} never came: {screen[-2000:]}"
+            if select.select([ours], [], [], 0.5)[0]:
+                screen += os.read(ours, 65_536).decode(errors="replace")
+        screen = screen[screen.index(words) + len(words) :]
+
+    try:
+        until("NO WORKER IS ALIVE")
+        server.stop()
+        until("NO CONNECTION")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
