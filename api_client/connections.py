@@ -153,7 +153,7 @@ def connect(url: str, link: Link | None = None) -> redis.Redis:
     options |= endpoint.options
     if endpoint.kind == "sentinel":
         sentinel = _sync_sentinel(list(endpoint.hosts), sentinel_kwargs=_sentinel_options(options), **options)
-        return cast("redis.Redis", sentinel.master_for(endpoint.service))
+        return cast("redis.Redis", sentinel.master_for(endpoint.service, redis_class=_ThroughSentinel))
     nodes = [_sync_node(host, port) for host, port in endpoint.hosts]
     return cast("redis.Redis", redis.cluster.RedisCluster(startup_nodes=nodes, **options))
 
@@ -167,9 +167,25 @@ def connect_async(url: str, link: Link | None = None) -> redis.asyncio.Redis:
     options |= endpoint.options
     if endpoint.kind == "sentinel":
         sentinel = _async_sentinel(list(endpoint.hosts), sentinel_kwargs=_sentinel_options(options), **options)
-        return cast("redis.asyncio.Redis", sentinel.master_for(endpoint.service))
+        return cast("redis.asyncio.Redis", sentinel.master_for(endpoint.service, redis_class=_AsyncThroughSentinel))
     nodes = [redis.asyncio.cluster.ClusterNode(host, port) for host, port in endpoint.hosts]
     return cast("redis.asyncio.Redis", redis.asyncio.cluster.RedisCluster(startup_nodes=nodes, **options))
+
+
+class _ThroughSentinel(redis.Redis):
+    """Closes its connections to the sentinels too, which the library leaves open."""
+
+    def close(self) -> None:
+        super().close()
+        for sentinel in cast("Any", self.connection_pool).sentinel_manager.sentinels:
+            sentinel.close()
+
+
+class _AsyncThroughSentinel(redis.asyncio.Redis):
+    async def aclose(self, close_connection_pool: bool | None = None) -> None:
+        await super().aclose(close_connection_pool)
+        for sentinel in cast("Any", self.connection_pool).sentinel_manager.sentinels:
+            await sentinel.aclose()
 
 
 def _sentinel_options(options: dict[str, Any]) -> dict[str, Any]:

@@ -181,6 +181,7 @@ class ChannelHub:
         client, owned = self._client, None
         if self._is_cluster:
             # All channels of a queue are in one slot. Its node may have changed since.
+            await client.initialize()  # else its close() would believe that nothing is open
             await client.nodes_manager.initialize()
             node = client.get_node_from_key(next(iter(self._subscribers), ""))
             if node is None:
