@@ -1,0 +1,151 @@
+"""What a working worker lets out: JSON log lines with job ids and no text, numbers that move, a telling heartbeat."""
+
+import asyncio
+import io
+import json
+import logging
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from schemas.control import WorkerStatus
+from tests.consume.queue import Queue, close_queue, eventually, open_queue, token
+from tests.support.valkey import ValkeyServer
+from tests.support.worker import client_of, database_url, running_worker
+from worker.exporter import Exporter
+from worker.telemetry import configure_logging
+
+pytestmark = pytest.mark.redis
+SECRET = "the launch code is 0451"
+
+
+@pytest.fixture
+def json_log() -> Iterator[io.StringIO]:
+    root = logging.getLogger()
+    before, level = list(root.handlers), root.level
+    stream = io.StringIO()
+    configure_logging("info", "json", stream=stream, context={"worker": "w1"})
+    yield stream
+    logging.captureWarnings(False)
+    root.handlers[:] = before
+    root.setLevel(level)
+
+
+@pytest.fixture
+async def queue(redis_url: str) -> AsyncIterator[Queue]:
+    opened = await open_queue(redis_url)
+    yield opened
+    await close_queue(opened)
+
+
+def scrape(port: int, path: str = "/metrics") -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
+        return str(answer.read().decode())
+
+
+def value(text: str, name: str, **labels: str) -> float:
+    """The sum of the samples that have these labels."""
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    found = [s.value for s in samples if s.name == f"tokenmill:{name}" and labels.items() <= s.labels.items()]
+    assert found, f"no sample {name} with {labels}"
+    return sum(found)
+
+
+async def test_log_lines_are_json_name_the_job_and_hold_no_text(
+    redis_url: str, tmp_path: Path, json_log: io.StringIO
+) -> None:
+    database = database_url(tmp_path)
+    async with running_worker(redis_url, database, log_level="info"), client_of(redis_url) as client:
+        good = await client.submit(prompt=SECRET, max_tokens=40, ignore_eos=True, tenant="acme")
+        bad = await client.submit(messages=[{"role": "user", "content": SECRET}], max_tokens=9, model="another")
+        broken = await client.submit(prompt=f"{SECRET} [[fail]]", max_tokens=9)
+        answers = [await client.result(job, timeout=60) for job in (good, bad, broken)]
+    lines = [json.loads(line) for line in json_log.getvalue().splitlines()]
+    told = {line["job_id"]: line for line in lines if line["logger"] == "worker.jobs"}
+    assert {good, bad, broken} <= set(told)
+    assert (told[good]["message"], told[good]["completion_tokens"], told[good]["tenant"]) == (
+        "job succeeded",
+        40,
+        "acme",
+    )
+    assert told[bad]["error"] == "model_not_found"
+    assert told[broken]["error"] == "engine_error"
+    assert all(line["worker"] == "w1" for line in lines)
+    assert SECRET not in json_log.getvalue()
+    assert answers[0].text[:12] not in json_log.getvalue()
+
+
+async def test_numbers_move_with_the_work(redis_url: str, tmp_path: Path) -> None:
+    database = database_url(tmp_path)
+    options = {"model": "synthetic?step_ms=5", "heartbeat_seconds": 0.1}
+    async with running_worker(redis_url, database, metrics_port=0, **options) as worker, client_of(redis_url) as client:  # type: ignore[arg-type]
+        assert worker.watch_port is not None
+        jobs = [await client.submit(prompt="a", max_tokens=30, ignore_eos=True, tenant=t) for t in ("acme", "acme", "")]
+        statuses: list[WorkerStatus] = []
+        for job in jobs:
+            async for _ in client.stream(job):
+                statuses += await client.workers() if len(statuses) < 60 else []
+        text = await asyncio.to_thread(scrape, worker.watch_port)
+        ready = json.loads(await asyncio.to_thread(scrape, worker.watch_port, "/readyz"))
+    assert ready["checks"] == dict.fromkeys(("engine", "steps", "claims", "redis", "sql", "buffer", "drain"), "ok")
+    assert value(text, "generation_tokens_total") == 90
+    assert value(text, "inter_token_latency_seconds_count", priority="standard") == 87  # each token but the firsts
+    assert value(text, "request_success_total", finished_reason="length") == 3
+    assert value(text, "deliveries_total", redelivered="false", verdict="run") == 3
+    assert value(text, "engine_step_seconds_count") == value(text, "engine_steps_total") >= 30
+    assert value(text, "request_prefill_time_seconds_count") == value(text, "request_decode_time_seconds_count") == 3
+    assert value(text, "redis_round_trips_total", script="append") <= value(text, "engine_steps_total") + 3
+    assert value(text, "sql_commit_seconds_count") == value(text, "sql_commits_total") >= 1
+    assert max(status.tokens_per_s for status in statuses) > 0
+    assert any(status.first_token_ms and status.token_ms for status in statuses)
+    assert any(status.tenants.get("acme") and status.tenants["acme"].running == 2 for status in statuses)
+
+
+async def test_refused_tokens_and_failed_calls_are_counted(queue: Queue) -> None:
+    refused: list[tuple[str, int]] = []
+    calls: list[tuple[str, int, bool]] = []
+    worker, other = queue.worker("w1"), queue.worker("w2")
+    worker.on_refused = lambda call, count: refused.append((call, count))
+    worker.on_call = lambda script, _seconds, trips, done: calls.append((script, trips, done))
+    await queue.submit()
+    (delivery,) = await worker.claim(1)
+    await worker.release([(delivery.job_id, delivery.token, False)])
+    await other.claim(1)
+    await worker.append([token(delivery, 0)])
+    await worker.release([(delivery.job_id, delivery.token, False)])
+    assert refused == [("append", 1), ("release", 1)]
+    assert calls == [("claim", 1, True), ("release", 1, True), ("append", 1, True), ("release", 1, True)]
+
+
+async def test_the_exporter_tells_of_queues_without_workers_and_of_a_server_that_is_gone(
+    make_valkey: Callable[..., ValkeyServer],
+) -> None:
+    server = make_valkey()
+    exporter = Exporter(server.url, ["q", "other"], "tm:", "127.0.0.1", 0, every_s=0.1)
+    await exporter.start()
+    try:
+        async with client_of(server.url) as client:
+            for _ in range(3):
+                await client.submit(prompt="a", priority="bulk", max_tokens=10)
+
+        async def sees(name: str, wanted: float, **labels: str) -> bool:
+            text = await asyncio.to_thread(scrape, exporter.port)
+            return f"tokenmill:{name}{{" in text and value(text, name, **labels) == wanted
+
+        await eventually(lambda: sees("queue_jobs", 3, queue="q", priority="bulk"), timeout=60)
+        text = await asyncio.to_thread(scrape, exporter.port)
+        assert value(text, "queue_oldest_seconds", queue="q", priority="bulk") > 0
+        assert value(text, "queue_workers", queue="q") == 0
+        assert value(text, "queue_jobs", queue="other") == 0
+        assert value(text, "queue_up") == 2
+        assert text.count("# TYPE tokenmill:queue_jobs ") == 1
+        server.stop()
+        await eventually(lambda: sees("queue_up", 0), timeout=60)
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            await asyncio.to_thread(scrape, exporter.port, "/healthz")
+    finally:
+        await exporter.stop()
