@@ -1,0 +1,213 @@
+"""Generation as a Celery task, for backends that speak Celery already.
+
+    from api_client.celery import generation_task
+    generate = generation_task(app, queue="smollm2-135m-instruct", url="redis://localhost:6379/0")
+
+    generate.delay("Why is the sky blue?", max_tokens=64).get(timeout=60)["text"]
+    chain(generate.s("Name a fruit."), generate.s(template="Praise this fruit: {text}")).delay()
+
+`.delay` puts the job on tokenmill's stream at once, whoever asks; its id is the task's. Called by itself, no Celery
+worker has a part in it. Within a chain, a group or a chord, or with callbacks, a Celery message with the same id
+goes out as well: the Celery worker that gets it waits for the job for a moment, puts itself off if it is not over,
+and hands its result on as Celery does with any task's. Submitting twice is one job, so every step may be repeated.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping
+from datetime import datetime, timedelta
+from typing import Any, Final, Literal, TypeAlias
+
+import celery
+import celery.exceptions
+import celery.result
+from celery import states
+from celery.backends.base import DisabledBackend
+
+from api_client.celery_values import GenerationFailed, fields_of, value_of
+from api_client.client import Client
+from api_client.errors import JobNotFound, ResultTimeout
+from api_client.requests import new_job_id
+from schemas.result import JobStatus
+
+# Celery has no types; these stand in for its classes.
+_AsyncResult: TypeAlias = Any
+_BaseTask: Any = celery.Task
+_BaseResult: Any = celery.result.AsyncResult
+
+_TURN_S: Final = 5.0  # of one wait for a result
+_PART_OF_MORE: Final = ("chain", "chord", "group_id", "root_id", "parent_id")
+_STATES: Final = {
+    JobStatus.SCHEDULED: states.PENDING,
+    JobStatus.QUEUED: states.PENDING,
+    JobStatus.RUNNING: states.STARTED,
+}
+
+
+class GenerationTask(_BaseTask):  # type: ignore[misc]
+    """One queue. Attributes may be set in a subclass, or with `generation_task`.
+
+    `defaults` are fields of the job and its sampling parameters that calls may override. `wait_s` is how long a
+    Celery worker's slot may wait for a job before it is put off; `pauses_s` for how long then, time after time.
+    `returns`: "result", a dictionary with text, usage and all, or "text" alone.
+    """
+
+    url = "redis://localhost:6379/0"
+    job_queue = ""  # `queue` is Celery's
+    database: str | None = None
+    prefix = "tm:"
+    defaults: Mapping[str, Any] = {}
+    returns: Literal["result", "text"] = "result"
+    wait_s = 1.0
+    pauses_s = (0.2, 0.5, 1.0, 2.0, 5.0)
+
+    abstract = True
+    max_retries = None
+    acks_late = True
+    reject_on_worker_lost = True
+
+    def __init__(self) -> None:
+        self._clients: dict[int, Client] = {}
+        self._opening = threading.Lock()
+
+    @property
+    def client(self) -> Client:
+        """This process's own: a forked Celery worker must not share its parent's connections."""
+        with self._opening:
+            if os.getpid() not in self._clients:
+                self._clients[os.getpid()] = Client(
+                    self.url, queue=self.job_queue, database=self.database, prefix=self.prefix
+                )
+            return self._clients[os.getpid()]
+
+    def apply_async(
+        self,
+        args: Any = None,
+        kwargs: Any = None,
+        task_id: str | None = None,
+        producer: Any = None,
+        link: Any = None,
+        link_error: Any = None,
+        shadow: str | None = None,
+        **options: Any,
+    ) -> _AsyncResult:
+        """`countdown` and `eta` are the job's `not_before`, `expires` its `deadline`. Raises what `submit` raises."""
+        is_alone = not (task_id or link or link_error or any(options.get(name) for name in _PART_OF_MORE))
+        task_id = task_id or new_job_id()
+        if not self._get_app().conf.task_always_eager and not options.get("retries"):
+            self._submit(task_id, args or (), kwargs or {}, options)
+            if is_alone:
+                return self.AsyncResult(task_id)
+        return super().apply_async(args, kwargs, task_id, producer, link, link_error, shadow, **options)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """In a Celery worker: the job's result, or put off until later."""
+        job_id = self.request.id
+        is_eager = self.request.is_eager
+        if is_eager:
+            self._submit(job_id, args, kwargs, {})
+        try:
+            result = self.client.result(job_id, timeout=None if is_eager else self.wait_s)
+        except ResultTimeout:
+            pause_s = self.pauses_s[min(self.request.retries, len(self.pauses_s) - 1)]
+            raise self.retry(countdown=pause_s, throw=False) from None
+        except JobNotFound:  # the queue has lost it, or nobody has submitted it yet
+            self._submit(job_id, args, kwargs, {})
+            raise self.retry(countdown=self.pauses_s[0], throw=False) from None
+        return value_of(result, self.returns)
+
+    def AsyncResult(self, task_id: str, **kwargs: Any) -> GenerationResult:
+        """Celery's name for it. Knows the job's state, whichever way it was called."""
+        return GenerationResult(task_id, task=self, backend=self.backend, task_name=self.name, app=self._get_app())
+
+    def _submit(self, task_id: str, args: Any, kwargs: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+        fields = fields_of(args, {**self.defaults, **kwargs})
+        begins = options.get("eta") or options.get("countdown")
+        if begins is not None:
+            fields["not_before"] = begins if isinstance(begins, datetime) else timedelta(seconds=begins)
+        if options.get("expires") is not None:
+            fields["deadline"] = options["expires"]
+        self.client.submit(job_id=task_id, idempotency_key=f"celery:{task_id}", **fields)
+
+
+class GenerationResult(_BaseResult):  # type: ignore[misc]
+    """Celery's AsyncResult, which asks the job as well: it knows more, and earlier, than the result backend."""
+
+    def __init__(self, task_id: str, *, task: GenerationTask, **kwargs: Any) -> None:
+        super().__init__(task_id, **kwargs)
+        self._task = task
+
+    def get(
+        self,
+        timeout: float | None = None,
+        propagate: bool = True,
+        interval: float = 0.2,
+        no_ack: bool = True,
+        follow_parents: bool = True,
+        callback: Any = None,
+        on_message: Any = None,
+        on_interval: Any = None,
+        disable_sync_subtasks: bool = True,
+        **_states: Any,
+    ) -> Any:
+        """What the task returns; raises GenerationFailed, or Celery's TimeoutError."""
+        if disable_sync_subtasks:
+            celery.result.assert_will_not_block()
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not self.ready():
+            if follow_parents and propagate and self.parent is not None:
+                self._maybe_reraise_parent_error()
+            left_s = _TURN_S if deadline is None else min(_TURN_S, deadline - time.monotonic())
+            if left_s <= 0:
+                raise celery.exceptions.TimeoutError(f"job {self.id} is not over yet")
+            if on_interval is not None:
+                on_interval()
+            self._wait(left_s, interval)
+        return self.maybe_throw(propagate=propagate, callback=callback)
+
+    def revoke(self, *_: Any, **__: Any) -> None:
+        """Cancels the job, waiting or running; what follows it in a chain is not run."""
+        self._task.client.cancel(self.id)
+
+    def _wait(self, seconds: float, interval: float) -> None:
+        try:
+            self._task.client.result(self.id, timeout=seconds)
+        except ResultTimeout:
+            return
+        except JobNotFound:  # it waits for what comes before it
+            time.sleep(min(seconds, interval))
+
+    def _get_task_meta(self) -> dict[str, Any]:
+        if self._cache is None:
+            kept = {} if isinstance(self.backend, DisabledBackend) else self.backend.get_task_meta(self.id)
+            known = kept if kept.get("status") in states.READY_STATES else self._job_meta() or kept
+            return self._maybe_set_cache(known or {"status": states.PENDING, "result": None}) or {}
+        cached: dict[str, Any] = self._cache
+        return cached
+
+    def _job_meta(self) -> dict[str, Any] | None:
+        client = self._task.client
+        try:
+            info = client.status(self.id)
+            if not info.status.is_final:
+                return {"status": _STATES[info.status], "result": None}
+            result = client.result(self.id, timeout=_TURN_S)
+        except (JobNotFound, ResultTimeout):
+            return None
+        meta = {"task_id": self.id, "traceback": None, "children": []}
+        try:
+            return {**meta, "status": states.SUCCESS, "result": value_of(result, self._task.returns)}
+        except GenerationFailed as error:
+            return {**meta, "status": states.FAILURE, "result": error}
+
+
+def generation_task(app: Any, *, queue: str, name: str = "tokenmill.generate", **attributes: Any) -> GenerationTask:
+    """A registered task. `attributes`: url, database, prefix, defaults, wait_s, or any of Celery's own."""
+    kind = type(
+        "GenerationTask", (GenerationTask,), {"job_queue": queue, "name": name, "abstract": False, **attributes}
+    )
+    task: GenerationTask = app.register_task(kind())
+    return task

@@ -1,0 +1,188 @@
+"""Generation as a Celery task: by itself without a Celery worker; in chains, groups and chords with a real one."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import celery.exceptions
+import pytest
+from celery import Celery, chain, chord, group
+
+from api_client import Client
+from api_client.celery import GenerationResult, GenerationTask, generation_task
+from api_client.celery_values import GenerationFailed, fields_of
+from api_client.errors import InvalidRequest
+from schemas import JobStatus
+from tests.support.valkey import ValkeyServer
+from tests.support.worker import QUEUE, database_url, running_worker
+
+pytestmark = pytest.mark.redis
+WAIT_S = 90
+
+
+@pytest.fixture(scope="module")
+def url(valkey: ValkeyServer) -> Iterator[str]:
+    """A server of its own: other tests empty the shared one. `valkey` skips or fails where there is no binary."""
+    server = ValkeyServer(persistent=False).start()
+    yield server.url
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def service(url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A tokenmill worker without a model, in a thread of its own."""
+    database = database_url(tmp_path_factory.mktemp("db"))
+    ready, over = threading.Event(), threading.Event()
+
+    async def serve() -> None:
+        async with running_worker(url, database):
+            ready.set()
+            await asyncio.to_thread(over.wait)
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    try:
+        assert ready.wait(60)
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def app(url: str) -> Celery:
+    os.environ["BACKEND_REDIS_URL"] = url  # noqa: TID251
+    from tests.tasks import backend_app
+
+    return backend_app.app
+
+
+@pytest.fixture(scope="module")
+def celery_worker(app: Celery, url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """`celery -A tests.tasks.backend_app worker`, another process."""
+    log = tmp_path_factory.mktemp("celery") / "worker.log"
+    command = [sys.executable, "-m", "celery", "-A", "tests.tasks.backend_app", "worker", "-P", "threads", "-c", "3"]
+    flags = ["--without-mingle", "--without-gossip", "--without-heartbeat", "-l", "info"]
+    with log.open("w") as output:
+        process = subprocess.Popen([*command, *flags], stdout=output, stderr=output, cwd=Path(__file__).parents[2])
+        yield
+        process.terminate()
+        assert process.wait(60) == 0, log.read_text()
+
+
+def task(app: Celery, name: str = "tokenmill.generate") -> Any:
+    return app.tasks[name]
+
+
+@pytest.fixture
+def lonely(redis_url: str) -> Iterator[GenerationTask]:
+    """A task whose queue nobody serves, and whose application has no result backend."""
+    app = Celery("lonely", broker="memory://", set_as_current=False)
+    made = generation_task(app, queue=QUEUE, url=redis_url)
+    yield made
+    made.client.close()
+
+
+@pytest.mark.slow
+class TestWithWorkers:
+    @pytest.fixture(autouse=True)
+    def _servers(self, service: None, celery_worker: None) -> None:
+        pass
+
+    def test_a_chain_hands_the_answer_on(self, app: Celery) -> None:
+        work = chain(
+            task(app).s("a b c", max_tokens=4),
+            task(app).s(template="again: {text}", max_tokens=3),
+            task(app, "shout").s(),
+        )
+        answer = work.delay()
+        assert answer.get(timeout=WAIT_S).startswith("<")
+        first, second = answer.parent.parent, answer.parent
+        assert isinstance(second, GenerationResult)
+        assert first.get(timeout=WAIT_S)["usage"]["completion_tokens"] == 4
+        assert answer.get() == f"<{second.get()['text']}>"
+
+    def test_a_group_gives_all_answers_in_order(self, app: Celery) -> None:
+        answers = group(task(app).s(f"number {n}", max_tokens=n, ignore_eos=True) for n in range(1, 6)).delay()
+        values = answers.get(timeout=WAIT_S)
+        assert [value["usage"]["completion_tokens"] for value in values] == [1, 2, 3, 4, 5]
+        assert answers.successful()
+
+    def test_a_chord_counts_what_it_got(self, app: Celery) -> None:
+        work = chord([task(app, "tell").s(f"number {n}", max_tokens=2) for n in range(4)], task(app, "count").s())
+        assert work.delay().get(timeout=WAIT_S) == 4
+
+    def test_a_generation_is_a_chords_body(self, app: Celery) -> None:
+        body = task(app).s(template="Compare:\n{text}", max_tokens=3, ignore_eos=True)
+        value = (
+            chord([task(app, "tell").s(f"number {n}", max_tokens=2) for n in range(3)], body)
+            .delay()
+            .get(timeout=WAIT_S)
+        )
+        assert value["usage"]["completion_tokens"] == 3
+
+    def test_what_fails_in_a_chain_ends_the_chain(self, app: Celery) -> None:
+        answer = chain(task(app).s("a", max_tokens=10**6), task(app, "shout").s()).delay()
+        with pytest.raises(GenerationFailed, match="the model's length"):
+            answer.get(timeout=WAIT_S)
+
+    def test_a_callback_gets_the_answer(self, app: Celery) -> None:
+        callback = task(app, "shout").s()
+        kept = callback.freeze()
+        task(app).apply_async(("a b",), {"max_tokens": 2}, link=callback)
+        assert kept.get(timeout=WAIT_S).startswith("<")
+
+    def test_by_itself_the_answer_comes_from_the_job(self, app: Celery) -> None:
+        answer = task(app).delay("a b c", max_tokens=5, ignore_eos=True)
+        value = answer.get(timeout=WAIT_S)
+        assert (value["usage"]["completion_tokens"], answer.state, answer.successful()) == (5, "SUCCESS", True)
+        elsewhere = task(app).AsyncResult(answer.id)
+        assert elsewhere.get(timeout=WAIT_S) == value
+        assert app.backend.get_task_meta(answer.id)["status"] == "PENDING"  # Celery had no part in it
+
+
+def test_by_itself_it_is_on_the_stream_at_once(lonely: GenerationTask, redis_url: str, allowed_keys: list[str]) -> None:
+    allowed_keys.append("tm:{q}:*")
+    answer = lonely.apply_async(
+        ({"text": "what came before"},), {"template": "Say: {text}", "tenant": "t"}, countdown=3600
+    )
+    with Client(redis_url, queue=QUEUE) as client:
+        assert client.status(answer.id).status is JobStatus.SCHEDULED
+    assert (answer.state, answer.ready()) == ("PENDING", False)
+    with pytest.raises(celery.exceptions.TimeoutError):
+        answer.get(timeout=0.2)
+    answer.revoke()
+    with pytest.raises(GenerationFailed, match="cancelled"):
+        answer.get(timeout=WAIT_S)
+    assert answer.state == "FAILURE"
+    again = answer.get(propagate=False)
+    assert (again.status, again.job_id) == ("cancelled", answer.id)
+
+
+def test_a_bad_request_is_refused_where_it_is_made(lonely: GenerationTask) -> None:
+    with pytest.raises(InvalidRequest, match="max_tokens"):
+        lonely.delay("a", max_tokens=-1)
+    with pytest.raises(InvalidRequest, match="one positional argument"):
+        lonely.delay("a", "b")
+    with pytest.raises(InvalidRequest, match="NoneType"):
+        lonely.delay(None)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("a", {"prompt": "a"}),
+        ({"text": "a", "job_id": "j"}, {"prompt": "a"}),
+        ([{"text": "a"}, "b"], {"prompt": "a\n\nb"}),
+        ([{"role": "user", "content": "a"}], {"messages": [{"role": "user", "content": "a"}]}),
+    ],
+)
+def test_what_a_task_may_be_given(given: Any, expected: dict[str, Any]) -> None:
+    assert fields_of((given,), {}) == expected
+    if "prompt" in expected:
+        assert fields_of((given,), {"template": "{text}{x}"}) == {"prompt": expected["prompt"] + "{x}"}
