@@ -176,7 +176,7 @@ class Observer:
 
 
 def _fields(item: Finished, trace_id: str | None) -> dict[str, object]:
-    """Of a log line: who, what became of it, how much and how long. No text."""
+    """Of a log line: who, what became of it, how much and how long. Text only where the settings let it in."""
     result, usage = item.result, item.result.usage
     fields: dict[str, object] = {
         "job_id": result.job_id,
@@ -191,4 +191,7 @@ def _fields(item: Finished, trace_id: str | None) -> dict[str, object]:
         "total_ms": usage.total_ms,
         "trace_id": trace_id,
     }
+    if item.request is not None:
+        asked = item.request.prompt or item.request.messages or item.request.prompt_ids
+        fields["private"] = {"prompt": asked, "text": result.text}
     return {name: value for name, value in fields.items() if value not in (None, "")}

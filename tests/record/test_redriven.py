@@ -1,0 +1,99 @@
+"""A dead job that is redriven and succeeds: its `dead` row is replaced once, and it is billed once, whoever dies."""
+
+import asyncio
+import signal
+import sys
+
+import pytest
+import sqlalchemy
+
+from api_client import AsyncClient
+from api_client.connections import connect_async
+from schemas.result import JobStatus
+from tests.support.worker import client_of, running_worker
+from worker.consume.job_stream import JobStream
+from worker.record.connection import open_engine
+
+pytestmark = pytest.mark.redis
+
+TOKENS = 24
+
+
+def rows(url: str) -> list[tuple[object, ...]]:
+    """(state in jobs, state in usage, completion tokens) of every row there is."""
+    engine = open_engine(url)
+    with engine.connect() as connection:
+        found = connection.execute(
+            sqlalchemy.text(
+                "SELECT j.state, u.state, u.completion_tokens, length(j.text) > 0 FROM jobs j "
+                "FULL OUTER JOIN usage u ON u.job_id = j.id"
+            )
+        ).all()
+    engine.dispose()
+    return [tuple(row) for row in found]
+
+
+async def set_aside(client: AsyncClient, redis_url: str, database: str) -> str:
+    """A job of which every trace says that it is dead: hash, dead-letter stream, SQL."""
+    job = await client.submit(prompt="once more", max_tokens=TOKENS, ignore_eos=True, seed=5, tenant="acme")
+    redis = connect_async(redis_url)
+    unlucky = JobStream(redis, client.keys, "unlucky")
+    (delivery,) = await unlucky.claim(1)
+    assert await unlucky.dead_letter(delivery.job_id, delivery.token, "it was not to be")
+    await unlucky.resign()
+    await redis.aclose()
+    async with running_worker(redis_url, database, worker_id="clerk"):
+        assert (await client.result(job, timeout=60)).status is JobStatus.DEAD
+    assert rows(database) == [("dead", "dead", 0, None)]
+    return str(job)
+
+
+async def test_the_dead_row_gives_way_once(url, redis_url):
+    async with client_of(redis_url, url) as client:
+        job = await set_aside(client, redis_url, url)
+        assert list(await client.redrive([job])) == [job]
+        assert list(await client.redrive([job])) == [], "once is enough"
+        async with running_worker(redis_url, url, worker_id="second"):
+            result = await client.result(job, timeout=60)
+        assert (result.status, result.usage.completion_tokens) == (JobStatus.SUCCEEDED, TOKENS)
+        assert rows(url) == [("succeeded", "succeeded", TOKENS, True)]
+        assert list(await client.redrive([job])) == []
+        assert list(await client.dead()) == []
+
+
+async def test_a_redriven_job_may_die_again_and_live_later(url, redis_url):
+    async with client_of(redis_url, url) as client:
+        job = await set_aside(client, redis_url, url)
+        for _ in range(2):
+            await client.redrive([job])
+            redis = connect_async(redis_url)
+            unlucky = JobStream(redis, client.keys, "unlucky")
+            (delivery,) = await unlucky.claim(1)
+            assert delivery.log == (), "it starts anew"
+            await unlucky.dead_letter(delivery.job_id, delivery.token, "again")
+            await unlucky.resign()
+            await redis.aclose()
+            async with running_worker(redis_url, url, worker_id="clerk"):
+                assert (await client.result(job, timeout=60)).status is JobStatus.DEAD
+            assert rows(url) == [("dead", "dead", 0, None)]
+        assert [dead.job_id for dead in await client.dead()] == [job]
+        await client.redrive()
+        async with running_worker(redis_url, url, worker_id="second"):
+            assert (await client.result(job, timeout=60)).status is JobStatus.SUCCEEDED
+        assert rows(url) == [("succeeded", "succeeded", TOKENS, True)]
+
+
+@pytest.mark.slow
+@pytest.mark.chaos
+@pytest.mark.parametrize("point", ["inside commit", "after commit"])
+async def test_killed_on_its_second_way(url, redis_url, point):
+    async with client_of(redis_url, url) as client:
+        job = await set_aside(client, redis_url, url)
+        await client.redrive([job])
+        doomed = [sys.executable, "-m", "tests.chaos.doomed_worker", point, "1", redis_url, url]
+        process = await asyncio.create_subprocess_exec(*doomed)
+        assert await asyncio.wait_for(process.wait(), 90) == -signal.SIGKILL
+        async with running_worker(redis_url, url, worker_id="second"):
+            result = await client.result(job, timeout=60)
+        assert (result.status, result.usage.completion_tokens) == (JobStatus.SUCCEEDED, TOKENS)
+        assert rows(url) == [("succeeded", "succeeded", TOKENS, True)]
