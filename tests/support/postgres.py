@@ -79,7 +79,7 @@ class PostgresServer:
         self.settings = {**_SETTINGS, **(settings or {})}
         self.port = free_port()
         self._binaries = postgres_binaries()
-        self._uid = _ordinary_user()
+        self.uid = _ordinary_user()
         self.directory = private_directory("postgres")
         self._child: Tether | None = None
         self._numbers = itertools.count(1)
@@ -110,7 +110,7 @@ class PostgresServer:
             command += ["-c", f"{name}={value}"]
         with self.log_path.open("ab") as log:
             # SIGQUIT is the server's own "stop at once": its children and shared memory go with it.
-            self._child = Tether(command, at_death=signal.SIGQUIT, uid=self._uid, cwd=self.directory, output=log)
+            self._child = Tether(command, at_death=signal.SIGQUIT, uid=self.uid, cwd=self.directory, output=log)
         self._wait_until_ready()
         return self
 
@@ -155,11 +155,11 @@ class PostgresServer:
     def _initialise(self) -> None:
         self.directory.chmod(0o755)
         self.data_directory.mkdir(mode=0o700)
-        if self._uid is not None:
-            os.chown(self.data_directory, self._uid, self._uid)
+        if self.uid is not None:
+            os.chown(self.data_directory, self.uid, self.uid)
         options = ["-D", str(self.data_directory), "-U", "tokenmill", "--auth=trust", "--encoding=UTF8"]
         options += ["--locale=C", "--no-sync"]
-        command = tethered([str(self._binaries / "initdb"), *options], at_death=signal.SIGKILL, uid=self._uid)
+        command = tethered([str(self._binaries / "initdb"), *options], at_death=signal.SIGKILL, uid=self.uid)
         done = subprocess.run(command, capture_output=True, text=True, check=False, cwd="/", timeout=_START_TIMEOUT_S)
         if done.returncode != 0:
             shutil.rmtree(self.directory, ignore_errors=True)

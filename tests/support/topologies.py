@@ -4,7 +4,7 @@ replicas under the eyes of sentinels. Small timeouts, so that a failover takes a
 
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
@@ -34,19 +34,21 @@ def wait_until(is_so: Callable[[], bool], what: str, timeout_s: float = _TIMEOUT
 class ValkeyCluster:
     """`num_primaries` share the slots evenly; node i + num_primaries × k is a replica of node i."""
 
-    def __init__(self, num_primaries: int = 3, num_replicas: int = 0) -> None:
+    def __init__(
+        self, num_primaries: int = 3, num_replicas: int = 0, *, settings: Mapping[str, str] | None = None
+    ) -> None:
         self._num_primaries = num_primaries
         self._bus_ports: list[int] = []
         self.nodes: list[ValkeyServer] = []
         for _ in range(num_primaries * (1 + num_replicas)):
             self._bus_ports.append(free_port())
-            settings = {
+            own = {
                 "cluster-enabled": "yes",
                 "cluster-port": str(self._bus_ports[-1]),
                 "cluster-node-timeout": "1000",
                 "cluster-replica-validity-factor": "0",
             }
-            self.nodes.append(ValkeyServer(settings=settings))
+            self.nodes.append(ValkeyServer(settings={**own, **(settings or {})}))
 
     @property
     def url(self) -> str:

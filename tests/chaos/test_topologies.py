@@ -1,0 +1,165 @@
+"""Redis Cluster and Sentinel under a whole worker and both clients: every call works, a failover in the middle of an
+answer shows no seam, and nobody leaves a connection behind (a forgotten one is a ResourceWarning, an error here).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from api_client import AsyncClient, Client
+from schemas.keys import Keys
+from schemas.result import JobStatus
+from tests.chaos.audience import listen
+from tests.chaos.checker import Told
+from tests.support.topologies import SentinelGroup, ValkeyCluster
+from tests.support.worker import database_url, running_worker
+
+pytestmark = [pytest.mark.redis, pytest.mark.chaos]
+
+SLOW_MODEL = "synthetic?step_ms=8"
+LONG: dict[str, Any] = {"prompt": "go on", "max_tokens": 300, "ignore_eos": True, "seed": 7}
+
+
+@pytest.fixture(autouse=True)
+def no_connection_is_forgotten() -> Iterator[None]:
+    yield
+    gc.collect()
+
+
+@contextlib.asynccontextmanager
+async def serving(url: str, folder: Path, queue: str, model: str = SLOW_MODEL) -> AsyncIterator[AsyncClient]:
+    """A worker and a client of one queue."""
+    database = database_url(folder)
+    lease = {"lease_seconds": 1.0, "heartbeat_seconds": 0.25}
+    async with (
+        running_worker(url, database, queue=queue, model=model, **lease),
+        AsyncClient(url, queue=queue, database=database) as client,
+    ):
+        yield client
+
+
+def use_every_call(url: str, queue: str) -> None:
+    """With the threaded client, while a worker serves."""
+    with Client(url, queue=queue) as client:
+        job = client.submit(prompt="hello", max_tokens=20, ignore_eos=True, tenant="t", idempotency_key="k")
+        assert client.submit(prompt="hello", max_tokens=20, ignore_eos=True, tenant="t", idempotency_key="k") == job
+        chunks = list(client.stream(job))
+        result = client.result(job, timeout=60)
+        assert "".join(chunk.text for chunk in chunks) == result.text
+        assert sum(len(chunk.token_ids) for chunk in chunks) == 20
+        later = client.submit(prompt="later", max_tokens=5, not_before=3_600 + 1e10)
+        assert client.cancel(later) == "cancelled"
+        assert client.status(job).status is JobStatus.SUCCEEDED
+        running = client.submit(**{**LONG, "max_tokens": 4_000})
+        for chunk in client.stream(running):
+            if chunk.index == 3:
+                client.cancel(running)
+        assert client.result(running, timeout=60).status is JobStatus.CANCELLED
+        assert [worker.worker_id for worker in client.workers()]
+        assert client.depth().num_queued == 0
+        assert client.list() == []
+
+
+async def use_every_call_async(client: AsyncClient) -> None:
+    jobs = await client.submit_many([{"prompt": f"{n}", "max_tokens": 10, "ignore_eos": True} for n in range(20)])
+    told = [Told() for _ in jobs]
+    await asyncio.gather(*(listen(client, job, heard) for job, heard in zip(jobs, told, strict=True)))
+    for job, heard in zip(jobs, told, strict=True):
+        result = await client.result(job, timeout=60)
+        assert (result.text, result.token_ids) == (heard.text, tuple(heard.token_ids))
+        assert heard.problems == []
+    waiting = await client.submit(prompt="later", not_before=1e10)
+    assert await client.cancel(waiting) == "cancelled"
+    assert (await client.status(waiting)).status is JobStatus.CANCELLED
+    assert await client.workers()
+
+
+async def hear_through(client: AsyncClient, trouble: Any) -> None:
+    """A long answer is told while `trouble()` happens; it ends as an undisturbed one does."""
+    job = await client.submit(**LONG)
+    told = Told()
+    listening = asyncio.create_task(listen(client, job, told))
+    async with asyncio.timeout(60):
+        while len(told.token_ids) < 20 and not listening.done():
+            await asyncio.sleep(0.02)
+    await trouble()
+    async with asyncio.timeout(60):
+        await listening
+    undisturbed = await client.result(await client.submit(**LONG), timeout=60)
+    assert told.problems == []
+    assert (tuple(told.token_ids), told.text) == (undisturbed.token_ids, undisturbed.text)
+    result = await client.result(job, timeout=60)
+    assert (result.status, result.text) == (JobStatus.SUCCEEDED, undisturbed.text)
+
+
+async def test_a_cluster_serves_every_call(valkey_cluster: ValkeyCluster, tmp_path: Path) -> None:
+    """Two queues on two nodes."""
+    queues = two_queues_apart(valkey_cluster)
+    for number, queue in enumerate(queues):
+        folder = tmp_path / queue
+        folder.mkdir()
+        async with serving(valkey_cluster.url, folder, queue) as client:
+            await use_every_call_async(client)
+            if number == 0:
+                await asyncio.to_thread(use_every_call, valkey_cluster.url, queue)
+
+
+def two_queues_apart(cluster: ValkeyCluster) -> tuple[str, str]:
+    names = [f"q{number}" for number in range(20)]
+    first = cluster.node_of(Keys(names[0]).meta)
+    return names[0], next(name for name in names if cluster.node_of(Keys(name).meta) is not first)
+
+
+async def test_messages_of_a_cluster_stay_on_the_queues_node(valkey_cluster: ValkeyCluster, tmp_path: Path) -> None:
+    """Sharded pub/sub: an ordinary PUBLISH would go to every node."""
+    queue = "sharded"
+    async with serving(valkey_cluster.url, tmp_path, queue) as client:
+        job = await client.submit(**LONG)
+        stream = client.stream(job)
+        await anext(stream)
+        channels, plain = {}, []
+        for node in valkey_cluster.nodes:
+            with node.client() as direct:
+                channels[node.port] = direct.execute_command("PUBSUB", "SHARDCHANNELS")
+                plain += direct.execute_command("PUBSUB", "CHANNELS")
+        await stream.aclose()
+        await client.cancel(job)
+        await client.result(job, timeout=60)
+    owner = valkey_cluster.node_of(Keys(queue).meta).port
+    assert Keys(queue).chunks(job).encode() in channels[owner]
+    assert [port for port, found in channels.items() if found] == [owner]
+    assert plain == []
+
+
+@pytest.mark.slow
+async def test_a_replica_of_a_cluster_takes_over_in_the_middle_of_an_answer(tmp_path: Path) -> None:
+    queue = "q"
+    with ValkeyCluster(num_primaries=3, num_replicas=1) as cluster:
+        owner = cluster.node_of(Keys(queue).meta)
+        async with serving(cluster.url, tmp_path, queue) as client:
+            await hear_through(client, lambda: asyncio.to_thread(owner.kill))
+        assert cluster.node_of(Keys(queue).meta) is not owner
+
+
+async def test_sentinel_names_the_next_primary_in_the_middle_of_an_answer(
+    sentinel_group: SentinelGroup, tmp_path: Path
+) -> None:
+    url = sentinel_group.url
+    async with serving(url, tmp_path, "q") as client:
+        await asyncio.to_thread(use_every_call, url, "q")
+        await hear_through(client, lambda: asyncio.to_thread(sentinel_group.fail_over))
+        await use_every_call_async(client)
+        await asyncio.to_thread(use_every_call_again, url)
+
+
+def use_every_call_again(url: str) -> None:
+    with Client(url, queue="q") as client:
+        job = client.submit(prompt="after", max_tokens=5, ignore_eos=True)
+        assert client.result(job, timeout=60).usage.completion_tokens == 5
