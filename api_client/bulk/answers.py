@@ -37,7 +37,8 @@ from schemas.result import ChoiceResult, JobResult, JobStatus
 
 _encode: Final = msgspec.json.Encoder().encode
 _REASONS: Final[dict[FinishReason | None, Literal["stop", "length"]]] = {FinishReason.LENGTH: "length"}
-_BAD_REQUESTS: Final = frozenset({"invalid_request", "context_length_exceeded", "prompt_too_long", "unknown_model"})
+# what the request is to blame for; everything else is the server's fault: 500
+_BAD_REQUESTS: Final = {"invalid_request": 400, "context_length_exceeded": 400, "model_not_found": 404}
 EXPIRED: Final = LineError("batch_expired", "This request could not be executed before the completion window expired.")
 CANCELLED: Final = LineError("batch_cancelled", "This request was cancelled with its batch.")
 LOST: Final = LineError("result_unavailable", "The queue has forgotten this request's result, and no database has it.")
@@ -74,9 +75,11 @@ def of_result(batch_id: str, result: JobResult) -> Answer:
         out = OutputLine(id=name, custom_id=custom_id, error=refusal)
         return Answer(line, _encode(out), _share(result))
     is_good = result.status is JobStatus.SUCCEEDED
-    body = _answer(result) if is_good else _failure(result)
-    status = 200 if is_good else 400 if isinstance(body, ErrorBody) and body.error.type != "server_error" else 500
-    response = Response(status_code=status, request_id=result.job_id, body=body)
+    response = Response(
+        status_code=200 if is_good else _BAD_REQUESTS.get(result.error.code if result.error else "", 500),
+        request_id=result.job_id,
+        body=_answer(result) if is_good else _failure(result),
+    )
     return Answer(line, _encode(OutputLine(id=name, custom_id=custom_id, response=response)), _share(result))
 
 
@@ -108,14 +111,11 @@ def _share(result: JobResult) -> Totals:
 
 
 def _failure(result: JobResult) -> ErrorBody:
-    """What the request is to blame for is a 400, everything else a 500."""
-    error = result.error
-    code = error.code if error else result.status.value
-    is_bad_request = code in _BAD_REQUESTS
+    code = result.error.code if result.error else result.status.value
     return ErrorBody(
         ErrorObject(
-            message=error.message if error else f"the job ended as {result.status.value}",
-            type="invalid_request_error" if is_bad_request else "server_error",
+            message=result.error.message if result.error else f"the job ended as {result.status.value}",
+            type="invalid_request_error" if code in _BAD_REQUESTS else "server_error",
             code=code,
         )
     )

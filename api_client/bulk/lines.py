@@ -20,6 +20,7 @@ from api_client.bulk.bodies import BodyError, fields_of
 from api_client.errors import ConfigurationError, InvalidRequest
 from api_client.requests import build_request
 from schemas.codec import MAX_PAYLOAD_BYTES
+from schemas.generation import SamplingParams
 from schemas.job import JobRequest, Priority
 from schemas.openai import URLS, LineEnvelope
 
@@ -237,5 +238,11 @@ def to_request(line: GoodLine, order: Order) -> JobRequest | BadLine:
     except BodyError as error:
         return BadLine(line.line, line.custom_id, error.code, str(error), error.param, 400)
     except InvalidRequest as error:
-        return BadLine(line.line, line.custom_id, "invalid_value", str(error), None, 400)
+        return BadLine(line.line, line.custom_id, "invalid_value", str(error), _param(error), 400)
     return msgspec.structs.replace(request, deadline_ms=order.deadline_ms)
+
+
+def _param(error: InvalidRequest) -> str | None:
+    """The queue's sentences begin with the field they are about."""
+    word = error.problems[0].split(" ")[0].split("[")[0]
+    return word if word in SamplingParams.__struct_fields__ or word in ("messages", "prompt", "model") else None

@@ -111,8 +111,8 @@ def export_batch(
         fill(client, store, batch, collector)
         if batch.state.is_final and collector.totals.ended < batch.total:
             _fill_rest(batch, collector, source or Path(batch.input_file))
-        errors = str(paths.errors) if paths.errors.exists() else None
-    store.describe(msgspec.structs.replace(batch, output_file=str(paths.output), error_file=errors))
+        errors = str(paths.errors.resolve()) if paths.errors.exists() else None
+    store.describe(msgspec.structs.replace(batch, output_file=str(paths.output.resolve()), error_file=errors))
     return store.get(batch_id), batch.total - collector.totals.ended
 
 

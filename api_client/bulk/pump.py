@@ -38,7 +38,6 @@ IDLE_LOOKS: Final = 3
 POLL_S: Final = 0.2
 LOOK_S: Final = 1.0  # how often the batch's record is written and read
 PATIENCE_S: Final = 600.0
-LATE_MS: Final = 10_000  # after its deadline, a job that no worker looks at is taken back
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +52,12 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Pacing:
-    """`window`: jobs in the queue at once; enough for all workers' batches, and for what ends between two looks."""
+    """`window`: jobs in the queue at once; enough for all workers' batches, and for what ends between two looks.
+    `late_s`: so long after its deadline a job that no worker looks at is taken back."""
 
     window: int = WINDOW
     patience_s: float = PATIENCE_S
+    late_s: float = 10.0
     watch: Callable[[Progress], object] = lambda _: None
 
 
@@ -105,6 +106,10 @@ class Pump:
     def is_late(self) -> bool:
         return bool(self._batch.expires_ms) and now_ms() >= self._batch.expires_ms
 
+    @property
+    def _is_long_late(self) -> bool:
+        return bool(self._batch.expires_ms) and now_ms() >= self._batch.expires_ms + self._pacing.late_s * 1000
+
     def hand_in(self, path: Path) -> None:
         """Every line that is not done, until all are in the queue, or no more may be."""
         self._look(force=True)
@@ -124,7 +129,7 @@ class Pump:
         while self._collector.jobs or self._lost:
             self._hand_in_lost()
             self._turn()
-            if self._batch.expires_ms and now_ms() > self._batch.expires_ms + LATE_MS and not self._has_given_up:
+            if self._is_long_late and not self._has_given_up:
                 self._has_given_up = True  # no worker is there to notice
                 self._cancel_open()
         self._look(force=True)

@@ -35,6 +35,9 @@ for place = 4, #ARGV do
 end
 return 0
 """
+_CREATE: Final = """
+if redis.call('EXISTS', KEYS[1]) == 0 then redis.call('HSET', KEYS[1], 'state', ARGV[1], 'batch', ARGV[2]) end
+"""
 _FIELDS: Final = (
     "state", "batch", "submitted", "over_line", "totals", "seen", "in_progress", "finalizing", "cancelling", "finished",
 )  # fmt: skip
@@ -57,7 +60,7 @@ class RedisBatchStore:
     def create(self, batch: Batch) -> None:
         key = self._prefix + batch.id
         self._do(
-            ("HSET", key, "state", batch.state.value, "batch", _json(batch)),
+            ("EVAL", _CREATE, 1, key, batch.state.value, _json(batch)),
             ("ZADD", self._index, batch.created_ms, batch.id),
             ("EXPIRE", key, KEPT_S),
             ("EXPIRE", self._index, KEPT_S),

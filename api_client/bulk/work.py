@@ -55,7 +55,7 @@ def new_batch(client: Client, path: Path, terms: Terms | None = None) -> Batch:
         queue=client.queue,
         tenant=terms.tenant,
         any_model=terms.any_model,
-        input_file=str(path),
+        input_file=str(path.resolve()),
         completion_window=terms.completion_window,
         metadata=check_metadata(terms.metadata),
         created_ms=now,
@@ -118,8 +118,8 @@ def _pump_to_the_end(pump: Pump, path: Path) -> None:
 
 def _ended(store: BatchStore, files: OutputFiles, batch_id: str, totals: Totals) -> Batch:
     paths = files.paths
-    errors = str(paths.errors) if paths.errors.exists() else None
-    named = msgspec.structs.replace(store.get(batch_id), output_file=str(paths.output), error_file=errors)
+    errors = str(paths.errors.resolve()) if paths.errors.exists() else None
+    named = msgspec.structs.replace(store.get(batch_id), output_file=str(paths.output.resolve()), error_file=errors)
     store.describe(named)
     ended = conclude(store, named, totals)
     files.save_record(ended)

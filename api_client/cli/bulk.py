@@ -171,7 +171,7 @@ def list_batches(
     if json:
         emit([batch.public() for batch in found])
     elif found:
-        right = [(title, "right") for title in ("LINES", "DONE", "FAILED", "WHEN")]
+        right = [(title, "right") for title in ("LINES", "ANSWERED", "FAILED", "WHEN")]
         table(["BATCH", "STATUS", "TENANT", *right, "FILE"], map(_row, found), notes=True)
     else:
         err().print("[dim]no batches[/dim]")

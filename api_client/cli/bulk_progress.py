@@ -8,7 +8,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
 from api_client.bulk import Progress as Stand
@@ -54,7 +63,7 @@ def bulk_progress() -> Iterator[Watch]:
         TextColumn("{task.fields[state]}"),
         BarColumn(bar_width=24),
         TaskProgressColumn(),
-        TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+        MofNCompleteColumn(),
         TextColumn("[red]{task.fields[failed]}"),
         TextColumn("{task.fields[rate]:.0f} tok/s"),
         TimeRemainingColumn(elapsed_when_finished=True),

@@ -1,0 +1,44 @@
+"""Both stores of batches, and a client on a real queue."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from api_client import Client
+from api_client.bulk import BatchStore, open_store
+from worker.record.migrate import upgrade
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> str:
+    url = f"sqlite:///{tmp_path}/tokenmill.db"
+    upgrade(url)
+    return url
+
+
+@pytest.fixture
+def client(redis_url: str) -> Iterator[Client]:
+    """Without a database."""
+    with Client(redis_url, queue="q") as client:
+        yield client
+
+
+@pytest.fixture(params=["redis", "sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
+def any_client(request: pytest.FixtureRequest, redis_url: str) -> Iterator[Client]:
+    """Its batches are kept in Redis, SQLite or PostgreSQL."""
+    url = None
+    if request.param == "sqlite":
+        url = request.getfixturevalue("database")
+    elif request.param == "postgres":
+        url = request.getfixturevalue("postgres_url")
+        upgrade(url)
+    with Client(redis_url, queue="q", database=url) as client:
+        yield client
+
+
+@pytest.fixture
+def store(any_client: Client) -> Iterator[BatchStore]:
+    store = open_store(any_client)
+    yield store
+    store.close()

@@ -1,0 +1,69 @@
+"""Lines and files of requests, and what is read back of answers."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from schemas.generation import FinishReason, TokenLogprob
+from schemas.openai import CHAT_URL, COMPLETIONS_URL
+from schemas.result import ChoiceResult, JobResult, JobStatus, Usage
+
+Lines = Callable[[int], dict[str, Any]]
+
+
+def chat(name: str, text: str = "Hello", **body: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": text}]
+    body = {"model": "synthetic", "messages": messages, "max_tokens": 4, **body}
+    return {"custom_id": name, "method": "POST", "url": CHAT_URL, "body": body}
+
+
+def completion(name: str, prompt: Any = "Once", **body: Any) -> dict[str, Any]:
+    body = {"model": "synthetic", "prompt": prompt, "max_tokens": 4, **body}
+    return {"custom_id": name, "method": "POST", "url": COMPLETIONS_URL, "body": body}
+
+
+def numbered(number: int) -> dict[str, Any]:
+    """Chats and completions by turns."""
+    return (chat if number % 2 else completion)(f"line-{number}", f"number {number}", seed=number)
+
+
+def write(path: Path, lines: list[dict[str, Any] | str]) -> Path:
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return path
+
+
+def write_many(path: Path, count: int) -> Path:
+    with path.open("w") as file:
+        file.writelines(json.dumps(numbered(number)) + "\n" for number in range(count))
+    return path
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def names(path: Path) -> list[str]:
+    return [line["custom_id"] for line in read(path)]
+
+
+def result(batch_id: str, line: int, status: JobStatus = JobStatus.SUCCEEDED, **changes: Any) -> JobResult:
+    """Of a chat that answered "Hi ☁" in two tokens."""
+    choice = ChoiceResult(
+        text="Hi ☁",
+        token_ids=(7, 9),
+        text_ends=(3, 4),
+        finish_reason=FinishReason.LENGTH,
+        logprobs=(TokenLogprob(-0.5, ((7, -0.5), (8, -2.0))), TokenLogprob(-0.25, ((9, -0.25), (3, -4.0)))),
+    )
+    values = {
+        "job_id": f"{batch_id}-{line}",
+        "status": status,
+        "model": "m",
+        "choices": (choice,) if status is JobStatus.SUCCEEDED else (),
+        "usage": Usage(prompt_tokens=5, cached_tokens=2, completion_tokens=2),
+        "created_ms": 1_700_000_000_000,
+        "finished_ms": 1_700_000_001_000 + line,
+        "metadata": {"custom_id": f"line-{line}", "endpoint": CHAT_URL},
+    }
+    return JobResult(**(values | changes))
