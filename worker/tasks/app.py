@@ -19,7 +19,7 @@ from worker.settings import Settings
 from worker.tasks.desk import Desk
 from worker.tasks.registry import BULK, UPKEEP, WEBHOOKS, register, schedule
 
-VISIBILITY_S: Final = 3600  # acknowledged on receipt, so it only bounds what a frozen process may hold back
+VISIBILITY_S: Final = 900  # after it, what a dead process had begun is begun by another
 
 
 def build_app(settings: Settings) -> Celery:
@@ -41,6 +41,7 @@ def build_app(settings: Settings) -> Celery:
         result_accept_content=["msgpack"],
         task_ignore_result=True,
         task_default_queue=UPKEEP,
+        task_routes={"tokenmill.bulk.*": {"queue": BULK}, "tokenmill.webhooks.*": {"queue": WEBHOOKS}},
         worker_prefetch_multiplier=1,
         worker_enable_remote_control=False,
         worker_hijack_root_logger=False,

@@ -8,6 +8,7 @@ from sqlalchemy import Engine
 
 from worker.record.connection import open_engine
 from worker.settings import Settings
+from worker.tasks.bulk import BulkFiles
 from worker.tasks.notices import Courier, Retries
 from worker.tasks.outbox import Outbox
 from worker.tasks.retention import Limits, Retention
@@ -49,3 +50,7 @@ class Desk:
             webhook_days=settings.retain_webhook_days,
         )
         return Retention(self.engine, limits, self.roll_up)
+
+    @cached_property
+    def bulk(self) -> BulkFiles:
+        return BulkFiles(self.settings)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import Final
+from typing import Any, Final
 
 from celery import Celery
 
+from api_client.errors import QueueUnavailable
 from worker.settings import Settings
+from worker.tasks.bulk import NotYet, Order
 from worker.tasks.desk import Desk
 from worker.tasks.outbox import CLAIM_MS, Claim
 
@@ -21,6 +23,7 @@ log = logging.getLogger(__name__)
 WEBHOOKS: Final = "webhooks"
 UPKEEP: Final = "upkeep"
 BULK: Final = "bulk"
+FETCH_SECONDS: Final = (1, 2, 5, 10, 30)  # between two looks at a batch that is not over
 RECONCILE_SECONDS: Final = 6 * 3600.0
 
 
@@ -35,6 +38,7 @@ def schedule(settings: Settings) -> Iterator[tuple[str, float, str]]:
 def register(app: Celery, desk: Desk) -> None:
     _register_webhooks(app, desk)
     _register_upkeep(app, desk)
+    _register_bulk(app, desk)
 
 
 def _register_webhooks(app: Celery, desk: Desk) -> None:
@@ -66,3 +70,32 @@ def _register_upkeep(app: Celery, desk: Desk) -> None:
     app.task(name="tokenmill.usage.roll_up")(roll_up)
     app.task(name="tokenmill.usage.reconcile")(reconcile)
     app.task(name="tokenmill.retention.sweep")(remove_old)
+
+
+def _register_bulk(app: Celery, desk: Desk) -> None:
+    """Acknowledged at their end: one whose process died comes again, and goes on where it stopped."""
+    options: dict[str, Any] = {"bind": True, "queue": BULK, "acks_late": True, "max_retries": None}
+
+    def fetch(task: Any, batch_id: str, queue: str, output: str, errors: str | None) -> None:
+        try:
+            desk.bulk.fetch(batch_id, queue, output, errors)
+        except (NotYet, QueueUnavailable) as error:
+            pause_s = FETCH_SECONDS[min(task.request.retries, len(FETCH_SECONDS) - 1)]
+            raise task.retry(countdown=pause_s, exc=error, throw=False) from None
+
+    exporting = app.task(name="tokenmill.bulk.export", **options)(fetch)
+
+    def bring_in(
+        task: Any, source: str, output: str | None = None, errors: str | None = None, queue: str = "", **terms: Any
+    ) -> None:
+        order = Order(batch_id=f"batch_{task.request.id}", source=source, queue=queue, **terms)
+        try:
+            desk.bulk.bring_in(order)
+        except (NotYet, QueueUnavailable) as error:
+            raise task.retry(countdown=1, exc=error, throw=False) from None
+        if output is not None:
+            exporting.apply_async(
+                (order.batch_id, queue, output, errors), queue=BULK, task_id=f"{task.request.id}-export"
+            )
+
+    app.task(name="tokenmill.bulk.import", **options)(bring_in)

@@ -1,0 +1,119 @@
+"""Bulk files through the tasks: a file handed in by one task, its answers fetched into a file by another.
+
+    celery -A worker.tasks call tokenmill.bulk.import --kwargs '{"source": "/data/a.jsonl", "output": "/data/b.jsonl"}'
+
+What is done stands with the batch, so a task may stop anywhere: it works for some minutes, then puts itself back
+behind the others, and one whose process died comes again. Paths are those of the machine that the tasks run on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from api_client.bulk import (
+    Batch,
+    BatchNotFound,
+    BatchStore,
+    Pacing,
+    Paths,
+    Progress,
+    Terms,
+    export_batch,
+    import_batch,
+    new_batch,
+    open_store,
+    refresh,
+)
+from api_client.client import Client
+from worker.settings import Settings
+
+log = logging.getLogger(__name__)
+
+TURN_S: Final = 300.0  # well below the broker's visibility timeout, after which another would begin as well
+
+
+class NotYet(Exception):
+    """There is more to do: come again."""
+
+
+class _TurnOver(Exception):
+    pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """One file. `batch_id` is made from the task's id, so that a task that comes again finds its batch."""
+
+    batch_id: str
+    source: str
+    queue: str = ""
+    completion_window: str = "24h"
+    tenant: str = ""
+    any_model: bool = False
+    metadata: dict[str, str] = field(default_factory=dict)
+
+
+class BulkFiles:
+    """Its calls block, for a turn at most. Safe to share between threads."""
+
+    def __init__(self, settings: Settings, turn_s: float = TURN_S) -> None:
+        self._settings = settings
+        self._turn_s = turn_s
+
+    def bring_in(self, order: Order) -> Batch:
+        """Returns when every line is handed in. Raises NotYet; ConfigurationError and OSError for a bad order."""
+        until = time.monotonic() + self._turn_s
+
+        def watch(_: Progress) -> None:
+            if time.monotonic() > until:
+                raise _TurnOver
+
+        with self._open(order.queue) as (client, store):
+            batch = _known(store, order.batch_id) or _new(client, order)
+            try:
+                return import_batch(client, store, Path(order.source), batch=batch, pacing=Pacing(watch=watch))
+            except _TurnOver:
+                raise NotYet from None
+
+    def fetch(self, batch_id: str, queue: str, output: str, errors: str | None) -> Batch:
+        """Writes the answers when the batch is over. Raises NotYet."""
+        with self._open(queue) as (client, store):
+            batch = refresh(client, store, batch_id)
+            if not batch.state.is_final:
+                raise NotYet
+            paths = Paths.of(Path(output), Path(errors) if errors else None)
+            ended, _missing = export_batch(client, store, batch_id, paths, source=Path(batch.input_file))
+            log.info("batch %s %s: %s", batch_id, ended.state.value, output)
+            return ended
+
+    @contextlib.contextmanager
+    def _open(self, queue: str) -> Iterator[tuple[Client, BatchStore]]:
+        settings = self._settings
+        client = Client(
+            settings.redis_url,
+            queue=queue or settings.queue_name,
+            database=settings.database_url,
+            prefix=settings.key_prefix,
+        )
+        with client, contextlib.closing(open_store(client)) as store:
+            yield client, store
+
+
+def _known(store: BatchStore, batch_id: str) -> Batch | None:
+    try:
+        return store.get(batch_id)
+    except BatchNotFound:
+        return None
+
+
+def _new(client: Client, order: Order) -> Batch:
+    terms = Terms(order.completion_window, order.tenant, order.any_model, order.metadata)
+    return msgspec.structs.replace(new_batch(client, Path(order.source), terms), id=order.batch_id)
