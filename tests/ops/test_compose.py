@@ -8,12 +8,13 @@ import os
 import re
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
+import yaml
 
-from worker.settings import load_settings
+from worker.settings import Settings, load_settings
 
-yaml = pytest.importorskip("yaml")
 ROOT = Path(__file__).parents[2]
 
 
@@ -30,7 +31,8 @@ def test_dependencies_exist_and_can_be_waited_for(compose: dict[str, Any]) -> No
             assert needed in services, f"{name} depends on {needed}"
             if how["condition"] == "service_healthy":
                 assert "test" in services[needed]["healthcheck"], f"{needed} has no health check"
-            assert "profiles" not in services[needed], f"{name} starts without the profile that {needed} is in"
+            missing = set(services[needed].get("profiles", [])) - set(service.get("profiles", []))
+            assert not missing, f"{name} starts without the profile that {needed} is in"
 
 
 def test_volumes_are_declared_and_bind_mounts_exist(compose: dict[str, Any]) -> None:
@@ -54,21 +56,62 @@ def test_worker_profiles(compose: dict[str, Any]) -> None:
     assert "deploy" not in services["worker-cpu"]
 
 
-def test_the_worker_s_variables_are_settings_it_knows(compose: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    worker = compose["services"]["worker-cpu"]
+def _plain(value: object) -> str:
+    """With the defaults of ${NAME:-default} in place of the variables."""
+    return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", str(value))
+
+
+def _settings(service: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Settings:
     for name in [name for name in os.environ if name.startswith("TOKENMILL_")]:  # noqa: TID251 - the worker's own source
         monkeypatch.delenv(name)
-    for name, value in worker["environment"].items():
-        default = re.fullmatch(r"\$\{\w+:-(.*)\}", str(value))
-        text = default[1] if default else re.sub(r"\$\{\w+:-(\w+)\}", r"\1", str(value))
-        monkeypatch.setenv(name, text)
-    settings = load_settings()  # strict: an unknown variable is an error
+    for name, value in service["environment"].items():
+        monkeypatch.setenv(name, _plain(value))
+    return load_settings()  # strict: an unknown variable is an error
+
+
+def test_the_worker_s_variables_are_settings_it_knows(compose: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = compose["services"]["worker-cpu"]
+    settings = _settings(worker, monkeypatch)
     assert settings.queue_name == "smollm2-135m-instruct"
-    assert settings.redis_url == "redis://redis:6379/0"
     assert settings.database_url == "postgresql+psycopg://tokenmill:tokenmill@postgres:5432/tokenmill"
     grace = float(worker["stop_grace_period"].removesuffix("s"))
     assert grace > settings.drain_seconds + settings.record_drain_seconds
     assert f":{settings.metrics_port}/healthz" in worker["healthcheck"]["test"][-1]
+
+
+@pytest.mark.parametrize(("service", "role"), [("worker-cpu", "worker"), ("exporter", "reader"), ("tasks", "tasks")])
+def test_every_role_is_a_user_of_its_own(
+    compose: dict[str, Any], monkeypatch: pytest.MonkeyPatch, service: str, role: str
+) -> None:
+    url = urlsplit(_settings(compose["services"][service], monkeypatch).redis_url)
+    assert (url.username, url.password, url.hostname) == (role, f"change-me-{role}", "redis")
+    users = (ROOT / "ops/redis/users.acl").read_text()
+    assert f"user {role} on >change-me-{role} " in users
+    server = compose["services"]["redis"]
+    variable = re.search(rf"s\|change-me-{role}\|\$\$(\w+)\|", server["command"][-1])
+    assert variable is not None
+    assert _plain(server["environment"][variable[1]]) == f"change-me-{role}"
+
+
+def test_no_role_s_password_is_left_as_it_is_checked_in(compose: dict[str, Any]) -> None:
+    users = re.findall(r"^user (\w+) on ", (ROOT / "ops/redis/users.acl").read_text(), re.MULTILINE)
+    server = compose["services"]["redis"]
+    assert {name for name in users if f"change-me-{name}|$$" in server["command"][-1]} == set(users)
+
+
+def test_what_prometheus_scrapes_is_there(compose: dict[str, Any]) -> None:
+    services = compose["services"]
+    scrape = yaml.safe_load((ROOT / "ops/prometheus/prometheus.yml").read_text())["scrape_configs"]
+    workers, exporter = scrape[0]["dns_sd_configs"][0], scrape[1]["static_configs"][0]["targets"][0]
+    for name in workers["names"]:
+        assert services[name]["environment"]["TOKENMILL_METRICS_PORT"] == workers["port"]
+        assert services[name]["environment"]["TOKENMILL_METRICS_HOST"] == "0.0.0.0"
+    host, port = exporter.split(":")
+    assert services[host]["environment"]["TOKENMILL_METRICS_PORT"] == int(port)
+    source = yaml.safe_load((ROOT / "ops/grafana/provisioning/datasources/prometheus.yml").read_text())
+    assert source["datasources"][0]["url"] == "http://prometheus:9090"
+    provider = yaml.safe_load((ROOT / "ops/grafana/provisioning/dashboards/tokenmill.yml").read_text())["providers"][0]
+    assert f"./ops/grafana/dashboards:{provider['options']['path']}:ro" in services["grafana"]["volumes"]
 
 
 def test_migration_runs_once_before_the_workers(compose: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import kombu
 import pytest
 import redis
 import redis.asyncio
@@ -90,6 +91,23 @@ async def test_a_job_s_whole_life_needs_no_more_than_the_users_have(server: Valk
     assert refused == [], "a user was refused something that its work needs"
 
 
+def test_celery_can_work_as_the_tasks_user(server: ValkeyServer) -> None:
+    options = {"global_keyprefix": "tm:tasks:"}
+    got: list[object] = []
+    with kombu.Connection(url(server, "tasks"), transport_options=options) as connection:
+        queue = kombu.Queue("upkeep", kombu.Exchange("upkeep"), routing_key="upkeep")
+        with connection.Producer() as producer:
+            producer.publish({"n": 1}, exchange=queue.exchange, routing_key="upkeep", declare=[queue])
+
+        def take(body: object, message: kombu.Message) -> None:
+            got.append(body)
+            message.ack()
+
+        with connection.Consumer(queue, callbacks=[take]):
+            connection.drain_events(timeout=30)
+    assert got == [{"n": 1}]
+
+
 def test_a_reader_cannot_write(server: ValkeyServer) -> None:
     with client(server, "producer") as producer, client(server, "reader") as reader:
         job = producer.submit(prompt="a")
@@ -100,7 +118,7 @@ def test_a_reader_cannot_write(server: ValkeyServer) -> None:
         assert producer.status(job).status is JobStatus.QUEUED
 
 
-@pytest.mark.parametrize("user", ["producer", "worker", "reader"])
+@pytest.mark.parametrize("user", ["producer", "worker", "reader", "tasks"])
 @pytest.mark.parametrize(
     "command", ["FLUSHALL", "KEYS *", "CONFIG GET *", "MONITOR", "CLIENT LIST", "ACL LIST", "GET alien"]
 )
