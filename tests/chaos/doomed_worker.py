@@ -33,6 +33,7 @@ POINTS = (
     "after commit",
 )
 NEEDS_ENGINE_PROCESS = ("suspects", "dead letter")  # for its engine has to die
+NEEDS_DRAIN = ("hand-over", "resign")  # somebody asks it to end while it has jobs: they take longer then
 
 _REASON_OF = {"hand": "hand-over", "crash": "suspects", "retry": "retry"}
 _countdown: dict[str, int] = {}
@@ -85,11 +86,12 @@ class DoomedStore(ResultStore):
 
 def main(name: str, count: int, redis_url: str, database: str) -> int:
     _countdown[name] = count
-    chosen = settings(
-        redis_url, database, worker_id="doomed", model="synthetic?step_ms=4", lease_seconds=1.0, drain_seconds=0.0,
-        heartbeat_seconds=0.3, queue_limit=1_000, max_num_seqs=8, max_crashes=1,
-    )  # fmt: skip
     in_process = name.endswith(NEEDS_ENGINE_PROCESS)
+    model = f"synthetic?step_ms={50 if name.endswith(NEEDS_DRAIN) else 4}"
+    chosen = settings(
+        redis_url, database, worker_id="doomed", model=model, lease_seconds=1.0, drain_seconds=0.0,
+        heartbeat_seconds=0.3, queue_limit=1_000, max_num_seqs=4, max_crashes=1 if in_process else 3,
+    )  # fmt: skip
     host = None if in_process else thread_host(chosen.engine_config())
     return asyncio.run(Worker(chosen, host, stream_type=DoomedStream, store_type=DoomedStore).serve())
 

@@ -9,7 +9,7 @@ import pytest
 from redis import Redis
 
 from tests.chaos.checker import Told, Wanted, left_in_redis, states_of, violations
-from tests.chaos.doomed_worker import EFFECTS, NEEDS_ENGINE_PROCESS, POINTS, REASONS, effect_of
+from tests.chaos.doomed_worker import EFFECTS, NEEDS_DRAIN, NEEDS_ENGINE_PROCESS, POINTS, REASONS, effect_of
 from tests.chaos.workload import CRASH, NOTHING
 from tests.support.worker import QUEUE, client_of, database_url, running_worker
 from worker.consume import scripts
@@ -68,7 +68,7 @@ async def test_nothing_is_lost_or_told_twice(redis_url, tmp_path, undisturbed, p
         told = {job: [Told(), Told()] for job in expected}
         early = [asyncio.create_task(listen(client, job, told[job][0])) for job in expected]
         await run_doomed(point, count, redis_url, database)
-        limits = {"lease_seconds": 1.0, "max_num_seqs": 8, "max_crashes": 1}
+        limits = {"lease_seconds": 1.0, "max_num_seqs": 4, "max_crashes": 1 if in_process else 3}
         async with running_worker(redis_url, database, in_process=in_process, worker_id="survivor", **limits):
             for job in expected:
                 await client.result(job, timeout=60)
@@ -86,7 +86,7 @@ async def run_doomed(point, count, redis_url, database):
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "tests.chaos.doomed_worker", point, str(count), redis_url, database, cwd=ROOT
     )
-    if point.endswith(("hand-over", "resign")):
+    if point.endswith(NEEDS_DRAIN):
         await wait_for_tokens(redis_url)
         process.send_signal(signal.SIGTERM)
     status = await asyncio.wait_for(process.wait(), 90)
