@@ -11,6 +11,7 @@ import time
 import torch
 
 from schemas.generation import SamplingParams
+from worker.engine.kernels.draw import draw_kernel
 from worker.engine.plan import ScheduledSequence
 from worker.engine.sampling import Sampler
 from worker.engine.sequence import Sequence
@@ -45,11 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--spread", type=float, default=5.0)
     parser.add_argument("--repeat", type=int, default=15)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--torch", action="store_true", help="draw through torch, as on a device")
 
 
 def run(options: argparse.Namespace) -> dict[str, object]:
     device = torch.device(options.device)
-    sampler = Sampler(options.vocab, device, frozenset({2}))
+    kernel = None if options.torch else draw_kernel(device)
+    sampler = Sampler(options.vocab, device, frozenset({2}), kernel=kernel)
     logits = torch.randn(options.rows, options.vocab, generator=torch.Generator().manual_seed(0)) * options.spread
     logits = logits.to(device)
     figures: dict[str, dict[str, float]] = {}

@@ -19,6 +19,7 @@ from worker.engine import ranks
 from worker.engine.attention import AttentionBackend, choose
 from worker.engine.config import CacheConfig, EngineConfig, EngineConfigError
 from worker.engine.graphs import Capture, CudaCapture, GraphRunner
+from worker.engine.kernels.draw import draw_kernel
 from worker.engine.kv.cache_pool import KVCachePool
 from worker.engine.kv.offloader import Offloader
 from worker.engine.model import store
@@ -76,7 +77,9 @@ class ModelRunner:
         self._layers = _bind(loaded, pool)
         self._offloader = Offloader(pool, host_pool)
         self._inputs = InputBuilder(cache_config, self.max_model_len, loaded.device, config.max_num_seqs)
-        self._sampler = Sampler(loaded.vocab_size, loaded.device, loaded.eos_token_ids, grammars)
+        self._sampler = Sampler(
+            loaded.vocab_size, loaded.device, loaded.eos_token_ids, grammars, draw_kernel(loaded.device)
+        )
         self._previous: PreviousTokens | None = None
         self.graphs: GraphRunner | None = None
 

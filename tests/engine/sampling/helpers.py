@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from schemas.generation import SamplingParams
+from worker.engine.kernels.draw import DrawKernel
 from worker.engine.plan import ScheduledSequence
 from worker.engine.sampling import Sampler
 from worker.engine.sequence import Sequence
@@ -20,7 +21,8 @@ Proposer = Callable[[Sequence], tuple[int, ...]]
 
 
 def make_sampler(vocab_size: int, **options: object) -> Sampler:
-    return Sampler(vocab_size, CPU, frozenset({EOS}), **options)  # type: ignore[arg-type]
+    """As the CPU's runner makes it; `kernel=None` has torch draw, as on a device."""
+    return Sampler(vocab_size, CPU, frozenset({EOS}), **{"kernel": DrawKernel(), **options})  # type: ignore[arg-type]
 
 
 def make_sequence(

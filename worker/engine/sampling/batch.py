@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from worker.engine.kernels.draw import Drawing
 from worker.engine.sampling.rows import COUNTS, EDITED, NUMBERS, RowTable, Trait
 from worker.engine.sampling.truncation import Limits
 
@@ -56,6 +57,7 @@ class Batch:
     greedy: Tensor | None  # rows; None where `groups` covers all, or where all are greedy
     all_greedy: bool
     groups: tuple[Group, ...]
+    drawing: Drawing
     is_edited: bool
     bias: Bias | None
     penalised: Indices  # rows, on the host
@@ -83,6 +85,7 @@ def build(table: RowTable, row_slots: Indices, device: torch.device) -> Batch:
         greedy=to_device(np.flatnonzero(greedy), device) if greedy.any() and groups else None,
         all_greedy=not groups,
         groups=tuple(groups),
+        drawing=_drawing(table, row_slots, greedy),
         is_edited=bool((traits & EDITED).any()),
         bias=_bias(table, row_slots, _where(traits, Trait.BIASED), device),
         penalised=penalised,
@@ -91,6 +94,17 @@ def build(table: RowTable, row_slots: Indices, device: torch.device) -> Batch:
         with_logprobs=with_logprobs,
         logprob_rows=to_device(with_logprobs, device) if some_logprobs else None,
         max_top_logprobs=int(table.counts[row_slots, COUNTS.index("num_top_logprobs")].max(initial=0)),
+    )
+
+
+def _drawing(table: RowTable, slots: Indices, greedy: npt.NDArray[np.bool_]) -> Drawing:
+    numbers = table.numbers[slots]
+    temperature = numbers[:, NUMBERS.index("temperature")]
+    return Drawing(
+        inverse_temperature=np.where(greedy, 0.0, 1.0 / np.where(greedy, 1.0, temperature)).astype(np.float32),
+        log_min_p=numbers[:, NUMBERS.index("log_min_p")].astype(np.float32),
+        top_p=np.ascontiguousarray(numbers[:, NUMBERS.index("top_p")]),
+        top_k=np.ascontiguousarray(table.counts[slots, COUNTS.index("top_k")]),
     )
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from worker.engine.kernels.draw import DrawKernel
 from worker.engine.plan import ScheduledSequence
 from worker.engine.sampling import truncation
 from worker.engine.sampling.batch import Batch, Group, Indices, build, to_device
@@ -38,8 +39,11 @@ class Sampler:
         device: torch.device,
         eos_token_ids: frozenset[int],
         grammars: GrammarCompiler | None = None,
+        kernel: DrawKernel | None = None,
     ) -> None:
+        """`kernel` draws instead of torch where the logits are on the CPU."""
         self.vocab_size = vocab_size
+        self._kernel = kernel if device.type == "cpu" else None
         self._device = device
         self._table = RowTable(vocab_size, eos_token_ids)
         self._histories = Histories(device)
@@ -107,6 +111,8 @@ class Sampler:
 
     def _draw(self, logits: Tensor, batch: Batch, positions: Indices) -> tuple[Tensor, Tensor]:
         """Token ids [rows] and each row's highest logit [rows], which is finite in a good row."""
+        if self._kernel is not None:
+            return self._kernel.draw(logits, batch.drawing, row_keys(batch.seeds, positions))
         if batch.all_greedy:
             token_ids = argmax(logits)
             return token_ids, logits.gather(1, token_ids[:, None]).squeeze(1)

@@ -1,0 +1,92 @@
+"""Drawing a batch's tokens on the CPU in one pass over the logits, through a C++ kernel.
+
+The same choice as `sampling/noise.py` and `sampling/truncation.py` make with torch, a dozen times faster; a row's
+token depends neither on the batch nor on the number of threads. It knows parameters as arrays, no sequences.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from ctypes import c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from worker.engine.kernels.library import load
+from worker.engine.kernels.toolchain import KernelUnavailableError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """How each row is drawn, all `[rows]` and contiguous."""
+
+    inverse_temperature: npt.NDArray[np.float32]  # 0: the highest logit
+    log_min_p: npt.NDArray[np.float32]  # −inf: off
+    top_p: npt.NDArray[np.float64]  # 1: off
+    top_k: npt.NDArray[np.int64]  # the vocabulary's size or more: off
+
+
+def draw_kernel(device: torch.device) -> DrawKernel | None:
+    """None where torch has to draw: not on the CPU, or no compiler."""
+    if device.type != "cpu":
+        return None
+    try:
+        return DrawKernel()
+    except KernelUnavailableError as error:
+        log.warning("tokens are drawn by torch, several times slower: %s", error)
+        return None
+
+
+class _Arguments(ctypes.Structure):
+    """As in draw.cpp."""
+
+    _fields_: ClassVar = [
+        *((name, c_void_p) for name in ("logits", "inverse_temperature", "log_min_p", "top_p", "top_k", "keys")),
+        *((name, c_void_p) for name in ("token_ids", "peaks", "workspace")),
+        *((name, c_int64) for name in ("num_rows", "vocab", "stride")),
+        ("num_threads", c_int32),
+    ]
+
+
+class DrawKernel:
+    """Raises KernelUnavailableError where it cannot be compiled. One thread uses one of these."""
+
+    def __init__(self, cache_dir: Path | None = None, march: str = "native") -> None:
+        library = load("draw", cache_dir, march)
+        self._draw, self._bytes = library.tokenmill_draw, library.tokenmill_draw_bytes
+        self._draw.restype, self._bytes.restype = None, c_int64
+        self._workspace = torch.empty(0, dtype=torch.uint8)
+
+    def draw(self, logits: Tensor, drawing: Drawing, keys: npt.NDArray[np.int32]) -> tuple[Tensor, Tensor]:
+        """Token ids `[rows]` int64 and each row's highest logit, which is finite in a good row.
+
+        `logits` `[rows, vocab]` float32 on the CPU, its rows contiguous; `keys` `[rows, 2]`.
+        """
+        num_rows, vocab = logits.shape
+        token_ids, peaks = torch.zeros(num_rows, dtype=torch.int64), torch.empty(num_rows)
+        if num_rows == 0:
+            return token_ids, peaks
+        threads = min(torch.get_num_threads(), num_rows)
+        self._reserve(threads * self._bytes(c_int64(vocab)))
+        keys = np.ascontiguousarray(keys)
+        arguments = _Arguments(
+            logits=logits.data_ptr(), stride=logits.stride(0), vocab=vocab, num_rows=num_rows, num_threads=threads,
+            inverse_temperature=drawing.inverse_temperature.ctypes.data, log_min_p=drawing.log_min_p.ctypes.data,
+            top_p=drawing.top_p.ctypes.data, top_k=drawing.top_k.ctypes.data, keys=keys.ctypes.data,
+            token_ids=token_ids.data_ptr(), peaks=peaks.data_ptr(),
+            workspace=self._workspace.data_ptr() + -self._workspace.data_ptr() % 64,
+        )  # fmt: skip
+        self._draw(ctypes.byref(arguments))
+        return token_ids, peaks
+
+    def _reserve(self, num_bytes: int) -> None:
+        if self._workspace.numel() < num_bytes + 64:
+            self._workspace = torch.empty(num_bytes + 64, dtype=torch.uint8)
