@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from api_client.connections import Link, parse_url
-from api_client.errors import ConfigurationError, QueueUnavailable
+from api_client.errors import ConfigurationError, QueueUnavailable, TokenmillError
 from api_client.programs import QueueView
 from api_client.requests import build_request, checked
 from schemas.job import JobRequest
@@ -27,6 +27,7 @@ class ClientOptions:
     idempotency_ttl_s: float = 0.0
     idle_s: float = 5.0
     patience_s: float = 120.0
+    on_trouble: Callable[[TokenmillError], None] | None = None
 
 
 class ClientBase:
@@ -38,7 +39,12 @@ class ClientBase:
         self.keys = Keys(queue, prefix)
         self._options = options
         self._view = QueueView(
-            self.keys, options.queue_limit, options.idempotency_ttl_s, options.idle_s, options.patience_s
+            self.keys,
+            options.queue_limit,
+            options.idempotency_ttl_s,
+            options.idle_s,
+            options.patience_s,
+            options.on_trouble,
         )
         self._database = database
         self._results: SqlResults | None = None

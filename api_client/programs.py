@@ -7,7 +7,7 @@ wherever something is missing. Pub/sub may lose anything at any time; the log, t
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,7 @@ class QueueView:
     idempotency_ttl_s: float = 0.0
     idle_s: float = 5.0
     patience_s: float = 120.0
+    on_trouble: Callable[[TokenmillError], None] | None = None  # told once of each trouble that is waited out
 
 
 # ── submit ──
@@ -182,6 +183,8 @@ class _Patience:
         seen_before = self.was_connected if isinstance(trouble, QueueUnavailable) else self.was_known
         if not seen_before or now - self._trouble_since > self._view.patience_s:
             raise trouble
+        if not self._failures and self._view.on_trouble is not None:
+            self._view.on_trouble(trouble)
         pause = RECONNECT_PAUSE_S[min(self._failures, len(RECONNECT_PAUSE_S) - 1)]
         self._failures += 1
         return min(pause, self.turn())

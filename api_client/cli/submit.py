@@ -84,7 +84,7 @@ def submit(
     echo "Why is the sky blue?" | tokenmill submit --chat --wait
     """
     given = locals()
-    arguments: dict[str, Any] = {name: given[name] for name in _PLAIN if given[name] not in (None, [], False)}
+    arguments: dict[str, Any] = {name: given[name] for name in _PLAIN if _is_given(given[name])}
     arguments |= _prompt(prompt, chat or system is not None, system, messages, prompt_ids)
     if logit_bias is not None:
         arguments["logit_bias"] = _from_json(logit_bias, "--logit-bias")
@@ -102,6 +102,11 @@ def submit(
             emit({"job_id": str(job), "queue": client.queue})
         else:
             say(f"{job}\n")
+
+
+def _is_given(value: object) -> bool:
+    """Zero is a value: a temperature of 0 is greedy, and max_tokens of 0 is refused by name."""
+    return value is not None and value is not False and value != []
 
 
 _PLAIN = (

@@ -17,7 +17,10 @@ from typing import Annotated, Any
 
 import typer
 
+from api_client.base import ClientOptions
+from api_client.cli.output import complain
 from api_client.client import Client
+from api_client.errors import TokenmillError
 from schemas.keys import queue_of
 
 if typing.TYPE_CHECKING:
@@ -60,7 +63,10 @@ class Target:
     def client(self) -> Iterator[Client]:
         """Looks results up in SQL as well, when a database was named."""
         database = self.database_url if self.database_url != DEFAULT_DATABASE or _has_sql() else None
-        client = Client(self.redis_url, queue=self.queue_name, database=database, prefix=self.key_prefix)
+        options = ClientOptions(on_trouble=_tell_trouble)
+        client = Client(
+            self.redis_url, queue=self.queue_name, database=database, prefix=self.key_prefix, options=options
+        )
         try:
             yield client
         finally:
@@ -75,6 +81,10 @@ class Target:
             yield results
         finally:
             results.close()
+
+
+def _tell_trouble(trouble: TokenmillError) -> None:
+    complain(f"{trouble}; waiting up to {ClientOptions().patience_s:.0f} s (Ctrl-C ends this, the job goes on)", "note")
 
 
 def _has_sql() -> bool:

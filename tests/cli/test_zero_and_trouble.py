@@ -1,0 +1,90 @@
+"""A zero on the command line is a value, and a server that goes away under a stream is spoken of at once."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from api_client import AsyncClient
+from api_client.cli import app
+from schemas.codec import decode_request
+
+pytestmark = pytest.mark.redis
+
+
+def where(url: str) -> dict[str, str]:
+    return {"TOKENMILL_REDIS_URL": url, "TOKENMILL_QUEUE": "q", "COLUMNS": "200"}
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ("--max-tokens", "max_tokens must be from 1"),
+        ("--n", "n must be from 1"),
+        ("--top-p", "top_p must be above 0"),
+        ("--repetition-penalty", "repetition_penalty must be above 0"),
+    ],
+)
+def test_a_zero_that_makes_no_sense_is_refused(redis_url, option, says):
+    done = CliRunner().invoke(app, ["submit", "hi", option, "0"], env=where(redis_url))
+    assert done.exit_code == 1
+    assert says in done.stderr
+
+
+async def test_a_zero_that_makes_sense_arrives(redis_url, allowed_keys):
+    allowed_keys.append("tm:{q}:*")  # nobody works here
+    zeros = [
+        "--temperature",
+        "0",
+        "--seed",
+        "0",
+        "--top-k",
+        "0",
+        "--min-p",
+        "0",
+        "--logprobs",
+        "0",
+        "--stop-token-ids",
+        "0",
+    ]
+    done = await asyncio.to_thread(CliRunner().invoke, app, ["submit", "hi", *zeros], env=where(redis_url))
+    assert done.exit_code == 0, done.stderr
+    async with AsyncClient(redis_url, queue="q") as client:
+        payload = await client._redis.hget(client.keys.job(done.stdout.strip()), "request")
+    params = decode_request(payload).params
+    assert (params.temperature, params.seed, params.logprobs, params.stop_token_ids) == (0.0, 0, 0, (0,))
+    assert params.logprobs is not False
+
+
+async def listens(client: AsyncClient, job_id: str) -> bool:
+    channel = client.keys.chunks(job_id)
+    return bool(dict(await client._redis.pubsub_numsub(channel))[channel.encode()])
+
+
+async def test_a_server_that_goes_away_is_spoken_of_at_once(make_valkey, tmp_path: Path):
+    server = make_valkey()
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "api_client.cli", "submit", "hi", "--stream", "--redis-url", server.url, "--queue", "q",
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, cwd=tmp_path,
+    )  # fmt: skip
+    assert process.stderr is not None
+    async with AsyncClient(server.url, queue="q") as client, asyncio.timeout(60):
+        while not (jobs := await client.list()) or not await listens(client, jobs[0].job_id):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(0.5)  # it has read the log too, and waits
+    server.kill()
+    said = (await asyncio.wait_for(process.stderr.readline(), 60)).decode()
+    assert said.startswith("Note: ")
+    assert "waiting up to 120 s" in said
+    process.kill()
+    await process.wait()
+
+
+def test_a_server_that_is_not_there_ends_it_with_a_sentence_and_a_hint():
+    done = CliRunner().invoke(app, ["submit", "hi", "--stream"], env=where("redis://127.0.0.1:1/0"))
+    assert done.exit_code == 1
+    assert "Error: " in done.stderr
+    assert "TOKENMILL_REDIS_URL" in done.stderr
+    assert "waiting" not in done.stderr
