@@ -1,9 +1,11 @@
-"""What no linter knows: no source file is over 350 lines, and no file names the host of a package registry.
+"""What no linter knows: no source file is over 350 lines, no file names the host of a package registry, and nothing
+reads bytes in a format that runs code (pickle and its kin, `torch.load` of more than weights).
 
 Packages come from whatever index the machine's pip is configured with, so a host in a file would be wrong
 somewhere. Looks at the files that git tracks or would track.
 """
 
+import ast
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,6 +24,9 @@ REGISTRY_HOSTS = tuple(
         ("registry", "npmjs", "org"),
     )
 )
+RUNS_CODE = frozenset(
+    {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "jsonpickle", "joblib"}
+)
 
 
 def tracked_files(root: Path) -> list[Path]:
@@ -38,10 +43,32 @@ def problems(path: Path, name: str) -> Iterator[str]:
     num_lines = text.count("\n")
     if path.suffix in SOURCES and num_lines > MAX_LINES:
         yield f"{name}: {num_lines} lines, {MAX_LINES} at most"
+    if path.suffix == ".py":
+        yield from (f"{name}:{line}: {what}" for line, what in dangerous_reads(text))
     for number, line in enumerate(text.splitlines(), 1):
         for host in REGISTRY_HOSTS:
             if host in line:
                 yield f"{name}:{number}: names the registry host {host}"
+
+
+def dangerous_reads(source: str) -> Iterator[tuple[int, str]]:
+    """(line, what) of each import and call by which bytes from outside could become code."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else [item.name for item in node.names]
+            found = [module for module in modules if module.split(".")[0] in RUNS_CODE]
+            yield from ((node.lineno, f"imports {module}, which runs what it reads") for module in found)
+        elif isinstance(node, ast.Call):
+            keywords = {word.arg: ast.unparse(word.value) for word in node.keywords}
+            called = ast.unparse(node.func)
+            if called == "torch.load" and keywords.get("weights_only") != "True":
+                yield node.lineno, "calls torch.load without weights_only=True"
+            if keywords.get("allow_pickle", "False") != "False":
+                yield node.lineno, f"calls {called} with allow_pickle"
+            if called == "__import__" or (called == "importlib.import_module" and node.args):
+                module = ast.unparse(node.args[0]).strip("'\"")
+                if module.split(".")[0] in RUNS_CODE:
+                    yield node.lineno, f"imports {module}, which runs what it reads"
 
 
 def main(root: Path) -> int:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ops.house_rules import MAX_LINES, REGISTRY_HOSTS, problems
+from ops.house_rules import MAX_LINES, REGISTRY_HOSTS, dangerous_reads, main, problems
 
 
 @pytest.mark.parametrize("host", REGISTRY_HOSTS)
@@ -26,3 +26,30 @@ def test_binary_files_are_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "image.png"
     path.write_bytes(b"\x89PNG\xff\xfe")
     assert list(problems(path, "image.png")) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("import pickle", "imports pickle"),
+        ("import os, shelve", "imports shelve"),
+        ("def f():\n    from marshal import loads", "imports marshal"),
+        ("import cloudpickle.sub as c", "imports cloudpickle.sub"),
+        ("torch.load(path)", "torch.load without"),
+        ("torch.load(path, weights_only=False)", "torch.load without"),
+        ("numpy.load(path, allow_pickle=True)", "with allow_pickle"),
+        ("importlib.import_module('pickle')", "imports pickle"),
+    ],
+)
+def test_formats_that_run_code_are_found(source: str, says: str) -> None:
+    [(_, what)] = dangerous_reads(source)
+    assert says in what
+
+
+@pytest.mark.parametrize("source", ["import msgspec", "torch.load(p, weights_only=True)", "from x import pickle_free"])
+def test_other_formats_pass(source: str) -> None:
+    assert list(dangerous_reads(source)) == []
+
+
+def test_this_repository_keeps_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(Path(__file__).resolve().parents[2]) == 0, capsys.readouterr().out
