@@ -110,21 +110,29 @@ class StreamCursor:
         return [chunk] if chunk.index >= self._silent_until else []
 
     def _unseen(self, chunk: Chunk) -> Chunk:
-        """A chunk that begins before the cursor: after the server lost its last moments, chunks may be cut anew."""
-        known = self._boundaries.get(chunk.index)
-        if chunk.index == self.next_index or known is None or known[0] != chunk.choice:
+        """The rest of a chunk that begins before the cursor (after the server lost its last moments, chunks may be cut
+        anew), or before where the subscriber begins (a checkpoint holds many tokens).
+        """
+        start = max(self.next_index, self._silent_until)
+        known, seen = self._boundaries.get(chunk.index), start - chunk.index
+        if not 0 < seen < len(chunk.token_ids):
             return chunk
-        told = self._texts.get(chunk.choice, 0) - known[1]
-        seen = self.next_index - chunk.index
+        if len(chunk.text_ends) == len(chunk.token_ids):
+            told = chunk.text_ends[seen - 1]
+        elif known is not None and known[0] == chunk.choice and start == self.next_index:
+            told = self._texts.get(chunk.choice, 0) - known[1]
+        else:
+            return chunk
         return Chunk(
             job_id=chunk.job_id,
-            index=self.next_index,
+            index=start,
             token_ids=chunk.token_ids[seen:],
             text=chunk.text[told:],
             choice=chunk.choice,
             logprobs=chunk.logprobs[seen:] if chunk.logprobs else None,
             finish_reason=chunk.finish_reason,
             attempt=chunk.attempt,
+            text_ends=tuple(end - told for end in chunk.text_ends[seen:]),
         )
 
     def _advance(self, chunk: Chunk) -> None:
@@ -140,7 +148,7 @@ class StreamCursor:
 
 
 def _as_told(result: JobResult) -> Iterator[tuple[int, ChoiceResult]]:
-    """(token's place in its choice, the choice) in the order of the log; by turns, as far as the result does not say."""
+    """(token's place in its choice, the choice) in the order of the log; by turns where the result does not say."""
     choices = {choice.index: choice for choice in result.choices}
     places = dict.fromkeys(choices, 0)
     for index in result.order:

@@ -26,6 +26,7 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     status: JobStatus | None = None  # of the job: set on its last chunk only
     usage: Usage | None = None
     error: JobError | None = None
+    text_ends: tuple[int, ...] = ()  # of several tokens: len(text) after each, so that a reader may begin between them
 
     @property
     def end(self) -> int:

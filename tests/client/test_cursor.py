@@ -3,6 +3,7 @@
 import itertools
 import random
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -172,3 +173,20 @@ def test_who_hangs_up_among_several_choices_gets_the_rest_from_the_result(order:
     for chunk in StreamCursor(JOB, min(left_at, len(order))).accept_result(result):
         heard[chunk.choice] += chunk.token_ids
     assert heard == tokens
+
+
+@given(st.integers(2, 20), st.data())
+def test_who_begins_in_the_middle_of_a_checkpoint_gets_its_rest(num_tokens: int, data: st.DataObject) -> None:
+    """He has the beginning from a result in SQL, say, and takes it up from a log that was written in larger pieces."""
+    start = data.draw(st.integers(0, num_tokens))
+    borders = data.draw(st.lists(st.integers(0, 100)))
+    ends = [len(words(0, i + 1)) for i in range(num_tokens)]
+    checkpoints = [
+        msgspec.structs.replace(
+            chunk, text_ends=tuple(end - len(words(0, chunk.index)) for end in ends[chunk.index : chunk.end])
+        )
+        for chunk in cut(num_tokens, borders)
+    ]
+    told = list(StreamCursor(JOB, start).accept_log(checkpoints))
+    assert told_of(told) == (list(range(start, num_tokens)), words(start, num_tokens))
+    assert [chunk.index for chunk in told[:1]] == ([start] if start < num_tokens else [])

@@ -3,8 +3,9 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import msgspec
 import pytest
 
 from schemas import ChoiceResult
@@ -198,12 +199,17 @@ async def test_a_redelivered_job_ends_in_redis_as_it_stands_in_sql(rig: Rig) -> 
     first = finished("job-0", worker_id="dead-worker")
     rig.store.recorded["job-0"] = first
     async with rig.running() as finalizer:
-        await finalizer.submit(finished("job-0", token=2, choices=(ChoiceResult(text="something else"),)))
+        late = finished("job-0", token=2, choices=(ChoiceResult(text="something else"),))
+        early_end = msgspec.structs.replace(late.final_chunk, index=0)
+        await finalizer.submit(replace(late, final_chunk=early_end))
         assert await finalizer.drain(5) == []
     told = rig.redis.done["job-0"]
     assert told.result == first.result
     assert told.token == 2  # under our lease
     assert told.final_chunk.usage == first.result.usage
+    # A subscriber who was told fewer tokens than SQL has must see a gap, and not the end.
+    assert told.final_chunk.index == len(first.result.token_ids)
+    assert told.final_chunk.finish_reason == first.result.finish_reason
     assert rig.told == []  # it was counted when it was recorded
 
 

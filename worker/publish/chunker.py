@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from itertools import islice
+from itertools import accumulate, islice
 
 from schemas.chunk import Chunk
 from worker.jobs import Admitted, Append
@@ -118,11 +118,13 @@ class Chunker:
         finish_reason = choice.finish_reason if stop == choice.num_tokens else None
         if finish_reason is not None:
             self._ended.add(choice_index)
+        pieces = choice.stream.pieces[start:stop]
         return Chunk(
             job_id=self.job.job_id,
             index=index,
             token_ids=tuple(choice.stream.token_ids[start:stop]),
-            text="".join(choice.stream.pieces[start:stop]),
+            text="".join(pieces),
+            text_ends=tuple(accumulate(map(len, pieces))) if len(pieces) > 1 else (),
             choice=choice_index,
             logprobs=None if choice.logprobs is None else tuple(choice.logprobs[start:stop]),
             finish_reason=finish_reason,

@@ -199,9 +199,21 @@ def _notify(hook: Callable[[list[T]], None] | None, items: list[T]) -> None:
 
 
 def as_recorded(finished: Finished, existing: dict[str, JobResult]) -> Finished:
-    """A job that SQL has already ends in Redis as it stands in SQL, so that both give one answer for ever."""
+    """A job that SQL has already ends in Redis as it stands in SQL, so that both give one answer for ever. Its last
+    chunk lies behind all the tokens of that answer: who was told fewer than those sees a gap, and reads the result.
+    """
     result = existing.get(finished.result.job_id)
     if result is None or result == finished.result:
         return finished
-    final = msgspec.structs.replace(finished.final_chunk, status=result.status, usage=result.usage, error=result.error)
+    choices = result.choices
+    ends = choices[0].text_ends if len(choices) == 1 else ()
+    final = msgspec.structs.replace(
+        finished.final_chunk,
+        index=sum(len(choice.token_ids) for choice in choices),
+        text=choices[0].text[ends[-1] if ends else 0 :] if len(choices) == 1 else "",
+        finish_reason=result.finish_reason,
+        status=result.status,
+        usage=result.usage,
+        error=result.error,
+    )
     return replace(finished, result=result, final_chunk=final)
