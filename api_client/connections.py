@@ -7,6 +7,8 @@ is retried behind the caller's back unless it says so: whoever sends a write kno
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit, urlunsplit
@@ -144,12 +146,22 @@ def _backoff() -> ExponentialWithJitterBackoff:
     return ExponentialWithJitterBackoff(cap=1.0, base=0.02)
 
 
+@contextmanager
+def _options_of_urls() -> Iterator[None]:
+    """Values after the `?` are the library's business; its words name the option, its cause repeats the value."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigurationError(f"the Redis URL has an option that cannot be: {error}") from None
+
+
 def connect(url: str, link: Link | None = None) -> redis.Redis:
     """A client for threads. Nothing is sent before the first command."""
     link, endpoint = link or Link(), parse_url(url)
     options = _options(link) | {"retry": redis.retry.Retry(_backoff(), link.retries)}
     if endpoint.kind == "single":
-        return redis.Redis.from_url(endpoint.url, **options)
+        with _options_of_urls():
+            return redis.Redis.from_url(endpoint.url, **options)
     options |= endpoint.options
     if endpoint.kind == "sentinel":
         sentinel = _sync_sentinel(list(endpoint.hosts), sentinel_kwargs=_sentinel_options(options), **options)
@@ -163,7 +175,8 @@ def connect_async(url: str, link: Link | None = None) -> redis.asyncio.Redis:
     link, endpoint = link or Link(), parse_url(url)
     options = _options(link) | {"retry": redis.asyncio.retry.Retry(_backoff(), link.retries)}
     if endpoint.kind == "single":
-        return redis.asyncio.Redis.from_url(endpoint.url, **options)
+        with _options_of_urls():
+            return redis.asyncio.Redis.from_url(endpoint.url, **options)
     options |= endpoint.options
     if endpoint.kind == "sentinel":
         sentinel = _async_sentinel(list(endpoint.hosts), sentinel_kwargs=_sentinel_options(options), **options)

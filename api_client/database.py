@@ -28,11 +28,15 @@ class Database:
             ) from error
         self.sql = sqlalchemy
         try:
-            self._engine = sqlalchemy.create_engine(_address(url), pool_pre_ping=True, connect_args=_options(url))
+            self._engine = sqlalchemy.create_engine(
+                _address(url), pool_pre_ping=True, connect_args=_options(url), hide_parameters=True
+            )
         except ImportError as error:
             raise ConfigurationError(f"the database's driver is not installed: {error}") from error
-        except sqlalchemy.exc.ArgumentError as error:
-            raise ConfigurationError("the database URL is not one: sqlite:///FILE or postgresql://…") from error
+        except (sqlalchemy.exc.ArgumentError, ValueError):  # not a word of theirs: they repeat parts of the URL
+            raise ConfigurationError(
+                "the database URL cannot be read: sqlite:///FILE or postgresql://…, odd characters of a password quoted"
+            ) from None
 
     @contextmanager
     def connection(self) -> Iterator[sqlalchemy.Connection]:

@@ -30,6 +30,7 @@ from schemas.keys import queue_of
 from worker.engine.config import EngineConfig, EngineConfigError
 from worker.engine_help import ENGINE_HELP
 from worker.errors import SettingsError
+from worker.naming import naming_problems
 
 PREFIX = "TOKENMILL_"
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -302,8 +303,8 @@ def _redis_problem(url: str) -> str | None:
         if endpoint.kind == "single":
             _ = urlsplit(url).port
     except ValueError as error:  # ConfigurationError is one
-        words = str(error).split(", not ")[0]
-        return words if isinstance(error, ConfigurationError) else f"is not a URL ({words})"
+        words = str(error).split(", not ")[0]  # of other errors not a word: they repeat parts of the URL
+        return words if isinstance(error, ConfigurationError) else "is not a URL"
     return None
 
 
@@ -318,7 +319,24 @@ def _database_problem(url: str) -> str | None:
 
 def _endpoint_problem(url: str) -> str | None:
     return None if not url or re.match(r"https?://[^/\s]", url) else "must begin with http:// or https://"
+    try:
+        _ = urlsplit(url).port
+    except ValueError:
+        return "cannot be read: is a character of its password not quoted (%2F for /, %40 for @)?"
 
 
 def _masked(value: object) -> object:
-    return re.sub(r"(://[^:/@\s]*:)[^@\s]+@", r"\1***@", value) if isinstance(value, str) else value
+    """A URL without its password; where it is not clear what is what, only the scheme is shown."""
+    if not isinstance(value, str) or "://" not in value:
+        return value
+    scheme, _, rest = value.partition("://")
+    user, _, hosts = rest.rpartition("@")
+    hosts = re.sub(r"(?<=[?&])([^=&]*pass[^=&]*=)[^&]*", r"\1***", hosts)
+    if _HOSTS.fullmatch(hosts) is None:
+        return f"{scheme}://***"
+    return f"{scheme}://{user.partition(':')[0] + (':***' if ':' in user else '') + '@' if user else ''}{hosts}"
+_HOSTS = re.compile(
+    r"(\[[0-9a-fA-F:.]+\]|[^:/?#\[\]@,]*)(:\d*)?(,([^:/?#,]*|\[[0-9a-fA-F:.]+\])(:\d*)?)*([/#][^?]*)?(\?.*)?"
+)
+
+

@@ -48,14 +48,15 @@ def open_engine(url: str, *, pool_size: int = 2) -> Engine:
         "prepare_threshold": None,  # poolers in transaction mode lose prepared statements
     }
     arguments = {name: value for name, value in arguments.items() if name not in parsed.query}
-    return create_engine(parsed, connect_args=arguments, pool_size=pool_size, max_overflow=4, pool_pre_ping=True)
+    pool: dict[str, Any] = {"pool_size": pool_size, "max_overflow": 4, "pool_pre_ping": True}
+    return create_engine(parsed, connect_args=arguments, hide_parameters=True, **pool)
 
 
 def _open_sqlite(url: URL) -> Engine:
     if url.database and url.database != ":memory:" and not url.database.startswith("file:"):
         Path(url.database).expanduser().parent.mkdir(parents=True, exist_ok=True)
         url = url.set(database=str(Path(url.database).expanduser()))
-    engine = create_engine(url, connect_args={"timeout": LOCK_TIMEOUT_S})
+    engine = create_engine(url, connect_args={"timeout": LOCK_TIMEOUT_S}, hide_parameters=True)
 
     @event.listens_for(engine, "connect")
     def _configure(connection: Any, _record: object) -> None:
