@@ -30,7 +30,6 @@ from schemas.keys import queue_of
 from worker.engine.config import EngineConfig, EngineConfigError
 from worker.engine_help import ENGINE_HELP
 from worker.errors import SettingsError
-from worker.naming import naming_problems
 
 PREFIX = "TOKENMILL_"
 DEFAULT_MODEL = "smollm2-135m-instruct"
