@@ -23,7 +23,7 @@ from schemas.codec import MAX_PAYLOAD_BYTES, encode
 from schemas.generation import ResponseFormat, SamplingParams
 from schemas.job import JobRequest, RetryPolicy
 
-MAX_NAME_CHARS: Final = 256  # job id, model, tenant, idempotency key, batch id
+MAX_NAME_CHARS: Final = 255  # as wide as the record's columns: job id, model, tenant, idempotency key, batch id
 MAX_STOP_CHARS: Final = 1_024
 MAX_CHOICES: Final = 128
 MAX_TOP_LOGPROBS: Final = 100

@@ -7,6 +7,7 @@ from sqlalchemy import Engine, event, exc
 
 from schemas import ChoiceResult, Usage
 from schemas.codec import decode_result
+from schemas.validation import MAX_NAME_CHARS
 from tests.record.support import counts, finished, rows
 from worker.record import ResultStore
 from worker.record.connection import open_engine
@@ -84,3 +85,10 @@ async def test_a_row_that_is_refused_in_every_form_is_reported_and_the_others_st
     assert set(report.refused) == {"never"}
     assert counts(sqlite_url) == (30, 30, 30, 30)
     await store.close()
+
+
+async def test_names_as_long_as_a_request_may_have_them_are_kept(url: str, store: ResultStore) -> None:
+    """An id that no column holds could be neither recorded nor given up."""
+    longest = "x" * MAX_NAME_CHARS
+    assert (await store.record([finished(longest, tenant=longest, model=longest)])).written == {longest}
+    assert rows(url, "SELECT id, tenant, model FROM jobs") == [{"id": longest, "tenant": longest, "model": longest}]

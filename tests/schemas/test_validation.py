@@ -41,7 +41,7 @@ def test_an_ordinary_request_has_no_problem():
     ("fields", "sentence"),
     [
         ({"job_id": ""}, "job_id must not be empty"),
-        ({"job_id": "x" * 257}, "job_id may have 256 characters, not 257"),
+        ({"job_id": "x" * 256}, "job_id may have 255 characters, not 256"),
         ({"tenant": "a\nb"}, "tenant must not contain control characters: 'a\\nb'"),
         ({"idempotency_key": ""}, "idempotency_key must not be empty; leave it out instead"),
         ({"prompt": None}, "exactly one of prompt, messages and prompt_ids must be given, not none"),
