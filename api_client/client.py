@@ -82,7 +82,8 @@ class Client(ClientBase):
         return self._run(programs.status(self._view, str(job)))
 
     def cancel(self, job: str) -> str:
-        """ "cancelled" (it waited), "cancelling" (it runs and will stop within a step), or the state it ended in."""
+        """ "cancelled" (it waited), "cancelling" (it runs and will stop within a step, or ran and its next worker ends
+        it), or the state it ended in."""
         return self._run(programs.cancel(self._view, str(job)))
 
     # ── the queue ──

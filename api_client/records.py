@@ -139,7 +139,7 @@ def _read_record(job_id: str, values: Sequence[bytes | None]) -> Record | None:
         attempt=number("attempt", 1),
         tokens=number("end"),
         worker_id=raw.get("worker", ""),
-        cancelling="cancel" in raw and raw["state"] == JobStatus.RUNNING.value,
+        cancelling="cancel" in raw and raw["state"] in (JobStatus.RUNNING.value, JobStatus.QUEUED.value),
         error=result.error if result else JobError(code, message) if code else None,
     )
     return Record(info, result)

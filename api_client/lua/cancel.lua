@@ -1,5 +1,6 @@
 -- cancel: ARGV[3..] job ids. Reply per id: 'cancelled' (it waited, it is over now), 'cancelling' (it runs: its
--- worker has been told and is told again at its next append or heartbeat), the final state if it had ended,
+-- worker has been told and is told again at its next append or heartbeat; or it ran and waits for its next worker, who
+-- ends it), the final state if it had ended,
 -- or 'unknown'. Repeating it changes nothing.
 -- The message on the control channel is schemas.control.Cancel.
 local now, reply = clock_ms(), {}
@@ -9,6 +10,10 @@ for place = 3, #ARGV do
   local state = job[1]
   if not state then
     reply[#reply + 1] = 'unknown'
+  elseif is_returned(id) then  -- whoever claims it next finds out how it ended, or ends it
+    redis.call('HSET', job_key(id), 'cancel', '1')
+    redis.call(announce, base .. 'bell', 'cancel')
+    reply[#reply + 1] = 'cancelling'
   elseif state == 'queued' or state == 'scheduled' then
     end_waiting(id, 'cancelled', nil, nil, now)
     redis.call(announce, base .. 'bell', 'cancel')

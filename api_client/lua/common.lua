@@ -98,6 +98,9 @@ local function to_front(id, class, created)
   redis.call('ZADD', base .. 'returned', exact((RANK[class] or 1) * 1e13 + created), id)
 end
 
+-- Given back by a worker, or left by a dead one: its end may stand in SQL, unacknowledged, and nobody may say another.
+local function is_returned(id) return redis.call('ZSCORE', base .. 'returned', id) end
+
 -- A job that waits is over: everybody sees it now; a worker will be handed it only to write it down.
 local function end_waiting(id, state, code, message, now)
   local key = job_key(id)

@@ -87,7 +87,7 @@ local function expire_waiting(now)
   for _, id in ipairs(redis.call('ZRANGEBYSCORE', base .. 'deadlines', '-inf', whole(now), 'LIMIT', 0, 200)) do
     redis.call('ZREM', base .. 'deadlines', id)  -- of a running job the engine takes care
     local state = redis.call('HGET', job_key(id), 'state')
-    if state == 'queued' or state == 'scheduled' then
+    if (state == 'queued' or state == 'scheduled') and not is_returned(id) then  -- else the next claim sees to it
       end_waiting(id, 'expired', 'deadline', 'the deadline passed before the job could be completed', now)
     end
   end
