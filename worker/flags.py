@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 
 from worker.settings import ENGINE_FIELDS, PREFIX, Settings
 
+_TASKS = ("tasks_", "webhook_", "rollup_", "retention_", "retain_")
 Command = Callable[[dict[str, object]], None]
 
 
@@ -44,7 +45,7 @@ def with_settings(command: Command) -> Callable[..., None]:
 def _annotation(name: str, field: FieldInfo) -> Any:
     flag = name.replace("_", "-")
     words = field.description or ""
-    panel = "Engine" if name in ENGINE_FIELDS else "Worker"
+    panel = "Engine" if name in ENGINE_FIELDS else "Tasks" if name.startswith(_TASKS) else "Worker"
     common: dict[str, Any] = {"help": words[:1].upper() + words[1:] + _default(field, words), "rich_help_panel": panel}
     if bool in _kinds(field):
         return Annotated[bool | None, typer.Option(f"--{flag}/--no-{flag}", **common)]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from celery.beat import EmbeddedService
+
 from worker.record.store import ResultStore
 from worker.settings import Settings
 from worker.tasks.app import QUEUES, build_app
@@ -26,7 +28,6 @@ def run(settings: Settings) -> int:
         pool="threads",
         concurrency=settings.tasks_threads,
         queues=list(QUEUES),
-        beat=True,
         without_mingle=True,
         without_gossip=True,
         without_heartbeat=True,
@@ -34,7 +35,12 @@ def run(settings: Settings) -> int:
         quiet=True,
     )
     log.info("tasks: %d threads, queues %s", settings.tasks_threads, ", ".join(QUEUES))
-    worker.start()
+    beat = EmbeddedService(app, thread=True)  # not Celery's own process for it: that outlives a killed parent
+    beat.start()
+    try:
+        worker.start()
+    finally:
+        beat.stop()
     return int(worker.exitcode or 0)
 
 
