@@ -1,0 +1,44 @@
+-- play: the moves of the in-memory worker of api_client/testing.py, after common.lua. One job, one caller at a time: no
+-- fencing, no leases, no sharing between tenants; those are the real worker's. ARGV[3] the move [4] job id, then its own.
+local move, id = ARGV[3], ARGV[4]
+local key, now = job_key(id), clock_ms()
+
+if move == 'promote' then  -- every job whose time has come
+  for _, due in ipairs(redis.call('ZRANGEBYSCORE', base .. 'delayed', '-inf', whole(now))) do
+    redis.call('ZREM', base .. 'delayed', due)
+    local job = redis.call('HMGET', job_key(due), 'class', 'tenant')
+    redis.call('HSET', job_key(due), 'state', 'queued')
+    enter_lane(due, job[1], job[2])
+  end
+  return redis.status_reply('OK')
+end
+
+local job = redis.call('HMGET', key, 'state', 'class', 'tenant', 'entry', 'cost', 'request', 'cancel')
+
+if move == 'take' then  -- [5] worker; reply: the request, or nothing
+  if job[1] ~= 'queued' then return false end
+  leave_lane(id, job[2], job[3], job[4])
+  count_queued(job[2], -1, number(job[5], 0))
+  redis.call('HINCRBY', meta, 'running', 1)
+  redis.call('HINCRBY', key, 'deliveries', 1)
+  redis.call('HSET', key, 'state', 'running', 'worker', ARGV[5], 'started_ms', whole(now))
+  return job[6]
+end
+
+if move == 'append' then  -- [5] the log's end after it [6] chunk [7] publish?; reply: is it to be cancelled?
+  redis.call('XADD', log_key(id), ARGV[5] .. '-0', 'chunk', ARGV[6])
+  redis.call('HSET', key, 'end', ARGV[5])
+  if ARGV[7] == '1' then publish_chunk(id, ARGV[6]) end
+  return job[7] and 1 or 0
+end
+
+-- finish: [5] state [6] result [7] last chunk
+if job[1] == 'running' then redis.call('HINCRBY', meta, 'running', -1) end
+redis.call('ZREM', base .. 'ended', id)
+redis.call('ZREM', base .. 'deadlines', id)
+redis.call('HSET', key, 'state', ARGV[5], 'result', ARGV[6], 'settled', '1', 'finished_ms', whole(now))
+redis.call('HINCRBY', meta, 'finished:' .. ARGV[5], 1)
+redis.call('HDEL', key, 'request')
+redis.call('DEL', log_key(id))
+publish_chunk(id, ARGV[7])
+return 1

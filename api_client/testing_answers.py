@@ -1,0 +1,145 @@
+"""What the in-memory worker says: your words cut into tokens, and the job's result at any point of them.
+
+A token is a word with the white space before it; its id is its place in the answer. Pure values, no queue.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from schemas.chunk import Chunk
+from schemas.generation import FinishReason
+from schemas.job import JobRequest
+from schemas.result import ChoiceResult, JobError, JobResult, JobStatus, Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """`hold_after`: so many tokens, then it stands still while the queue is held. `error`: it fails at its end."""
+
+    text: str
+    delay_s: float = 0.0  # before the first token
+    pause_s: float = 0.0  # after each
+    hold_after: int | None = None
+    error: JobError | None = None
+
+
+def failure(code: str, message: str, *, after: str = "", retryable: bool = False) -> Answer:
+    """A job that fails, having said `after`."""
+    return Answer(after, error=JobError(code, message, retryable))
+
+
+class Performance:
+    """One job's answer as it is told. Every choice of `n` says the same. `max_tokens` cuts it, as it does in truth."""
+
+    def __init__(self, request: JobRequest, reply: str | Answer, worker_id: str, *, started_ms: int) -> None:
+        self.answer = Answer(reply) if isinstance(reply, str) else reply
+        self.told = 0  # tokens, all choices together
+        self._request = request
+        self._worker_id = worker_id
+        self._started_ms = started_ms
+        self._status = JobStatus.FAILED if self.answer.error else JobStatus.SUCCEEDED
+        words = re.findall(r"\s*\S+|\s+$", self.answer.text)
+        limit = request.params.max_tokens
+        self._words = words[:limit]
+        self._reason = FinishReason.STOP if limit is None or len(words) <= limit else FinishReason.LENGTH
+        if self.answer.error:
+            self._reason = FinishReason.ERROR
+
+    @property
+    def is_held(self) -> bool:
+        return self.told == self.answer.hold_after
+
+    def cancel(self) -> None:
+        self._status, self._reason = JobStatus.CANCELLED, FinishReason.CANCELLED
+
+    def expire(self) -> None:
+        self._status, self._reason = JobStatus.EXPIRED, FinishReason.EXPIRED
+
+    def chunks(self) -> Iterator[Chunk]:
+        """One per token; ends early once the job is cancelled."""
+        for choice in range(self._request.params.n):
+            for place, word in enumerate(self._words):
+                if self._status is JobStatus.CANCELLED:
+                    return
+                is_end = place == len(self._words) - 1
+                chunk = Chunk(
+                    job_id=self._request.job_id,
+                    index=self.told,
+                    token_ids=(place,),
+                    text=word,
+                    choice=choice,
+                    finish_reason=self._reason if is_end else None,
+                )
+                self.told += 1
+                yield chunk
+
+    def result(self, now_ms: int) -> JobResult:
+        request = self._request
+        return JobResult(
+            job_id=request.job_id,
+            status=self._status,
+            model=request.model or "in-memory",
+            tenant=request.tenant,
+            choices=tuple(self._choices()),
+            usage=Usage(
+                prompt_tokens=_prompt_words(request),
+                completion_tokens=self.told,
+                queue_ms=max(0, self._started_ms - request.created_ms),
+                total_ms=max(0, now_ms - request.created_ms),
+            ),
+            error=self._error(),
+            worker_id=self._worker_id,
+            created_ms=request.created_ms,
+            started_ms=self._started_ms,
+            finished_ms=now_ms,
+            metadata=request.metadata,
+            order=self._order(),
+        )
+
+    @staticmethod
+    def last_chunk(result: JobResult, index: int) -> Chunk:
+        return Chunk(
+            job_id=result.job_id,
+            index=index,
+            finish_reason=result.finish_reason,
+            status=result.status,
+            usage=result.usage,
+            error=result.error,
+        )
+
+    def _order(self) -> tuple[int, ...]:
+        several = self._request.params.n > 1 and self._words
+        return tuple(place // len(self._words) for place in range(self.told)) if several else ()
+
+    def _choices(self) -> Iterator[ChoiceResult]:
+        left = self.told
+        for choice in range(self._request.params.n):
+            words = self._words[:left]
+            left -= len(words)
+            if not words and self._status is not JobStatus.SUCCEEDED:
+                return
+            ends = tuple(len("".join(words[: place + 1])) for place in range(len(words)))
+            is_whole = len(words) == len(self._words) and self._status in (JobStatus.SUCCEEDED, JobStatus.FAILED)
+            reason = self._reason if is_whole or not left else FinishReason.STOP
+            yield ChoiceResult(
+                index=choice,
+                text="".join(words),
+                token_ids=tuple(range(len(words))),
+                text_ends=ends,
+                finish_reason=reason,
+            )
+
+    def _error(self) -> JobError | None:
+        if self._status is JobStatus.EXPIRED:
+            return JobError("deadline_exceeded", "the deadline passed before the answer was complete")
+        return self.answer.error if self._status is JobStatus.FAILED else None
+
+
+def _prompt_words(request: JobRequest) -> int:
+    if request.prompt_ids is not None:
+        return len(request.prompt_ids)
+    texts = [message.content for message in request.messages or ()] or [request.prompt or ""]
+    return sum(len(text.split()) for text in texts)

@@ -1,0 +1,172 @@
+"""The in-memory queue that other people's tests use: real clients, and what one can make happen on it."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from api_client import AsyncClient, Client, JobFailed, RateLimited, ResultTimeout
+from api_client.testing import Answer, InMemoryQueue, failure
+from schemas import Chunk, FinishReason, JobRequest, JobStatus
+from tests.support.worker import QUEUE, client_of, database_url, running_worker
+
+WAIT_S = 30.0
+
+
+@pytest.fixture
+def queue() -> Iterator[InMemoryQueue]:
+    with InMemoryQueue() as opened:
+        yield opened
+
+
+@pytest.fixture
+def client(queue: InMemoryQueue) -> Client:
+    return queue.client()
+
+
+def text_of(chunks: list[Chunk]) -> str:
+    return "".join(chunk.text for chunk in chunks)
+
+
+def wait_for_tokens(client: Client, job: str, count: int) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while client.status(job).tokens < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_scripted_answer_streams_and_ends(queue: InMemoryQueue, client: Client) -> None:
+    queue.answer("The sky is blue.\n", Answer("second", pause_s=0.01))
+    job = client.submit(prompt="Why is it blue?", metadata={"a": "b"}, tenant="acme")
+    chunks = list(client.stream(job, timeout=WAIT_S))
+    result = client.result(job, timeout=WAIT_S)
+    assert [chunk.text for chunk in chunks] == ["The", " sky", " is", " blue.", "\n", ""]
+    assert [chunk.index for chunk in chunks] == [0, 1, 2, 3, 4, 5]
+    assert (result.text, result.status, result.finish_reason) == ("The sky is blue.\n", "succeeded", FinishReason.STOP)
+    assert (result.usage.prompt_tokens, result.usage.completion_tokens) == (4, 5)
+    assert (result.metadata, result.tenant) == ({"a": "b"}, "acme")
+    assert text_of(list(client.stream(job, starting_after=2))) == " is blue.\n"
+    assert client.result(client.submit(prompt="?"), timeout=WAIT_S).text == "second"
+    assert client.result(client.submit(prompt="?"), timeout=WAIT_S).text == "ok"
+    assert [request.prompt for request in queue.requests] == ["Why is it blue?", "?", "?"]
+    assert client.depth().running == 0
+
+
+def test_a_function_may_answer_and_max_tokens_cuts() -> None:
+    def echo(request: JobRequest) -> str:
+        return f"you said {request.prompt}"
+
+    with InMemoryQueue("echoes", default=echo) as queue:
+        client = queue.client()
+        jobs = client.submit_many([{"prompt": "one"}, {"prompt": "two", "max_tokens": 2}, {"prompt": "3", "n": 2}])
+        one, two, three = [client.result(job, timeout=WAIT_S) for job in jobs]
+    assert one.text == "you said one"
+    assert (two.text, two.finish_reason) == ("you said", FinishReason.LENGTH)
+    assert [choice.text for choice in three.choices] == ["you said 3", "you said 3"]
+
+
+def test_failures_keep_what_was_said(queue: InMemoryQueue, client: Client) -> None:
+    queue.answer(failure("engine_error", "the device is gone", after="I was", retryable=True))
+    job = client.submit(prompt="?")
+    with pytest.raises(JobFailed, match="the device is gone") as caught:
+        client.result(job, timeout=WAIT_S, check=True)
+    assert caught.value.result.text == "I was"
+    assert caught.value.result.error is not None
+    assert caught.value.result.error.retryable
+
+
+def test_a_held_answer_stands_still_in_the_middle(queue: InMemoryQueue, client: Client) -> None:
+    queue.answer(Answer("one two three", hold_after=2))
+    with queue.held():
+        job = client.submit(prompt="?")
+        assert client.status(job).status is JobStatus.QUEUED  # nothing begins while it is held
+        with pytest.raises(ResultTimeout):
+            client.result(job, timeout=0.1)
+    wait_for_tokens(client, job, 3)
+    queue.answer(Answer("one two three", hold_after=2))
+    job = client.submit(prompt="again")
+    wait_for_tokens(client, job, 1)
+    assert client.result(job, timeout=WAIT_S).text == "one two three"
+
+
+def test_cancel_while_it_runs_waits_or_is_over(queue: InMemoryQueue, client: Client) -> None:
+    queue.answer(Answer("word " * 10_000, pause_s=0.01))
+    running = client.submit(prompt="?")
+    wait_for_tokens(client, running, 2)
+    queue.hold()
+    waiting = client.submit(prompt="?")
+    assert client.cancel(waiting) == "cancelled"
+    assert client.cancel(running) == "cancelling"
+    ended = client.result(running, timeout=WAIT_S)
+    assert (ended.status, ended.finish_reason) == (JobStatus.CANCELLED, FinishReason.CANCELLED)
+    assert ended.text.startswith("word word")
+    assert [chunk.status for chunk in client.stream(waiting, timeout=WAIT_S)] == [JobStatus.CANCELLED]
+    assert client.cancel(running) == "cancelled"
+
+
+def test_deadlines_idempotency_and_limits_are_the_real_ones(queue: InMemoryQueue, client: Client) -> None:
+    queue.answer(Answer("word " * 10_000, pause_s=0.01))
+    late = client.submit(prompt="?", deadline=0.3)
+    first = client.submit(prompt="a", idempotency_key="k")
+    again = client.submit(prompt="a", idempotency_key="k")
+    assert (again, again.is_new) == (first, False)
+    client.set_limits(rate=0.001, burst=1)
+    client.submit(prompt="?", tenant="t")
+    with pytest.raises(RateLimited):
+        client.submit(prompt="?", tenant="t")
+    assert client.result(late, timeout=WAIT_S).status is JobStatus.EXPIRED
+
+
+async def test_the_asynchronous_client_streams_side_by_side(queue: InMemoryQueue) -> None:
+    queue.answer(*(Answer(f"answer number {n}", pause_s=0.02) for n in range(5)))
+    async with queue.async_client() as client:
+
+        async def ask() -> str:
+            job = await client.submit(prompt="?")
+            return "".join([chunk.text async for chunk in client.stream(job, timeout=WAIT_S)])
+
+        answers = await asyncio.gather(*(ask() for _ in range(5)))
+    assert sorted(answers) == [f"answer number {n}" for n in range(5)]
+
+
+def test_a_fault_in_the_tests_own_function_is_told() -> None:
+    def broken(request: JobRequest) -> str:
+        raise ZeroDivisionError(request.prompt)
+
+    def use() -> None:
+        with InMemoryQueue(default=broken) as queue:
+            client = queue.client()
+            with pytest.raises(ResultTimeout):
+                client.result(client.submit(prompt="x"), timeout=0.3)
+
+    with pytest.raises(ExceptionGroup) as caught:
+        use()
+    assert caught.group_contains(ZeroDivisionError)
+
+
+@pytest.mark.redis
+async def test_the_real_worker_says_the_same_of_a_job(redis_url: str, tmp_path: Path) -> None:
+    """Chunks and results have the same shape, field by field, as those of a real worker on a real server."""
+    database = database_url(tmp_path)
+    asked = {"prompt": "Hello there", "max_tokens": 5, "ignore_eos": True, "tenant": "t", "metadata": {"a": "b"}}
+
+    async def ask(client: AsyncClient) -> tuple[list[Chunk], object]:
+        job = await client.submit(None, **asked)
+        chunks = [chunk async for chunk in client.stream(job, timeout=WAIT_S)]
+        return chunks, await client.result(job, timeout=WAIT_S)
+
+    async with running_worker(redis_url, database), client_of(redis_url) as real:
+        chunks, result = await ask(real)
+    with InMemoryQueue(QUEUE, default="a b c d e f") as queue:
+        async with queue.async_client() as client:
+            ours, our_result = await ask(client)
+    assert [shape_of(chunk) for chunk in ours] == [shape_of(chunk) for chunk in chunks]
+    assert shape_of(our_result) == shape_of(result)
+
+
+def shape_of(value: object) -> list[str]:
+    """The fields that are set, whatever they are set to; those aside that depend on the words and the moment."""
+    return sorted(set(msgspec.to_builtins(value)) - {"usage", "started_ms", "text"})
