@@ -15,7 +15,6 @@ const LUA = new URL("../../api_client/lua/", import.meta.url);
 const script = (name) => ["common", name].map((part) => readFileSync(new URL(`${part}.lua`, LUA), "utf8")).join("\n");
 const SUBMIT = script("submit");
 const CANCEL = script("cancel");
-const DAY_MS = 86_400_000;
 const SILENCE_MS = 5_000; // after so long without a message, look at the log: pub/sub may have lost it
 const PAGE = 1_000;
 
@@ -29,13 +28,14 @@ export class Producer {
   close() { this.redis.disconnect(); }
 
   /** `request` has the fields of JobRequest but for job_id and created_ms. Returns the job's id. */
-  async submit(request, { idempotencyTtlMs = DAY_MS } = {}) {
+  async submit(request, { queueLimit = 0, idempotencyTtlMs = 0 } = {}) { // 0: as the queue has it
     const job = { job_id: newJobId(), ...request, created_ms: Date.now() };
-    const reply = await this.#run(SUBMIT, 0, idempotencyTtlMs,
+    const reply = await this.#run(SUBMIT, queueLimit, idempotencyTtlMs,
       job.job_id, job.priority ?? "standard", job.tenant ?? "", fingerprint(job), job.idempotency_key ?? "",
       Buffer.from(encode(job)), job.created_ms, job.deadline_ms ?? 0, job.not_before_ms ?? 0, estimatedTokens(job));
     const [word, ...rest] = reply.map(String);
     if (word === "ok") return rest[0];
+    if (word === "large") throw new Error(`the request has ${rest[0]} bytes; this queue takes at most ${rest[1]}`);
     if (word === "full") throw new Error(`the queue holds ${rest[0]} waiting jobs and its limit is ${rest[1]}`);
     if (word === "rate") throw new Error(`tenant "${rest[0]}" submits too fast: try again in ${rest[1]} ms`);
     throw new Error(`the idempotency key or job id stands for job ${rest[0]}, whose content is different`);

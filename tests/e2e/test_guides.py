@@ -1,0 +1,105 @@
+"""What the guides and the README tell people to type works: Python runs as it stands, but for the addresses, and the
+commands exist with the options that are named."""
+
+import asyncio
+import contextlib
+import io
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from api_client.cli import app
+from tests.support.worker import QUEUE, database_url, running_worker
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "ops" / "guides").glob("*.md"))]
+
+
+def blocks(page: Path, kind: str) -> list[str]:
+    return re.findall(rf"^```{kind}\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+
+
+def at(code: str, redis_url: str, database: str) -> str:
+    """With this test's servers in place of the usual ones."""
+    places = {"redis://localhost:6379/0": redis_url, "smollm2-135m-instruct": QUEUE, "sqlite:///tokenmill.db": database}
+    for written, real in places.items():
+        code = code.replace(f'"{written}"', f'"{real}"')
+    return code
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize("name", ["client.md", "quickstart.md"])
+async def test_python_in_the_guides_runs(name: str, redis_url: str, tmp_path: Path) -> None:
+    """All blocks of a page one after the other, as a reader would paste them."""
+    page = ROOT / "ops" / "guides" / name
+    code = "\n".join(blocks(page, "python"))
+    assert code
+    database = database_url(tmp_path)
+    printed = io.StringIO()
+    names: dict[str, Any] = {"__name__": "pasted"}
+    async with running_worker(redis_url, database):
+        with contextlib.redirect_stdout(printed):
+            await asyncio.to_thread(exec, compile(at(code, redis_url, database), name, "exec"), names)
+    assert "completion_tokens=" in printed.getvalue()
+
+
+def command_lines() -> Iterator[tuple[str, str]]:
+    """(page, line) of everything typed that begins with `tokenmill`."""
+    for page in PAGES:
+        for block in blocks(page, "(?:sh|bash)?"):
+            for line in block.splitlines():
+                found = re.search(r"(?:^|\$\()\s*(tokenmill [^#)]*)", line)
+                if found and "…" not in line:
+                    yield page.name, found[1].strip()
+
+
+def test_the_commands_that_pages_name_exist() -> None:
+    """Each is parsed as the shell would hand it over, options and arguments; none is run."""
+    lines = list(command_lines())
+    assert len(lines) >= 10
+    wrong = [f"{page}: {line}: {problem}" for page, line in lines if (problem := parse_problem(line)) is not None]
+    assert wrong == []
+
+
+def parse_problem(line: str) -> str | None:
+    words = shlex.split(line, comments=True)[1:]
+    words = words[: next((place for place, word in enumerate(words) if word in ("|", ">", "<", "&")), len(words))]
+    command: Any = typer.main.get_command(app)
+    try:
+        context = command.make_context("tokenmill", [], resilient_parsing=True)
+        while hasattr(command, "get_command"):
+            command = command.get_command(context, words.pop(0))
+        command.make_context("tokenmill", words)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def test_a_wrong_command_would_be_noticed() -> None:
+    assert parse_problem("tokenmill submit --max-tokens 5 Hello") is None
+    assert parse_problem("tokenmill submit --no-such-option") is not None
+    assert parse_problem("tokenmill conquer") is not None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    """Files that are linked are there, and so are the headings that a link points to."""
+    missing = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if re.match(r"https?://", target):
+            continue
+        name, _, anchor = target.partition("#")
+        file = (page.parent / name) if name else page
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            missing.append(target)
+    assert missing == []
+
+
+def anchors(page: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
