@@ -1,0 +1,144 @@
+"""ops/redis/users.acl under a whole worker, a producer and a reader: each does all of its work, and is refused nothing
+of it. What they may not do is tested in tests/ops/test_redis_config.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from api_client import AsyncClient, Client, scripts
+from api_client.scripts import Script
+from schemas.result import JobStatus
+from tests.support.topologies import ValkeyCluster
+from tests.support.valkey import ValkeyServer
+from tests.support.worker import QUEUE, database_url, running_worker
+from worker.consume import scripts as worker_scripts
+
+pytestmark = pytest.mark.redis
+
+ROOT = Path(__file__).parents[2]
+RULES = (ROOT / "ops" / "redis" / "users.acl").read_text("utf-8")
+OPERATOR = {"username": "operator", "password": "change-me-operator"}
+LONG: dict[str, Any] = {"prompt": "long", "max_tokens": 4_000, "ignore_eos": True}
+
+
+def named(user: str, address: str) -> str:
+    """The address with the user's name and password."""
+    return address.replace("://", f"://{user}:change-me-{user}@", 1)
+
+
+@pytest.fixture
+def guarded(make_valkey: Callable[..., ValkeyServer], tmp_path: Path) -> ValkeyServer:
+    rules = tmp_path / "users.acl"
+    rules.write_text(RULES)
+    return make_valkey(settings={"aclfile": str(rules)})
+
+
+@pytest.fixture
+def guarded_cluster(tmp_path: Path) -> Iterator[ValkeyCluster]:
+    """The default user stays, for the fixture's own questions."""
+    rules = tmp_path / "users.acl"
+    rules.write_text(RULES.replace("user default off", "user default on nopass ~* &* +@all"))
+    with ValkeyCluster(settings={"aclfile": str(rules)}) as cluster:
+        yield cluster
+
+
+async def work(address: str, folder: Path) -> None:
+    """Everything that the three do, while a worker serves."""
+    database = database_url(folder)
+    lease = {"lease_seconds": 1.0, "heartbeat_seconds": 0.25}
+    async with (
+        running_worker(named("worker", address), database, model="synthetic?step_ms=3", **lease),
+        AsyncClient(named("producer", address), queue=QUEUE) as producer,
+        AsyncClient(named("reader", address), queue=QUEUE) as reader,
+    ):
+        job = await producer.submit(prompt="hello", max_tokens=20, ignore_eos=True, tenant="t", idempotency_key="k")
+        chunks = [chunk async for chunk in producer.stream(job)]
+        told = await reader.result(job, timeout=60)
+        assert "".join(chunk.text for chunk in chunks) == told.text
+        assert "".join([chunk.text async for chunk in reader.stream(job)]) == told.text
+        later = await producer.submit(prompt="later", not_before=1e10, tenant="t", deadline=1e11)
+        assert await producer.cancel(later) == "cancelled"
+        running = await producer.submit(**LONG)
+        stream = reader.stream(running)
+        await anext(stream)
+        assert (await reader.status(running)).status is JobStatus.RUNNING
+        await producer.cancel(running)
+        assert [chunk async for chunk in stream][-1].status is JobStatus.CANCELLED
+        retried = await producer.submit(prompt="[[fail]]", max_tokens=3, retry={"max_attempts": 2, "backoff_ms": 10})
+        assert (await producer.result(retried, timeout=60)).status is JobStatus.FAILED
+        assert await reader.workers()
+        assert (await reader.depth()).num_queued == 0
+        assert await reader.list() == await producer.list() == []
+        assert await reader.dead() == []
+        assert await producer.redrive() == []
+        await asyncio.to_thread(threaded, address)
+
+
+def threaded(address: str) -> None:
+    with Client(named("producer", address), queue=QUEUE) as producer:
+        job = producer.submit(prompt="hello", max_tokens=5, ignore_eos=True)
+        assert sum(len(chunk.token_ids) for chunk in producer.stream(job)) == 5
+
+
+def refusals(server: ValkeyServer) -> list[tuple[str, str]]:
+    with server.client(**OPERATOR) as operator:
+        log: list[dict[str, str]] = operator.acl_log()
+    return [(entry["username"], entry["object"]) for entry in log]
+
+
+async def test_all_work_is_allowed(guarded: ValkeyServer, tmp_path: Path) -> None:
+    await work(guarded.url, tmp_path)
+    assert refusals(guarded) == []
+
+
+@pytest.mark.slow
+async def test_all_work_is_allowed_in_a_cluster(guarded_cluster: ValkeyCluster, tmp_path: Path) -> None:
+    await work(guarded_cluster.url, tmp_path)
+    assert [refusals(node) for node in guarded_cluster.nodes] == [[], [], []]
+
+
+# ── no more than that ──
+
+CONNECTION = {"auth", "hello", "ping", "select", "client|setname", "client|setinfo"}
+CLUSTER = {"command", "cluster|slots", "asking"}
+PUBSUB = {"subscribe", "unsubscribe", "ssubscribe", "sunsubscribe"}
+SOURCES = [path.read_text("utf-8") for path in (ROOT / "api_client").glob("*.py")]
+# What the clients send beside scripts, as in `("HGETALL", key)`.
+LOOKING = {
+    "|".join(part.lower() for part in words if part)
+    for source in SOURCES
+    for words in re.findall(r'\("([A-Z]{3,})(?:(?: |", ")([A-Z]{3,}))?"', source)
+}
+SCRIPTS = {"eval", "evalsha"}
+
+
+def commands_of(*used: Script) -> set[str]:
+    text = "\n".join(script.text for script in used)
+    found = re.findall(r"redis\.p?call\('([A-Z]+)'(?:, '(CREATE)')?", text)
+    names = {name.lower() + (f"|{sub.lower()}" if sub else "") for name, sub in found}
+    xgroups = {"xgroup|create"} if "'XGROUP', 'CREATE'" in text else set()
+    return (names - {"xgroup"}) | xgroups | {"publish", "spublish"}
+
+
+NEEDED = {
+    "producer": SCRIPTS | LOOKING | commands_of(scripts.SUBMIT, scripts.CANCEL, scripts.REDRIVE),
+    "worker": SCRIPTS | LOOKING | commands_of(*worker_scripts.ALL) | {"info"},
+    "reader": LOOKING - {"hset"},
+}
+
+
+@pytest.mark.parametrize("user", NEEDED)
+def test_nobody_has_a_right_that_nothing_uses(user: str) -> None:
+    line = next(line for line in RULES.splitlines() if line.startswith(f"user {user} "))
+    granted = set(re.findall(r"\+(\S+)", line))
+    assert not [right for right in granted if right.startswith("@")], "a whole category"
+    also = CONNECTION | CLUSTER | PUBSUB
+    assert granted - NEEDED[user] - also == set(), "rights that nothing uses"
+    assert NEEDED[user] - granted == set(), "rights that are missing"
