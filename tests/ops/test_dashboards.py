@@ -21,6 +21,7 @@ pytestmark = pytest.mark.redis
 OPS = Path(__file__).parents[2] / "ops"
 DASHBOARD: dict[str, Any] = json.loads((OPS / "grafana/dashboards/tokenmill.json").read_text())
 ALERTS: dict[str, Any] = yaml.safe_load((OPS / "prometheus/alerts.yml").read_text())
+SCALER: dict[str, Any] = yaml.safe_load((OPS / "k8s/scaledobject.yaml").read_text())
 PROMETHEUS: dict[str, Any] = yaml.safe_load((OPS / "prometheus/prometheus.yml").read_text())
 RULES = {rule["alert"]: rule for group in ALERTS["groups"] for rule in group["rules"]}
 TARGETS = [(panel, target) for panel in DASHBOARD["panels"] for target in panel.get("targets", [])]
@@ -63,6 +64,12 @@ def test_every_query_of_the_dashboard_finds_its_metrics(
     labels = exported.labels_of(_plain(target["expr"]))
     for name in re.findall(r"\{\{(\w+)\}\}", target.get("legendFormat", "")):
         assert name in labels, f"the legend of {panel['title']!r} wants {name}, the result has {sorted(labels)}"
+
+
+@pytest.mark.parametrize("trigger", SCALER["spec"]["triggers"], ids=lambda trigger: trigger["name"])
+def test_every_query_of_the_autoscaler_gives_one_number(exported: Catalogue, trigger: dict[str, Any]) -> None:
+    query = trigger["metadata"]["query"].replace("smollm2-135m-instruct", "q")
+    assert exported.labels_of(query) == set()
 
 
 @pytest.mark.parametrize("name", RULES)

@@ -6,10 +6,12 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-import kombu
 import pytest
 import redis
 import redis.asyncio
+from kombu.connection import Connection
+from kombu.entity import Exchange, Queue
+from kombu.message import Message
 
 from api_client import Client
 from schemas.chunk import Chunk
@@ -94,12 +96,12 @@ async def test_a_job_s_whole_life_needs_no_more_than_the_users_have(server: Valk
 def test_celery_can_work_as_the_tasks_user(server: ValkeyServer) -> None:
     options = {"global_keyprefix": "tm:tasks:"}
     got: list[object] = []
-    with kombu.Connection(url(server, "tasks"), transport_options=options) as connection:
-        queue = kombu.Queue("upkeep", kombu.Exchange("upkeep"), routing_key="upkeep")
+    with Connection(url(server, "tasks"), transport_options=options) as connection:
+        queue = Queue("upkeep", Exchange("upkeep"), routing_key="upkeep")
         with connection.Producer() as producer:
             producer.publish({"n": 1}, exchange=queue.exchange, routing_key="upkeep", declare=[queue])
 
-        def take(body: object, message: kombu.Message) -> None:
+        def take(body: object, message: Message) -> None:
             got.append(body)
             message.ack()
 

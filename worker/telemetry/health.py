@@ -104,7 +104,8 @@ class WatchServer:
             states[check.name] = problem or "ok"
         return all(state == "ok" for state in states.values()), states
 
-    def _answer(self, method: str, path: str) -> tuple[int, str, bytes]:
+    def answer(self, method: str, path: str) -> tuple[int, str, bytes]:
+        """Status, content type and body."""
         if method not in ("GET", "HEAD"):
             return 405, "text/plain", b"only GET\n"
         if path == "/metrics":
@@ -123,7 +124,7 @@ class WatchServer:
                 if len(words) != 3:
                     status, kind, body = 400, "text/plain", b"not HTTP\n"
                 else:
-                    status, kind, body = self._answer(words[0], words[1].split("?", 1)[0])
+                    status, kind, body = self.answer(words[0], words[1].split("?", 1)[0])
                 writer.write(_head(status, kind, body) + (b"" if words[0] == "HEAD" else body))
                 await writer.drain()
         writer.close()

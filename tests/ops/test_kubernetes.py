@@ -1,0 +1,160 @@
+"""ops/k8s against Kubernetes' own schemas, and against the settings, ports, paths and signals that the code has."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+from prometheus_client import CollectorRegistry
+
+from worker.settings import Settings, load_settings
+from worker.telemetry import WatchServer
+
+FOLDER = Path(__file__).parents[2] / "ops" / "k8s"
+KUSTOMIZATION: dict[str, Any] = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())
+DOCUMENTS: dict[str, dict[str, Any]] = {
+    f"{document['kind']}/{document['metadata']['name']}": document
+    for name in KUSTOMIZATION["resources"]
+    for document in yaml.safe_load_all((FOLDER / name).read_text())
+}
+SCALER_SCHEMA = json.loads((FOLDER / "schemas" / "scaledobject.json").read_text())
+PODS = {name: d["spec"]["template"]["spec"] for name, d in DOCUMENTS.items() if d["kind"] in ("Deployment", "Job")}
+WORKER = "Deployment/tokenmill-worker"
+VERSIONS = ("1.30", "1.34", "1.37")
+
+
+def variables(pod: dict[str, Any]) -> dict[str, str]:
+    """What the container's environment will be."""
+    (container,) = pod["containers"]
+    values: dict[str, str] = {}
+    for source in container.get("envFrom", []):
+        values |= DOCUMENTS[f"ConfigMap/{source['configMapRef']['name']}"]["data"]
+    for entry in container["env"]:
+        if "value" in entry:
+            values[entry["name"]] = entry["value"]
+        elif "secretKeyRef" in entry["valueFrom"]:
+            reference = entry["valueFrom"]["secretKeyRef"]
+            values[entry["name"]] = DOCUMENTS[f"Secret/{reference['name']}"]["stringData"][reference["key"]]
+        else:
+            values[entry["name"]] = "a-pod"
+    return values
+
+
+def settings_of(pod: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Settings:
+    for name in [name for name in os.environ if name.startswith("TOKENMILL_")]:  # noqa: TID251 - the worker's own source
+        monkeypatch.delenv(name)
+    for name, value in variables(pod).items():
+        monkeypatch.setenv(name, value)
+    return load_settings()  # strict: an unknown variable is an error
+
+
+def test_every_file_of_the_folder_is_applied() -> None:
+    files = {path.name for path in FOLDER.glob("*.yaml")} - {"kustomization.yaml"}
+    assert files == set(KUSTOMIZATION["resources"])
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("name", [name for name in DOCUMENTS if not name.startswith("ScaledObject")])
+def test_kubernetes_knows_every_field(name: str, version: str) -> None:
+    kubernetes_validate.validate(DOCUMENTS[name], version, strict=True)
+
+
+def test_keda_knows_every_field_of_the_scaler() -> None:
+    jsonschema.Draft202012Validator.check_schema(SCALER_SCHEMA)
+    scaler = DOCUMENTS["ScaledObject/tokenmill-worker"]
+    jsonschema.validate(scaler, SCALER_SCHEMA)
+    broken = json.loads(json.dumps(scaler))
+    broken["spec"]["triggers"][0]["metadata"]["threshold"] = 48  # KEDA's metadata are strings
+    with pytest.raises(jsonschema.ValidationError, match="48"):
+        jsonschema.validate(broken, SCALER_SCHEMA)
+
+
+def test_a_misspelt_field_is_noticed() -> None:
+    broken = json.loads(json.dumps(DOCUMENTS[WORKER]))
+    broken["spec"]["template"]["spec"]["terminationGracePeriod"] = 90
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(broken, VERSIONS[0], strict=True)
+
+
+@pytest.mark.parametrize("name", PODS)
+def test_every_variable_is_a_setting_and_every_role_its_own_user(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = settings_of(PODS[name], monkeypatch)
+    role = {"worker": "worker", "tasks": "tasks", "exporter": "reader"}.get(name.rpartition("-")[2])
+    if role is not None:
+        assert settings.redis_url.startswith(f"redis://{role}:")
+
+
+@pytest.mark.parametrize("name", PODS)
+def test_pods_run_without_rights_and_write_only_where_they_must(name: str) -> None:
+    pod = PODS[name]
+    (container,) = pod["containers"]
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert pod["automountServiceAccountToken"] is False
+    allowed = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
+    assert container["securityContext"] == allowed
+    mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    assert set(mounts.values()) == {volume["name"] for volume in pod["volumes"]}
+    assert "/tmp" in mounts
+    assert container["resources"]["limits"]["memory"]
+    dockerfile = (FOLDER.parent / "Dockerfile").read_text()
+    assert f"--uid {pod['securityContext']['runAsUser']} tokenmill" in dockerfile
+
+
+def test_a_pod_has_the_time_that_its_drain_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = settings_of(PODS[WORKER], monkeypatch)
+    needed = settings.drain_seconds + settings.record_drain_seconds
+    assert PODS[WORKER]["terminationGracePeriodSeconds"] >= needed + 10
+
+
+def test_the_worker_s_caches_can_be_written() -> None:
+    (container,) = PODS[WORKER]["containers"]
+    cache = "/home/tokenmill/.cache"
+    assert cache in {mount["mountPath"] for mount in container["volumeMounts"]}
+    assert variables(PODS[WORKER])["TRITON_CACHE_DIR"].startswith(cache)
+
+
+@pytest.mark.parametrize("name", [name for name in PODS if "exporter" in name or "worker" in name])
+async def test_probes_ask_what_the_server_answers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (container,) = PODS[name]["containers"]
+    settings = settings_of(PODS[name], monkeypatch)
+    assert settings.metrics_host == "0.0.0.0"
+    assert container["ports"] == [{"name": "metrics", "containerPort": settings.metrics_port}]
+    server = WatchServer("127.0.0.1", 0, CollectorRegistry(), [])
+    for kind in ("startupProbe", "livenessProbe", "readinessProbe"):
+        probe = container.get(kind)
+        if probe is not None:
+            assert probe["httpGet"]["port"] == "metrics"
+            assert server.answer("GET", probe["httpGet"]["path"])[0] == 200
+    assert container["livenessProbe"]["httpGet"]["path"] == "/livez"  # the only one that a restart repairs
+
+
+def test_everything_selects_pods_that_are_there() -> None:
+    labels = [d["spec"]["template"]["metadata"]["labels"] for d in DOCUMENTS.values() if d["kind"] == "Deployment"]
+    for name, document in DOCUMENTS.items():
+        selector = document.get("spec", {}).get("selector")
+        if selector is not None:
+            wanted = selector.get("matchLabels", selector)
+            assert [found for found in labels if wanted.items() <= found.items()], f"{name} selects nothing"
+    target = DOCUMENTS["ScaledObject/tokenmill-worker"]["spec"]["scaleTargetRef"]["name"]
+    assert f"Deployment/{target}" in DOCUMENTS
+    assert "replicas" not in DOCUMENTS[WORKER]["spec"]  # they are KEDA's
+
+
+def test_scaling_counts_on_the_places_that_workers_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = settings_of(PODS[WORKER], monkeypatch)
+    spec = DOCUMENTS["ScaledObject/tokenmill-worker"]["spec"]
+    jobs = spec["triggers"][0]["metadata"]
+    places = settings.engine_config().max_num_seqs
+    assert places / 2 <= int(jobs["threshold"]) <= places
+    assert all(f'queue="{settings.queue_name}"' in trigger["metadata"]["query"] for trigger in spec["triggers"])
+    assert spec["minReplicaCount"] <= spec["fallback"]["replicas"] <= spec["maxReplicaCount"]
+
+
+def test_no_secret_stands_among_the_settings() -> None:
+    data = DOCUMENTS["ConfigMap/tokenmill-settings"]["data"]
+    assert not [name for name, value in data.items() if "://" in value or "SECRET" in name or "PASSWORD" in name]
