@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ from worker.app import Worker
 
 pytestmark = [pytest.mark.redis, pytest.mark.chaos]
 
-SHORT = {"max_tokens": 30, "ignore_eos": True}
+SHORT: dict[str, Any] = {"max_tokens": 30, "ignore_eos": True}
 SLOW_MODEL = "synthetic?step_ms=5"
 
 
@@ -51,7 +52,7 @@ async def test_a_tenant_has_no_more_places_than_its_limit(redis_url: str, tmp_pa
 
 
 async def test_a_worker_s_settings_refuse_what_is_too_much(redis_url: str, tmp_path: Path) -> None:
-    limits = {"queue_limit": 5, "tenant_jobs_per_minute": 8.0, "max_payload_bytes": 4_000}
+    limits: dict[str, Any] = {"queue_limit": 5, "tenant_jobs_per_minute": 8.0, "max_payload_bytes": 4_000}
     async with client_of(redis_url) as client:
         async with running_worker(redis_url, database_url(tmp_path), **limits):
             first = await client.submit(prompt="x", **SHORT)
@@ -82,7 +83,7 @@ async def test_a_full_server_shows_in_the_health_and_heals(
     make_valkey: Callable[..., ValkeyServer], tmp_path: Path
 ) -> None:
     server = make_valkey(settings={"maxmemory-policy": "noeviction"})
-    lease = {"lease_seconds": 1.0, "heartbeat_seconds": 0.25}
+    lease: dict[str, Any] = {"lease_seconds": 1.0, "heartbeat_seconds": 0.25}
 
     async def until(is_well: bool) -> None:
         async with asyncio.timeout(60):

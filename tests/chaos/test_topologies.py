@@ -37,7 +37,7 @@ def no_connection_is_forgotten() -> Iterator[None]:
 async def serving(url: str, folder: Path, queue: str, model: str = SLOW_MODEL) -> AsyncIterator[AsyncClient]:
     """A worker and a client of one queue."""
     database = database_url(folder)
-    lease = {"lease_seconds": 1.0, "heartbeat_seconds": 0.25}
+    lease: dict[str, Any] = {"lease_seconds": 1.0, "heartbeat_seconds": 0.25}
     async with (
         running_worker(url, database, queue=queue, model=model, **lease),
         AsyncClient(url, queue=queue, database=database) as client,
@@ -87,7 +87,7 @@ async def hear_through(client: AsyncClient, trouble: Any) -> None:
     told = Told()
     listening = asyncio.create_task(listen(client, job, told))
     async with asyncio.timeout(60):
-        while len(told.token_ids) < 20 and not listening.done():
+        while len(told.token_ids) < 20 and not listening.done():  # noqa: ASYNC110 - the listener knows no event
             await asyncio.sleep(0.02)
     await trouble()
     async with asyncio.timeout(60):

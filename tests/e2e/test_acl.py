@@ -52,7 +52,7 @@ def guarded_cluster(tmp_path: Path) -> Iterator[ValkeyCluster]:
 async def work(address: str, folder: Path) -> None:
     """Everything that the three do, while a worker serves."""
     database = database_url(folder)
-    lease = {"lease_seconds": 1.0, "heartbeat_seconds": 0.25}
+    lease: dict[str, Any] = {"lease_seconds": 1.0, "heartbeat_seconds": 0.25}
     async with (
         running_worker(named("worker", address), database, model="synthetic?step_ms=3", **lease),
         AsyncClient(named("producer", address), queue=QUEUE) as producer,
