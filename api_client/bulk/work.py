@@ -74,6 +74,7 @@ def run_batch(
 ) -> Batch:
     """Raises ConfigurationError when the output is not this input's."""
     pacing = pacing or Pacing()
+    client.depth()  # patience is for a queue that goes away, not for one that never was there
     with OutputFiles(paths) as files:
         before = files.load_record()
         if before is None:
@@ -143,6 +144,7 @@ def import_batch(
 ) -> Batch:
     """Returns when every line is handed in. `batch`: one of `new_batch`, or one that was begun with this file."""
     pacing = pacing or Pacing()
+    client.depth()
     is_resumed = batch is not None and batch.submitted > 0
     batch = batch or new_batch(client, path, terms)
     store.create(batch)
