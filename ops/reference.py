@@ -27,6 +27,7 @@ from schemas.control import Cancel, Drain, TenantLoad, WorkerStatus
 from schemas.generation import ResponseFormat, SamplingParams, TokenLogprob
 from schemas.job import JobRequest, Message, RetryPolicy
 from schemas.result import ChoiceResult, JobError, JobResult, Usage
+from worker.flags import panel_of
 from worker.settings import ENGINE_FIELDS, PREFIX, Settings
 
 GUIDES = Path(__file__).parent / "guides"
@@ -43,29 +44,21 @@ _WORDS: dict[type[shapes.Type], str] = {
 
 
 def settings_page() -> str:
-    fields = Settings.model_fields
-    worker = {name: field for name, field in fields.items() if name not in ENGINE_FIELDS}
-    engine = {name: fields[name] for name in ENGINE_FIELDS}
-    return "\n".join(
-        (
-            "# Settings",
-            "",
-            f"Written by `{COMMAND}` from `worker/settings.py`; a test fails when it is stale.",
-            "",
-            f"Each setting is a flag of `tokenmill worker` and a variable: `--max-num-seqs` is `{PREFIX}MAX_NUM_SEQS`.",
-            "Flags win over variables, variables over defaults. There is no settings file. A misspelt or impossible",
-            "setting stops the start, and every problem is named at once. Durations are seconds; `none` unsets.",
-            "",
-            "## Worker",
-            "",
-            *_settings_table(worker),
-            "",
-            "## Engine",
-            "",
-            *_settings_table(engine),
-            "",
-        )
-    )
+    panels: dict[str, dict[str, FieldInfo]] = {"Worker": {}, "Engine": {}, "Tasks": {}}
+    for name in sorted(Settings.model_fields, key=lambda name: name in ENGINE_FIELDS):  # otherwise as they stand
+        panels[panel_of(name)][name] = Settings.model_fields[name]
+    lines = [
+        "# Settings",
+        "",
+        f"Written by `{COMMAND}` from `worker/settings.py`; a test fails when it is stale.",
+        "",
+        f"Each setting is a flag of `tokenmill worker` and a variable: `--max-num-seqs` is `{PREFIX}MAX_NUM_SEQS`.",
+        "Flags win over variables, variables over defaults. There is no settings file. A misspelt or impossible",
+        "setting stops the start, and every problem is named at once. Durations are seconds; `none` unsets.",
+    ]
+    for title, fields in panels.items():
+        lines += ["", f"## {title}", "", *_settings_table(fields)]
+    return "\n".join([*lines, ""])
 
 
 def _settings_table(fields: dict[str, FieldInfo]) -> Iterator[str]:

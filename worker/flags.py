@@ -45,11 +45,16 @@ def with_settings(command: Command) -> Callable[..., None]:
 def _annotation(name: str, field: FieldInfo) -> Any:
     flag = name.replace("_", "-")
     words = field.description or ""
-    panel = "Engine" if name in ENGINE_FIELDS else "Tasks" if name.startswith(_TASKS) else "Worker"
-    common: dict[str, Any] = {"help": words[:1].upper() + words[1:] + _default(field, words), "rich_help_panel": panel}
+    text = words[:1].upper() + words[1:] + _default(field, words)
+    common: dict[str, Any] = {"help": text, "rich_help_panel": panel_of(name)}
     if bool in _kinds(field):
         return Annotated[bool | None, typer.Option(f"--{flag}/--no-{flag}", **common)]
     return Annotated[str | None, typer.Option(f"--{flag}", metavar=_metavar(field), **common)]
+
+
+def panel_of(name: str) -> str:
+    """Which part of the service a setting is for, as the help and the settings page group them."""
+    return "Engine" if name in ENGINE_FIELDS else "Tasks" if name.startswith(_TASKS) else "Worker"
 
 
 def _default(field: FieldInfo, words: str) -> str:
