@@ -113,7 +113,8 @@ class Service:
         if self._admission is None or self._host is None:
             raise RuntimeError("jobs were claimed before the engine was there")
         admitted: list[Admitted] = []
-        for outcome in await asyncio.gather(*(self._admission.admit(delivery) for delivery in deliveries)):
+        outcomes = await asyncio.gather(*(self._admission.admit(delivery) for delivery in deliveries))
+        for outcome in await self._finalizer.recall(outcomes):
             if isinstance(outcome, Finished):
                 await self._finish(outcome)
             elif self._held.get(outcome.job_id) is outcome.delivery:  # not lost or given back meanwhile
@@ -165,7 +166,7 @@ class Service:
 
     async def _start_engine(self) -> None:
         self._host = self._host_factory()
-        ready = await self._host.start(lambda what, fraction: log.info("engine: %s (%.0f %%)", what, 100 * fraction))
+        ready = await self._host.start(_tell)
         if self._admission is None:
             try:
                 self._admission = await self._admission_factory(ready)
@@ -291,3 +292,9 @@ class Service:
         self._stopping.set()
         if self._host is not None:
             await self._host.stop()
+
+
+def _tell(what: str, fraction: float) -> None:
+    """A step that cannot say how far it is says that it has begun, and that it is done."""
+    how_far = "" if fraction <= 0 else ": done" if fraction >= 1 else f" ({100 * fraction:.0f} %)"
+    log.info("engine: %s%s", what, how_far)

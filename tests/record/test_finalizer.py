@@ -4,14 +4,17 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import msgspec
 import pytest
 
 from schemas import ChoiceResult
+from schemas.job import JobRequest
+from schemas.result import JobResult
 from tests.record.support import FakeRedis, finished
 from worker.errors import StoreUnavailable
-from worker.jobs import Finished
+from worker.jobs import Admitted, Delivery, Finished
 from worker.record import Finalizer, FinalizerLimits, RecordReport
 from worker.record.stage import Backoff
 
@@ -47,6 +50,11 @@ class FakeStore:
                 self.recorded[job_id] = item
                 report.written.add(job_id)
         return report
+
+    async def find(self, ids: Sequence[str]) -> dict[str, JobResult]:
+        if self.down:
+            raise StoreUnavailable("the SQL store failed: connection refused")
+        return {job_id: self.recorded[job_id].result for job_id in ids if job_id in self.recorded}
 
 
 @dataclass
@@ -211,6 +219,41 @@ async def test_a_redelivered_job_ends_in_redis_as_it_stands_in_sql(rig: Rig) -> 
     assert told.final_chunk.index == len(first.result.token_ids)
     assert told.final_chunk.finish_reason == first.result.finish_reason
     assert rig.told == []  # it was counted when it was recorded
+
+
+def came_back(recorded: Finished, **changes: Any) -> Admitted:
+    """A job that another worker had before; nothing but its delivery and its request is looked at."""
+    delivery = Delivery(
+        job_id=recorded.result.job_id, token=2, payload=b"", deliveries=2, crashes=0, verdict="run", log=(),
+        created_ms=0, started_ms=0, attempt=1,
+    )  # fmt: skip
+    request = msgspec.structs.replace(recorded.request or JobRequest(job_id=""), **changes)
+    return Admitted(delivery, request, cast("Any", None), cast("Any", None))
+
+
+async def test_a_job_whose_end_is_in_sql_is_not_generated_again(rig: Rig) -> None:
+    first = finished("job-0", worker_id="dead-worker")
+    rig.store.recorded["job-0"] = first
+    async with rig.running() as finalizer:
+        (outcome,) = await finalizer.recall([came_back(first)])
+        assert isinstance(outcome, Finished)
+        assert (outcome.token, outcome.result) == (2, first.result)
+        assert outcome.final_chunk.index == len(first.result.token_ids)
+
+
+async def test_what_cannot_be_recalled_is_generated_again(rig: Rig) -> None:
+    """A first delivery, another tenant's row of the same name, nothing recorded, no database."""
+    first = finished("job-0")
+    job = came_back(first)
+    async with rig.running() as finalizer:
+        assert await finalizer.recall([job]) == [job]
+        rig.store.recorded["job-0"] = first
+        stranger = came_back(first, tenant="somebody else")
+        assert await finalizer.recall([stranger]) == [stranger]
+        new = replace(job, delivery=replace(job.delivery, deliveries=1))
+        assert await finalizer.recall([new]) == [new]
+        rig.store.down = True
+        assert await finalizer.recall([job]) == [job]
 
 
 async def test_what_is_in_hand_when_the_worker_is_cancelled_is_still_reported(rig: Rig) -> None:

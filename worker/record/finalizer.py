@@ -21,8 +21,10 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
+from schemas.chunk import Chunk
 from schemas.result import JobResult
-from worker.jobs import Acknowledger, Finished
+from worker.errors import StoreUnavailable
+from worker.jobs import Acknowledger, Admitted, Finished
 from worker.record.stage import Backoff, Stage
 from worker.record.store import RecordReport
 
@@ -35,6 +37,8 @@ class Recorder(Protocol):
     """What the finalizer needs of a store; ResultStore is one."""
 
     async def record(self, finished: Sequence[Finished]) -> RecordReport: ...
+
+    async def find(self, ids: Sequence[str]) -> dict[str, JobResult]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +117,20 @@ class Finalizer:
         """Never waits: a stream of tokens must not stand still because SQL does."""
         self.stats.submitted += 1
         self._to_record.put([finished])
+
+    async def recall(self, outcomes: Sequence[Admitted | Finished]) -> list[Admitted | Finished]:
+        """A job that comes back may have its end in SQL, from a worker that died before it could say so. Then it is not
+        generated again: its subscribers would be told other chunks than those who have read the result.
+        """
+        again = {job.job_id for job in outcomes if isinstance(job, Admitted) and job.delivery.deliveries > 1}
+        if not again or self.stats.record_down_since is not None:
+            return list(outcomes)
+        try:
+            known = await self._store.find(sorted(again))
+        except StoreUnavailable as error:  # then it is generated again, and the row decides
+            log.warning("jobs that came back cannot be looked up: %s", error)
+            return list(outcomes)
+        return [_recalled(job, known) if isinstance(job, Admitted) else job for job in outcomes]
 
     async def wait_for_room(self) -> None:
         while self.is_full:
@@ -198,6 +216,14 @@ def _notify(hook: Callable[[list[T]], None] | None, items: list[T]) -> None:
         log.exception("a hook of the finalizer failed")
 
 
+def _recalled(job: Admitted, known: dict[str, JobResult]) -> Admitted | Finished:
+    result = known.get(job.job_id)
+    if result is None or result.tenant != job.request.tenant:
+        return job
+    chunk = Chunk(job_id=job.job_id, index=0, attempt=result.attempt)
+    return Finished(job.delivery.token, result, _last_chunk(chunk, result), job.request)
+
+
 def as_recorded(finished: Finished, existing: dict[str, JobResult]) -> Finished:
     """A job that SQL has already ends in Redis as it stands in SQL, so that both give one answer for ever. Its last
     chunk lies behind all the tokens of that answer: who was told fewer than those sees a gap, and reads the result.
@@ -205,10 +231,14 @@ def as_recorded(finished: Finished, existing: dict[str, JobResult]) -> Finished:
     result = existing.get(finished.result.job_id)
     if result is None or result == finished.result:
         return finished
+    return replace(finished, result=result, final_chunk=_last_chunk(finished.final_chunk, result))
+
+
+def _last_chunk(chunk: Chunk, result: JobResult) -> Chunk:
     choices = result.choices
     ends = choices[0].text_ends if len(choices) == 1 else ()
-    final = msgspec.structs.replace(
-        finished.final_chunk,
+    return msgspec.structs.replace(
+        chunk,
         index=sum(len(choice.token_ids) for choice in choices),
         text=choices[0].text[ends[-1] if ends else 0 :] if len(choices) == 1 else "",
         finish_reason=result.finish_reason,
@@ -216,4 +246,3 @@ def as_recorded(finished: Finished, existing: dict[str, JobResult]) -> Finished:
         usage=result.usage,
         error=result.error,
     )
-    return replace(finished, result=result, final_chunk=final)

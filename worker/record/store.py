@@ -30,6 +30,7 @@ from worker.record.tables import jobs, usage, webhooks
 log = logging.getLogger(__name__)
 
 _ANSWER_TIMEOUT_S: Final = STATEMENT_TIMEOUT_S + 30
+_LOOK_UP_TIMEOUT_S: Final = 5.0
 
 
 @dataclass(slots=True)
@@ -74,6 +75,15 @@ class ResultStore:
         rows.sort(key=lambda row: row.job_id)  # two writers that lock in one order cannot deadlock
         return await in_thread(lambda: self._record(rows), self._answer_timeout_s)
 
+    async def find(self, ids: Sequence[str]) -> dict[str, JobResult]:
+        """What is recorded of these jobs of this queue for good; the dead may be redriven. Raises StoreUnavailable."""
+        try:
+            return await in_thread(lambda: self._find(ids), _LOOK_UP_TIMEOUT_S)
+        except StoreUnavailable:
+            raise
+        except Exception as error:
+            raise StoreUnavailable(f"the SQL store cannot be read: {sentence_of(error)}") from error
+
     async def check(self) -> None:
         """Raises StoreUnavailable, or SchemaOutdated when `tokenmill db upgrade` has to run first."""
         try:
@@ -90,6 +100,12 @@ class ResultStore:
 
     async def close(self) -> None:
         await in_thread(self._engine.dispose, self._answer_timeout_s)
+
+    def _find(self, ids: Sequence[str]) -> dict[str, JobResult]:
+        chosen = and_(jobs.c.id.in_(ids), jobs.c.queue == self._queue, jobs.c.state != JobStatus.DEAD.value)
+        with self._engine.connect() as connection:
+            rows = connection.execute(select(jobs.c.id, jobs.c.result).where(chosen)).all()
+        return {job_id: decode_result(encoded) for job_id, encoded in rows if encoded is not None}
 
     def _standing(self) -> Standing:
         with self._engine.connect() as connection:
