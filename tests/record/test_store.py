@@ -133,3 +133,13 @@ async def test_nothing_to_record_needs_no_database() -> None:
 
 def test_the_support_makes_results_that_differ_by_id() -> None:
     assert result().job_id != result().job_id
+
+
+async def test_only_what_this_queue_recorded_for_good_is_found(store: ResultStore, url: str) -> None:
+    """The dead may be redriven: their row is not the last word."""
+    await store.record([finished("a"), failed("dead", status=JobStatus.DEAD)])
+    other = ResultStore(url, queue="another")
+    await other.record([finished("elsewhere")])
+    found = await store.find(["a", "dead", "elsewhere", "never"])
+    await other.close()
+    assert found == {"a": finished("a").result}
