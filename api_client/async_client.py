@@ -14,12 +14,11 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import redis.asyncio
-from redis.exceptions import RedisError
 
 from api_client import programs, queue_programs, queue_state, scripts
 from api_client.base import ClientBase, ClientOptions, translate
 from api_client.cancellation import heeding_cancellation
-from api_client.connections import connect_async
+from api_client.connections import SERVER_TROUBLE, connect_async
 from api_client.effects import Commands, Effect, Listen, LookUp, Program, Receive, RunScript, Sleep, Tell
 from api_client.errors import JobFailed, QueueUnavailable
 from api_client.hub import ChannelHub, HubSubscription
@@ -192,7 +191,7 @@ class _Performer:
         try:
             with heeding_cancellation():
                 self._answer = await self._perform(effect)
-        except (RedisError, OSError) as error:
+        except SERVER_TROUBLE as error:
             self._trouble = translate(error)
 
     async def _perform(self, effect: Effect) -> Any:

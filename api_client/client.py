@@ -16,11 +16,10 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import redis
-from redis.exceptions import RedisError
 
 from api_client import programs, queue_programs, queue_state, scripts
 from api_client.base import ClientBase, ClientOptions, translate
-from api_client.connections import connect
+from api_client.connections import SERVER_TROUBLE, connect
 from api_client.effects import Commands, Effect, Listen, LookUp, Program, Receive, RunScript, Sleep, Tell
 from api_client.errors import JobFailed, QueueUnavailable
 from api_client.queue_programs import DeadJob
@@ -172,7 +171,7 @@ class Client(ClientBase):
                     continue
                 try:
                     answer = performer.perform(effect)
-                except (RedisError, OSError) as error:
+                except SERVER_TROUBLE as error:
                     trouble = translate(error)
         finally:
             program.close()

@@ -22,8 +22,12 @@ import redis.cluster
 import redis.retry
 import redis.sentinel
 from redis.backoff import ExponentialWithJitterBackoff
+from redis.exceptions import RedisClusterException, RedisError
 
-from api_client.errors import ConfigurationError
+from api_client.errors import ConfigurationError, QueueUnavailable
+
+# All that the library raises when servers are in trouble; a cluster's own errors are not under RedisError.
+SERVER_TROUBLE = (RedisError, RedisClusterException, OSError)
 
 _NO_PORT = (
     "the Redis URL does not name host:port where it should; is a character of its password not quoted (%2F for /)?"
@@ -156,7 +160,8 @@ def _options_of_urls() -> Iterator[None]:
 
 
 def connect(url: str, link: Link | None = None) -> redis.Redis:
-    """A client for threads. Nothing is sent before the first command."""
+    """A client for threads. Nothing is sent before the first command, but a cluster is asked for its nodes: raises
+    QueueUnavailable."""
     link, endpoint = link or Link(), parse_url(url)
     options = _options(link) | {"retry": redis.retry.Retry(_backoff(), link.retries)}
     if endpoint.kind == "single":
@@ -167,7 +172,10 @@ def connect(url: str, link: Link | None = None) -> redis.Redis:
         sentinel = _sync_sentinel(list(endpoint.hosts), sentinel_kwargs=_sentinel_options(options), **options)
         return cast("redis.Redis", sentinel.master_for(endpoint.service, redis_class=_ThroughSentinel))
     nodes = [_sync_node(host, port) for host, port in endpoint.hosts]
-    return cast("redis.Redis", redis.cluster.RedisCluster(startup_nodes=nodes, **options))
+    try:
+        return cast("redis.Redis", redis.cluster.RedisCluster(startup_nodes=nodes, **options))
+    except SERVER_TROUBLE as error:
+        raise QueueUnavailable(f"the queue's cluster: {error}") from error
 
 
 def connect_async(url: str, link: Link | None = None) -> redis.asyncio.Redis:

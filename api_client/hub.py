@@ -14,9 +14,9 @@ from typing import Any
 
 import redis.asyncio
 import redis.asyncio.cluster
-from redis.exceptions import RedisError
 
 from api_client.cancellation import end_task, heeding_cancellation, wait_at_most
+from api_client.connections import SERVER_TROUBLE
 from api_client.effects import Signal
 from api_client.errors import QueueUnavailable
 
@@ -82,7 +82,7 @@ class _Session:
                 if connection is None or not connection.is_connected:
                     raise ConnectionError("not connected")
                 await connection.send_command(verb, channel, check_health=False)
-            except (RedisError, OSError, AttributeError):  # the last: the library lost the socket under our hands
+            except (*SERVER_TROUBLE, AttributeError):  # the last: the library lost the socket under our hands
                 self.is_stale = True
 
     async def next_message(self) -> dict[str, Any] | None:
@@ -93,7 +93,7 @@ class _Session:
     async def close(self) -> None:
         async with self._lock:
             for part in (self._pubsub, self._owned):
-                with contextlib.suppress(RedisError, OSError):
+                with contextlib.suppress(*SERVER_TROUBLE):
                     if part is not None:
                         await part.aclose()
 
@@ -166,7 +166,7 @@ class ChannelHub:
                 session = await self._connect()
                 failures = 0
                 await self._read(session, me)
-            except (RedisError, OSError) as error:
+            except SERVER_TROUBLE as error:
                 self._trouble = error
                 log.debug("pub/sub connection: %s", error)
             finally:

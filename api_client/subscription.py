@@ -11,8 +11,8 @@ from typing import Any
 
 import redis
 import redis.cluster
-from redis.exceptions import RedisError
 
+from api_client.connections import SERVER_TROUBLE
 from api_client.errors import QueueUnavailable
 
 _CONFIRM_S = 5.0
@@ -45,13 +45,13 @@ class Subscription:
                 raise QueueUnavailable("the server ended a subscription: its slot has moved")
 
     def close(self) -> None:
-        with contextlib.suppress(RedisError, OSError):  # then the connection is gone, and with it the subscription
+        with contextlib.suppress(*SERVER_TROUBLE):  # then the connection is gone, and with it the subscription
             self._pubsub.close()
 
     def _next(self, timeout: float) -> dict[str, Any] | None:
         try:
             message: dict[str, Any] | None = self._pubsub.get_message(timeout=timeout)
-        except (RedisError, OSError) as error:
+        except SERVER_TROUBLE as error:
             self.close()
             raise QueueUnavailable(f"the subscription broke: {error}") from error
         return message
@@ -68,5 +68,5 @@ def _open(client: Any, channel: str) -> Any:
         pubsub = cluster.get_redis_connection(cluster.get_node_from_key(channel)).pubsub()
         pubsub.ssubscribe(channel)
         return pubsub
-    except (RedisError, OSError) as error:
+    except SERVER_TROUBLE as error:
         raise QueueUnavailable(f"cannot subscribe: {error}") from error

@@ -66,17 +66,16 @@ def show(findings: list[Finding], *, only_problems: bool = False) -> None:
 
 
 def _redis(settings: Settings) -> Iterator[Finding]:
-    import redis
 
-    from api_client.connections import Link, connect
+    from api_client.connections import SERVER_TROUBLE, Link, connect
 
     address = settings.public()["redis_url"]
-    client = connect(settings.redis_url, Link(timeout_s=3, connect_timeout_s=3))
     try:
+        client = connect(settings.redis_url, Link(timeout_s=3, connect_timeout_s=3))
         started = time.time()
         client.ping()
         elapsed = time.time() - started
-    except (redis.RedisError, OSError) as error:
+    except SERVER_TROUBLE as error:
         yield Finding(
             "redis", "error", f"{address}: {error}", "start it, or set TOKENMILL_REDIS_URL; `tokenmill dev` brings one"
         )
@@ -84,7 +83,7 @@ def _redis(settings: Settings) -> Iterator[Finding]:
     try:
         yield from _redis_server(client, f"{address}, {elapsed * 1000:.1f} ms away")
         yield from _redis_queue(client, settings)
-    except (redis.RedisError, OSError) as error:
+    except SERVER_TROUBLE as error:
         yield Finding("redis", "error", f"it answers, but not to everything: {error}", "check the user's rights (ACL)")
     finally:
         client.close()

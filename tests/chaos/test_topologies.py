@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,14 @@ from typing import Any
 import pytest
 
 from api_client import AsyncClient, Client
+from api_client.errors import QueueUnavailable
 from schemas.keys import Keys
 from schemas.result import JobStatus
 from tests.chaos.audience import listen
 from tests.chaos.checker import Told
 from tests.support.topologies import SentinelGroup, ValkeyCluster
 from tests.support.worker import database_url, running_worker
+from worker.embedded import free_port
 
 pytestmark = [pytest.mark.redis, pytest.mark.chaos]
 
@@ -136,6 +139,37 @@ async def test_messages_of_a_cluster_stay_on_the_queues_node(valkey_cluster: Val
     assert Keys(queue).chunks(job).encode() in channels[owner]
     assert [port for port, found in channels.items() if found] == [owner]
     assert plain == []
+
+
+async def test_a_cluster_goes_away_altogether_and_comes_back(valkey_cluster: ValkeyCluster, tmp_path: Path) -> None:
+    """Longer than the lease. The library has errors of its own for it."""
+
+    def outage() -> None:
+        for node in valkey_cluster.nodes:
+            node.kill()
+        time.sleep(1.5)
+        for node in valkey_cluster.nodes:
+            node.start()
+
+    async with serving(valkey_cluster.url, tmp_path, "outage") as client:
+        await hear_through(client, lambda: asyncio.to_thread(outage))
+
+
+@pytest.mark.parametrize("form", ["redis+cluster", "redis+sentinel"])
+async def test_a_topology_out_of_reach_is_said_in_a_sentence(form: str) -> None:
+    url = f"{form}://127.0.0.1:{free_port()}" + ("/main" if "sentinel" in form else "")
+    async with AsyncClient(url, queue="q") as client:
+        with pytest.raises(QueueUnavailable):
+            await client.submit(prompt="x")
+        with pytest.raises(QueueUnavailable):
+            await anext(client.stream("unknown"))
+
+    def threaded() -> None:
+        with Client(url, queue="q") as client:
+            client.submit(prompt="x")
+
+    with pytest.raises(QueueUnavailable):
+        await asyncio.to_thread(threaded)
 
 
 @pytest.mark.slow

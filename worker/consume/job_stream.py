@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import redis.asyncio
-from redis.exceptions import NoPermissionError, RedisError, ResponseError
+from redis.exceptions import NoPermissionError, ResponseError
 
+from api_client.connections import SERVER_TROUBLE
 from api_client.records import QueueDepth, read_depth
 from api_client.scripts import Argument, Script, call_async
 from schemas.codec import encode
@@ -300,7 +301,7 @@ class _translated:
         return None
 
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, (RedisError, OSError, TimeoutError)) and not isinstance(error, RedisUnavailable):
+        if isinstance(error, (*SERVER_TROUBLE, TimeoutError)) and not isinstance(error, RedisUnavailable):
             raise RedisUnavailable(f"Redis: {type(error).__name__}: {error}") from error
 
 
