@@ -29,6 +29,7 @@ from worker.engine.host import EngineHost, EngineProcess, EngineThread
 from worker.engine.mailbox import Ready
 from worker.errors import Unavailable
 from worker.jobs import Finished
+from worker.naming import read_aliases, read_template
 from worker.observer import Observer
 from worker.publish.publisher import Publisher, PublishLimits
 from worker.queue_watch import QueueWatch, queue_readings
@@ -213,19 +214,23 @@ class Worker:
         return EngineThread(lambda: Engine.load(self._config, self.settings.cache_dir))
 
     async def _admission(self, ready: Ready) -> Admission:
-        tokenizer = await asyncio.to_thread(Tokenizer.load, ready.model_path)
+        settings = self.settings
+        template = read_template(settings.chat_template)
+        tokenizer = await asyncio.to_thread(Tokenizer.load, ready.model_path, template)
         served = ServedModel(
-            names=(self._config.model, self.settings.queue_name),
+            names=(self._config.model, settings.queue_name),
             max_model_len=ready.max_model_len,
             vocab_size=ready.vocab_size,
             eos_token_ids=frozenset(ready.eos_token_ids),
-            default_max_tokens=self.settings.default_max_tokens,
+            default_max_tokens=settings.default_max_tokens,
+            adapters=frozenset(self._config.adapter_folders),
+            aliases=read_aliases(settings.aliases),
         )
         return Admission(
             tokenizer,
             served,
-            worker_id=self.settings.worker_name,
-            max_payload_bytes=self.settings.max_payload_bytes,
+            worker_id=settings.worker_name,
+            max_payload_bytes=settings.max_payload_bytes,
         )
 
     async def _expired(self) -> None:

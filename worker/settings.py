@@ -30,6 +30,7 @@ from schemas.keys import queue_of
 from worker.engine.config import EngineConfig, EngineConfigError
 from worker.engine_help import ENGINE_HELP
 from worker.errors import SettingsError
+from worker.naming import naming_problems
 
 PREFIX = "TOKENMILL_"
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -78,6 +79,8 @@ class Settings(_EngineFields):
     key_prefix: str = Field("tm:", description="first part of every Redis key")
     worker_id: str = Field("", description="name of this worker (default: host, process id)")
     cache_dir: str | None = Field(None, description="where converted models are kept (default: ~/.cache/tokenmill)")
+    aliases: str = Field("", description="further names of the model and its adapters: name=target,name=target")
+    chat_template: str | None = Field(None, description="file with a chat template (default: the model's own)")
     # the promise
     lease_seconds: float = Field(10.0, ge=0.5, le=3600, description="a silent worker's jobs are free after this long")
     heartbeat_seconds: float | None = Field(None, gt=0, description="(default: a third of the lease)")
@@ -266,6 +269,11 @@ def _semantic_problems(settings: Settings, given: Mapping[str, object]) -> list[
     ):
         if problem is not None:
             found.append(f"{spelt(name)}: {problem}, not {_masked(getattr(settings, name))!r}")
+    model, adapters = (getattr(settings, name) for name in ("model", "adapters"))
+    naming = naming_problems(
+        {model, settings.queue or queue_of(model)}, adapters, settings.aliases, settings.chat_template
+    )
+    found += [f"{spelt(name)} {problem}" for name, problem in naming]
     if settings.heartbeat_interval > settings.lease_seconds / 2:
         found.append(
             f"{spelt('heartbeat_seconds')} ({settings.heartbeat_interval:g}) must be at most half of "
@@ -313,15 +321,20 @@ def _database_problem(url: str) -> str | None:
         return "must begin with sqlite:/// or postgresql://"
     if scheme.startswith("sqlite") and rest.split("?")[0].strip("/") in ("", ":memory:"):
         return "must name a file, as in sqlite:///tokenmill.db"
+    try:
+        _ = urlsplit(url).port
+    except ValueError:
+        return "cannot be read: is a character of its password not quoted (%2F for /, %40 for @)?"
     return None
 
 
 def _endpoint_problem(url: str) -> str | None:
     return None if not url or re.match(r"https?://[^/\s]", url) else "must begin with http:// or https://"
-    try:
-        _ = urlsplit(url).port
-    except ValueError:
-        return "cannot be read: is a character of its password not quoted (%2F for /, %40 for @)?"
+
+
+_HOSTS = re.compile(
+    r"(\[[0-9a-fA-F:.]+\]|[^:/?#\[\]@,]*)(:\d*)?(,([^:/?#,]*|\[[0-9a-fA-F:.]+\])(:\d*)?)*([/#][^?]*)?(\?.*)?"
+)
 
 
 def _masked(value: object) -> object:
@@ -334,8 +347,3 @@ def _masked(value: object) -> object:
     if _HOSTS.fullmatch(hosts) is None:
         return f"{scheme}://***"
     return f"{scheme}://{user.partition(':')[0] + (':***' if ':' in user else '') + '@' if user else ''}{hosts}"
-_HOSTS = re.compile(
-    r"(\[[0-9a-fA-F:.]+\]|[^:/?#\[\]@,]*)(:\d*)?(,([^:/?#,]*|\[[0-9a-fA-F:.]+\])(:\d*)?)*([/#][^?]*)?(\?.*)?"
-)
-
-

@@ -10,8 +10,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 INVALID = "invalid_request"
 TOO_LONG = "context_length_exceeded"
+MAX_LISTED = 10  # names in a sentence
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class ServedModel:
     """What admission must know of the model. `names` are those a request may call it by, the first is its own.
 
     `default_max_tokens` limits answers of requests that name no limit; None: the rest of the model's length.
+    `adapters` may be asked for by `lora`, or as the model; `aliases` are further names for these and for the model.
     """
 
     names: tuple[str, ...]
@@ -45,6 +47,24 @@ class ServedModel:
     vocab_size: int
     eos_token_ids: frozenset[int]
     default_max_tokens: int | None = None
+    adapters: frozenset[str] = frozenset()
+    aliases: Mapping[str, str] = field(default_factory=dict)
+
+    def adapter_for(self, model: str, lora: str) -> str:
+        """The adapter that answers; empty: the model itself. Raises LookupError with one sentence."""
+        target = self.aliases.get(model, model)
+        if target and target not in self.names and target not in self.adapters:
+            others = sorted({*self.adapters, *self.aliases})
+            also = f" (and as adapters or aliases: {', '.join(others[:MAX_LISTED])})" if others else ""
+            raise LookupError(f"model {model!r} is not served here; this queue serves {self.names[0]!r}{also}")
+        chosen = target if target in self.adapters else ""
+        wanted = self.aliases.get(lora, lora)
+        if wanted and wanted not in self.adapters:
+            there = ", ".join(sorted(self.adapters)[:MAX_LISTED]) or "none"
+            raise LookupError(f"lora {lora!r} is not served here; this queue's adapters: {there}")
+        if chosen and wanted and chosen != wanted:
+            raise LookupError(f"model {model!r} is the adapter {chosen!r}, but lora asks for {wanted!r}")
+        return chosen or wanted
 
 
 class _Refused(Exception):
@@ -112,14 +132,15 @@ class Admission:
     ) -> GenerationRequest:
         params = request.params
         seed = seed_of(delivery.job_id) if params.seed is None else params.seed
+        adapter = self._adapter(request)
         done = tuple(i for i, choice in enumerate(answer.choices) if choice.finish_reason is not None)
         resumed = tuple(tuple(choice.stream.token_ids) for choice in answer.choices) if answer.num_tokens else ()
         return GenerationRequest(
             request_id=delivery.job_id,
             prompt_ids=prompt_ids,
-            params=msgspec.structs.replace(
-                params, seed=seed, max_tokens=max_tokens, stop=()
-            ),  # text is not its business
+            params=msgspec.structs.replace(  # text is not its business
+                params, seed=seed, max_tokens=max_tokens, stop=(), lora=adapter
+            ),
             priority=request.priority.rank,
             tenant=request.tenant,
             cache_salt=request.tenant,
@@ -134,18 +155,20 @@ class Admission:
         found = problems(request)
         if found:
             raise _Refused("; ".join(found))
-        if request.model and request.model not in self._model.names:
-            raise _Refused(
-                f"model {request.model!r} is not served here; this queue serves {self._model.names[0]!r}",
-                "model_not_found",
-            )
-        for field, ids in (
+        self._adapter(request)
+        for name, ids in (
             ("prompt_ids", request.prompt_ids or ()),
             ("stop_token_ids", request.params.stop_token_ids),
             ("logit_bias", tuple(request.params.logit_bias)),
         ):
             if max(ids, default=0) >= self._model.vocab_size:
-                raise _Refused(f"{field} holds {max(ids)}, outside the vocabulary of {self._model.vocab_size} ids")
+                raise _Refused(f"{name} holds {max(ids)}, outside the vocabulary of {self._model.vocab_size} ids")
+
+    def _adapter(self, request: JobRequest) -> str:
+        try:
+            return self._model.adapter_for(request.model, request.params.lora)
+        except LookupError as error:
+            raise _Refused(str(error.args[0]), "model_not_found") from error
 
     async def _encode(self, request: JobRequest) -> tuple[int, ...]:
         if request.prompt_ids is not None:

@@ -9,8 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from worker.engine.engine import Engine, EngineError
-from worker.engine.mailbox import Broken, Cancel, Command, Frame, Mailbox, Ready, Report, ResetCache, Stop, Submit
+from worker.engine.mailbox import (
+    Broken,
+    Cancel,
+    Command,
+    Frame,
+    Mailbox,
+    Progress,
+    Ready,
+    Report,
+    ResetCache,
+    Stop,
+    Submit,
+)
 from worker.engine.types import GenerationRequest
+from worker.engine.warm_up import warm_up
 
 IDLE_REPORT_S = 0.5
 
@@ -24,7 +37,13 @@ class EngineLoop:
         self._emit = emit
 
     def run(self) -> None:
-        """Until a Stop command, or until the device is lost (which is reported as Broken)."""
+        """Warm up, say Ready, then until a Stop command, or until the device is lost (which is reported as Broken)."""
+        try:
+            warm_up(self._engine.runner, lambda message, fraction: self._emit(Progress(message, fraction)))
+        except Exception as error:
+            self._emit(Broken(f"the first step failed: {type(error).__name__}: {error}", at_start=True))
+            self._engine.runner.close()
+            return
         self._emit(self._ready())
         try:
             while self._turn():

@@ -30,13 +30,13 @@ def save_adapter(model_folder: Path, folder: Path, seed: int, **changes: Any) ->
     } | changes
     model = transformers.AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # peft's advice on fan_in_fan_out
+        warnings.simplefilter("ignore")  # peft's advice on options
         adapted = get_peft_model(model, LoraConfig(**options))
-    with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
-            if "lora_" in name:
-                parameter.normal_(0.0, 0.25)
-    adapted.save_pretrained(str(folder))
+        with torch.no_grad():
+            for name, parameter in adapted.named_parameters():
+                if "lora_" in name:
+                    parameter.normal_(0.0, 0.25)
+        adapted.save_pretrained(str(folder), save_embedding_layers=False)
     return folder
 
 

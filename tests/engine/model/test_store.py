@@ -11,7 +11,7 @@ import pytest
 import transformers
 
 from tests.engine.truth import tiny_models
-from worker.engine.model import store
+from worker.engine.model import convert, store
 from worker.engine.model.store import BuiltIn, ModelNotFoundError, ModelUnusableError, resolve
 
 
@@ -73,7 +73,7 @@ def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFoundError, match=r"holds no config\.json"):
+    with pytest.raises(ModelNotFoundError, match=r"holds neither a config\.json nor a \.gguf file"):
         resolve(str(tmp_path))
 
 
@@ -94,6 +94,30 @@ def test_a_gguf_file_is_converted_once(gguf_file: Path, tmp_path: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     assert model.config.num_hidden_layers == 2
     assert transformers.AutoTokenizer.from_pretrained(folder).eos_token == "</s>"
+
+
+def test_a_folder_may_hold_one_gguf_file(gguf_file: Path, tmp_path: Path) -> None:
+    assert resolve(str(gguf_file.parent), tmp_path) == resolve(str(gguf_file), tmp_path)
+    several = tmp_path / "several"
+    several.mkdir()
+    with pytest.raises(ModelNotFoundError, match=r"several holds neither a config\.json nor a \.gguf file"):
+        resolve(str(several), tmp_path)
+    for name in ("a.gguf", "b.gguf"):
+        (several / name).write_bytes(gguf_file.read_bytes())
+    with pytest.raises(ModelNotFoundError, match=r"holds 2 \.gguf files \(a\.gguf, b\.gguf\): name one of them"):
+        resolve(str(several), tmp_path)
+
+
+def test_a_conversion_says_how_far_it_is(gguf_file: Path, tmp_path: Path) -> None:
+    shares: list[float] = []
+    resolve(str(gguf_file), tmp_path, lambda _what, fraction: shares.append(fraction))
+    assert shares == sorted(shares)
+    assert len(set(shares)) >= 5
+    told: list[float] = []
+    bars = convert._Bars(told.append)
+    for percent in (0, 4, 12, 13, 57, 100):
+        bars.write(f"\rDequantising: {percent:3}%|###   | 3/272 [00:01<00:40]")
+    assert told == [0.12, 0.57, 1.0]
 
 
 def test_other_content_under_the_same_name_is_another_model(gguf_file: Path, tmp_path: Path) -> None:
@@ -134,7 +158,7 @@ def test_processes_that_ask_at_once_convert_once(gguf_file: Path, tmp_path: Path
     folders = [line for line in said if line.startswith("/")]
     assert len(folders) == 3
     assert len(set(folders)) == 1
-    assert sum(line.endswith(" 0.5") for line in said) == 1, "more than one process converted"
+    assert sum(line.endswith(" 0.05") for line in said) == 1, "more than one process converted"
 
 
 def test_a_built_in_whose_package_is_missing_says_which() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,17 +16,35 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+_PERCENT = re.compile(r"(\d{1,3})%\|")
+_TOLD_EVERY = 10  # percent
+
 
 def gguf_to_folder(source: Path, folder: Path, report: Callable[[float], None]) -> None:
     """Raises ValueError where the file is no causal language model that Transformers knows."""
-    with contextlib.redirect_stderr(io.StringIO()):  # their progress bars; ours is `report`
+    with contextlib.redirect_stderr(_Bars(lambda share: report(0.1 + 0.7 * share))):  # their progress bars
         _convert(source, folder, report)
+
+
+class _Bars(io.StringIO):
+    """Swallows progress bars and tells of the share that the last one shows: dequantising takes most of the time."""
+
+    def __init__(self, on_share: Callable[[float], None]) -> None:
+        super().__init__()
+        self._on_share, self._told = on_share, 0
+
+    def write(self, text: str) -> int:
+        found = _PERCENT.findall(text)
+        if found and (percent := int(found[-1])) >= self._told + _TOLD_EVERY:
+            self._told = percent
+            self._on_share(percent / 100)
+        return len(text)
 
 
 def _convert(source: Path, folder: Path, report: Callable[[float], None]) -> None:
     where = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
     tokenizer = AutoTokenizer.from_pretrained(**where)
-    report(0.3)
+    report(0.05)
     config = AutoConfig.from_pretrained(**where)
     for role in ("bos", "eos"):  # some versions of Transformers read the tokenizer's own ids wrongly
         token_id = getattr(config, f"{role}_token_id", None)
@@ -34,7 +53,7 @@ def _convert(source: Path, folder: Path, report: Callable[[float], None]) -> Non
     tokenizer.save_pretrained(folder)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-    report(0.5)
+    report(0.1)
     read = load_gguf_checkpoint(str(source), return_tensors=True, model_to_load=model)  # type: ignore[no-untyped-call]
     report(0.8)
     model.load_state_dict(read["tensors"], strict=False, assign=True)

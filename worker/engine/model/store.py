@@ -75,9 +75,10 @@ def resolve(model: str, cache_dir: str | Path | None = None, on_progress: Progre
     cache = Path(cache_dir or DEFAULT_CACHE).expanduser()
     path = Path(model).expanduser()
     if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ModelNotFoundError(f"{path} holds no config.json")
-        return path
+        if (path / "config.json").is_file():
+            return path
+        file = _only_gguf(path)
+        return _converted(file.stem.lower(), [file], cache, report)
     if model in BUILT_IN:
         try:
             files = BUILT_IN[model].files()
@@ -89,6 +90,16 @@ def resolve(model: str, cache_dir: str | Path | None = None, on_progress: Progre
             raise ModelNotFoundError(f"there is no file {path}")
         return _converted(path.stem.lower(), [path], cache, report)
     return _from_hub(model, report)
+
+
+def _only_gguf(folder: Path) -> Path:
+    found = sorted(folder.glob("*.gguf"))
+    if len(found) == 1:
+        return found[0]
+    if found:
+        names = ", ".join(file.name for file in found[:5])
+        raise ModelNotFoundError(f"{folder} holds {len(found)} .gguf files ({names}): name one of them")
+    raise ModelNotFoundError(f"{folder} holds neither a config.json nor a .gguf file")
 
 
 def _converted(name: str, files: list[Path], cache: Path, report: Progress) -> Path:
@@ -162,7 +173,11 @@ def _from_hub(model: str, report: Progress) -> Path:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelNotFoundError(
             f"{model} is no directory, no .gguf file and none of the built-in names ({known}), and the hub does not "
-            f"give it: {reason}"
+            f"give it, nor is it in the hub's cache here: {reason}"
         ) from error
+    if not any(Path(path).glob("*.safetensors")):
+        raise ModelNotFoundError(
+            f"{model} comes from the hub without weights in safetensors, which is all that is read"
+        )
     report(f"fetching {model}", 1.0)
     return Path(path)

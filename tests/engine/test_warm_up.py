@@ -1,0 +1,71 @@
+"""Before an engine says that it is ready it has run a prompt and its decode, and nothing of that is left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.lora.support import engine_with, greedy
+from tests.engine.truth import tiny_models
+from worker.engine import Engine
+from worker.engine.loop import EngineLoop
+from worker.engine.mailbox import Broken, Mailbox, Progress, Ready, Report, Stop
+from worker.engine.plan import StepOutput, StepPlan
+
+PROMPT = list(range(5, 25))
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.save(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def reports_of(engine: Engine) -> list[Report]:
+    reports: list[Report] = []
+    mailbox = Mailbox()
+    mailbox.put(Stop())
+    EngineLoop(engine, mailbox, reports.append).run()
+    return reports
+
+
+@pytest.mark.parametrize("num_blocks", [6, 300])
+def test_it_steps_before_it_is_ready_and_leaves_nothing(folder: Path, num_blocks: int) -> None:
+    engine = engine_with(folder, {}, num_blocks=num_blocks)
+    runner: Any = engine.runner
+    steps: list[str] = []
+    execute = runner.execute
+
+    def noted(plan: StepPlan) -> StepOutput:
+        steps.append("decode" if plan.is_decode_only else "prefill")
+        output: StepOutput = execute(plan)
+        return output
+
+    runner.execute = noted
+    reports = reports_of(engine)
+    assert steps == ["prefill", "decode"] * 2
+    assert [type(report) for report in reports] == [Progress, Ready]
+    assert runner._inputs.num_rows_in_use == 0
+    stats = engine.stats()
+    assert (stats.steps, stats.blocks_cached, stats.blocks_free) == (0, 0, stats.blocks_total)
+
+
+def test_answers_are_those_of_an_engine_that_was_not_warmed_up(folder: Path) -> None:
+    cold, warm = engine_with(folder, {}), engine_with(folder, {})
+    reports_of(warm)
+    assert (
+        warm.generate_batch([PROMPT], greedy(12))[0].token_ids == cold.generate_batch([PROMPT], greedy(12))[0].token_ids
+    )
+
+
+def test_a_first_step_that_fails_ends_the_start(folder: Path) -> None:
+    engine = engine_with(folder, {})
+    runner: Any = engine.runner
+
+    def fails(_plan: object) -> None:
+        raise RuntimeError("no kernel image is available")
+
+    runner.execute = fails
+    *_, last = reports_of(engine)
+    assert last == Broken("the first step failed: RuntimeError: no kernel image is available", at_start=True)
