@@ -18,6 +18,7 @@ from rich.table import Table
 
 from api_client import AsyncClient
 from api_client.sql import SqlResults
+from ops.demonstration import bulk
 from ops.demonstration.questions import QUESTIONS, Question
 from ops.demonstration.stack import DemoError, DemoStack, Notice
 from ops.demonstration.view import View, choose_view
@@ -28,6 +29,8 @@ PLAIN_NOTICE_INTERVAL_S = 5.0
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="ops/demo", description="The whole service on this machine, once.")
+    parser.add_argument("what", nargs="?", choices=("chats", "bulk"), default="chats", help="bulk: a file of requests")
+    parser.add_argument("--lines", type=int, default=500, help="of the file")
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--queue", default="demo")
     parser.add_argument("--max-tokens", type=int, help="at most so many tokens per answer")
@@ -39,7 +42,10 @@ def main() -> int:
         with DemoStack(options.model, options.queue) as stack:
             with notices(console) as notice:
                 stack.start(notice)
-            asyncio.run(show(stack, QUESTIONS, options.max_tokens, console))
+            if options.what == "bulk":
+                bulk.show(stack, options.model, options.lines, console)
+            else:
+                asyncio.run(show(stack, QUESTIONS, options.max_tokens, console))
             with notices(console) as notice:
                 notice("stopping the worker and the servers")
                 stack.stop()

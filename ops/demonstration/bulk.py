@@ -1,0 +1,102 @@
+"""`ops/demo bulk`: a file of requests through the whole service with the command that a user would type.
+
+It uses the same private servers and worker as the other demonstration; what is shown is `tokenmill bulk run` itself,
+then the first answers, the errors, and what stands in SQL.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from ops.demonstration.stack import DemoError, DemoStack
+
+_THINGS = (
+    "the sea", "a train", "bread", "the moon", "a library", "rain", "a bicycle", "tea", "a clock", "snow", "a garden",
+    "copper", "a bridge", "honey", "the desert", "a violin", "salt", "a lighthouse", "paper", "a river",
+)  # fmt: skip
+_ASKED = (
+    "Say one sentence about {}.",
+    "Name a colour that goes with {}.",
+    "Is {} old or new? Answer in one word.",
+    "Give a title for a story about {}.",
+    "What would a child ask about {}?",
+)
+_MAX_TOKENS = 8
+_SHOWN = 4
+
+
+def requests(count: int, model: str) -> Iterator[dict[str, object]]:
+    """Chats and completions; one in a hundred asks for what no text model can do."""
+    kinds = itertools.cycle(itertools.product(_ASKED, _THINGS))
+    for number, (asked, thing) in zip(range(count), kinds, strict=False):
+        text = asked.format(thing)
+        body: dict[str, object] = {"model": model, "max_tokens": _MAX_TOKENS, "temperature": 0}
+        if number % 5 == 4:
+            url, content = "/v1/completions", {"prompt": f"{thing.capitalize()} is"}
+        else:
+            url, content = "/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}
+        if number % 100 == 50:
+            content |= {"tools": [{"type": "function", "function": {"name": "look"}}]}
+        yield {"custom_id": f"demo-{number}", "method": "POST", "url": url, "body": {**body, **content}}
+
+
+def show(stack: DemoStack, model: str, count: int, console: Console) -> None:
+    """Raises DemoError when a line got no answer."""
+    folder = stack.directory
+    source, output = folder / "in.jsonl", folder / "out.jsonl"
+    source.write_text("".join(json.dumps(request) + "\n" for request in requests(count, model)))
+    console.print(f"$ tokenmill bulk run in.jsonl -o out.jsonl      # {count} lines", style="bold")
+    where = {
+        "TOKENMILL_REDIS_URL": stack.redis_url,
+        "TOKENMILL_DATABASE_URL": stack.database_url,
+        "TOKENMILL_QUEUE": stack.queue,
+    }
+    command = [sys.executable, "-m", "api_client.cli", "bulk"]
+    run = [*command, "run", source.name, "-o", output.name]
+    if subprocess.run(run, cwd=folder, env=os.environ | where, check=False).returncode:
+        raise DemoError("`tokenmill bulk run` did not complete the batch")
+    errors = folder / "out.errors.jsonl"
+    answers, failures = _lines(output), _lines(errors)
+    console.print(_table("answers, as the OpenAI Batch API writes them", answers[:_SHOWN]))
+    console.print(_table("errors", failures[:_SHOWN]))
+    console.print("$ tokenmill bulk list", style="bold")
+    subprocess.run([*command, "list"], cwd=folder, env=os.environ | where, check=True)
+    names = [line["custom_id"] for line in answers + failures]
+    if sorted(names) != sorted(f"demo-{number}" for number in range(count)):
+        raise DemoError(f"{len(names)} lines were answered, of {count}")
+    console.print(f"{count} lines in, answers: {len(answers)}, errors: {len(failures)}; each line once")
+
+
+def _lines(path: Path) -> list[dict[str, str]]:
+    if not path.exists():
+        return []
+    found = (json.loads(line) for line in path.read_text().splitlines())
+    return [{"custom_id": line["custom_id"], "text": _text(line)} for line in found]
+
+
+def _text(line: dict[str, dict[str, dict[str, object]]]) -> str:
+    if line["error"] is not None:
+        return str(line["error"]["message"])
+    body: dict[str, object] = line["response"]["body"]
+    if "error" in body:
+        return str(body["error"]["message"])  # type: ignore[index]
+    choice = body["choices"][0]  # type: ignore[index]
+    return str(choice["message"]["content"] if "message" in choice else choice["text"])
+
+
+def _table(title: str, lines: list[dict[str, str]]) -> Table:
+    table = Table(title=title, title_justify="left", expand=True)
+    table.add_column("custom_id", no_wrap=True)
+    table.add_column("", ratio=1, no_wrap=True, overflow="ellipsis")
+    for line in lines:
+        table.add_row(line["custom_id"], " ".join(line["text"].split()))
+    return table
