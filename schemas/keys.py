@@ -21,7 +21,8 @@ so that each script touches one slot of a cluster.
 | `tm:{q}:ended` | sorted set job id → ended ms | cancel, sweep | until claimed, only to be recorded |
 | `tm:{q}:dead` | stream | dead-letter | until redriven or trimmed |
 | `tm:{q}:tenant:<tenant>` | hash: running, rate bucket, virtual times | scripts | TTL, renewed while in use |
-| `tm:{q}:batches`, `tm:{q}:batch:<id>` | sorted set id → created ms; hash | bulk, without a database | a month after the last change |
+| `tm:{q}:batches` | sorted set batch id → created ms | bulk work without a database | a month after a change |
+| `tm:{q}:batch:<id>` | hash: the batch, its state and progress | the same | the same |
 | `tm:{q}:batch-errors:<id>` | hash line → why it has no job | the same | the same |
 | `tm:{q}:meta` | hash: counters, limits and settings of the queue and its tenants | scripts, operators | for ever |
 """
