@@ -167,8 +167,9 @@ def _model(settings: Settings) -> Iterator[Finding]:
     model = settings.engine_config().model
     path = Path(model).expanduser()
     if path.is_dir():
-        usable = (path / "config.json").is_file()
-        yield Finding("model", "ok" if usable else "error", f"{path}" + ("" if usable else " holds no config.json"))
+        usable = (path / "config.json").is_file() or len(list(path.glob("*.gguf"))) == 1
+        words = f"{path}" + ("" if usable else " holds neither a config.json nor one .gguf file")
+        yield Finding("model", "ok" if usable else "error", words)
     elif model in store.BUILT_IN:
         try:
             store.BUILT_IN[model].files()
