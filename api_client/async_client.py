@@ -34,6 +34,8 @@ from schemas.result import JobResult, JobStatus
 
 T = TypeVar("T")
 
+_COMMANDS_AT_ONCE = 32  # and so many connections: thousands of tasks may wait for results or read streams
+
 
 class AsyncClient(ClientBase):
     """See Client; bound to the event loop it is first used in."""
@@ -51,6 +53,7 @@ class AsyncClient(ClientBase):
         super().__init__(url, queue, database, prefix, options or ClientOptions())
         self._redis = redis_client or connect_async(url, self._options.link)
         self._hub = ChannelHub(self._redis)
+        self.turns = asyncio.Semaphore(_COMMANDS_AT_ONCE)
 
     # ── jobs ──
 
@@ -197,9 +200,11 @@ class _Performer:
     async def _perform(self, effect: Effect) -> Any:
         match effect:
             case RunScript(script, arguments):
-                return await scripts.call_async(self._redis, script, *self._client.script_head, *arguments)
+                async with self._client.turns:
+                    return await scripts.call_async(self._redis, script, *self._client.script_head, *arguments)
             case Commands(commands, tolerant):
-                return await self._commands(commands, tolerant)
+                async with self._client.turns:
+                    return await self._commands(commands, tolerant)
             case Listen(channel):
                 await self.close()
                 self._subscription = await self._hub.subscribe(channel)

@@ -32,6 +32,7 @@ SERVER_TROUBLE = (RedisError, RedisClusterException, OSError)
 _NO_PORT = (
     "the Redis URL does not name host:port where it should; is a character of its password not quoted (%2F for /)?"
 )
+_MAX_CONNECTIONS = 4096  # the library's own limit, 100, refuses the 101st thread that streams
 _DEFAULT_PORTS = {"sentinel": 26379, "cluster": 6379}
 
 # Constructors that the library has not annotated.
@@ -141,8 +142,7 @@ def _options(link: Link) -> dict[str, Any]:
     }
     if link.client_name:
         options["client_name"] = link.client_name
-    if link.max_connections:
-        options["max_connections"] = link.max_connections
+    options["max_connections"] = link.max_connections or _MAX_CONNECTIONS
     return options
 
 
