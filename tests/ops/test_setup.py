@@ -89,6 +89,29 @@ def test_npm_s_failure_is_one_sentence(checkout: Path) -> None:
         provisioner._step("installing y", command)
 
 
+@pytest.mark.parametrize("ci", ["", "true"])
+def test_without_npm_s_packages_setup_goes_on_but_not_in_ci(checkout: Path, tmp_path: Path, ci: str) -> None:
+    """At home their tests are skipped then; the name of the file to remove is said."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name, does in (("node", "exit 0"), ("npm", "echo 'npm error network'; exit 1")):
+        (tools / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tools / name).chmod(0o755)
+    body = (
+        "import sys; sys.path.insert(0, 'ops')\n"
+        "from provision import Progress, Provisioner\nfrom pathlib import Path\n"
+        "Path('.cache').mkdir(); Path('.cache/setup.log').touch()\n"
+        "Provisioner(Path('.').resolve(), 'dev', Progress())._install_node_packages()\n"
+    )
+    environment = {"PATH": f"{tools}:/usr/bin:/bin", "CI": ci}
+    done = subprocess.run(
+        [sys.executable, "-c", body], cwd=checkout, env=environment, capture_output=True, text=True, check=False
+    )
+    assert "npm error network" in done.stderr
+    assert (done.returncode == 0) is (ci == "")
+    assert (".tokenmill-dev to try again" in done.stderr) is (ci == "")
+
+
 def test_the_second_of_two_setups_waits_and_does_nothing(checkout: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (checkout / ".cache").mkdir()
     with (checkout / ".cache" / "setup.lock").open("w") as lock:
