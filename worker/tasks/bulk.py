@@ -1,6 +1,7 @@
 """Bulk files through the tasks: a file handed in by one task, its answers fetched into a file by another.
 
-    celery -A worker.tasks call tokenmill.bulk.import --kwargs '{"source": "/data/a.jsonl", "output": "/data/b.jsonl"}'
+    celery -A worker.tasks call tokenmill.bulk.import --serializer msgpack \\
+        --kwargs '{"source": "/data/in.jsonl", "output": "/data/out.jsonl"}'
 
 What is done stands with the batch, so a task may stop anywhere: it works for some minutes, then puts itself back
 behind the others, and one whose process died comes again. Paths are those of the machine that the tasks run on.

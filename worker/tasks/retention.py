@@ -95,9 +95,10 @@ class Retention:
         return delete(webhooks).where(webhooks.c.id.in_(old))
 
     def _remove_usage(self, until: float) -> int:
-        """Whole days, the oldest first."""
+        """Whole days, the oldest first. Readers trust the sums up to the newest: so these come first."""
         if not self._limits.usage_days:
             return 0
+        self._roll_up.recent()
         first_kept = datetime.fromtimestamp(self._clock(), UTC) - timedelta(days=self._limits.usage_days)
         removed = 0
         while time.monotonic() < until:
