@@ -53,7 +53,7 @@ class AsyncClient(ClientBase):
         super().__init__(url, queue, database, prefix, options or ClientOptions())
         self._redis = redis_client or connect_async(url, self._options.link)
         self._hub = ChannelHub(self._redis)
-        self.turns = asyncio.Semaphore(_COMMANDS_AT_ONCE)
+        self._turns = asyncio.Semaphore(_COMMANDS_AT_ONCE)
 
     # ── jobs ──
 
@@ -143,7 +143,7 @@ class AsyncClient(ClientBase):
 
     async def _run(self, program: Program[T]) -> T:
         """A program that tells nothing on the way."""
-        performer = _Performer(self, self._redis, self._hub)
+        performer = _Performer(self, self._redis, self._hub, self._turns)
         try:
             effect = performer.step(program)
             while effect is not None:
@@ -156,7 +156,7 @@ class AsyncClient(ClientBase):
             await performer.close()
 
     async def _tell(self, program: Program[None]) -> AsyncGenerator[Any, None]:
-        performer = _Performer(self, self._redis, self._hub)
+        performer = _Performer(self, self._redis, self._hub, self._turns)
         try:
             while (effect := performer.step(program)) is not None:
                 if isinstance(effect, Tell):
@@ -171,11 +171,14 @@ class AsyncClient(ClientBase):
 class _Performer:
     """Carries out one program's effects; owns its subscription."""
 
-    def __init__(self, client: AsyncClient, connection: redis.asyncio.Redis, hub: ChannelHub) -> None:
+    def __init__(
+        self, client: AsyncClient, connection: redis.asyncio.Redis, hub: ChannelHub, turns: asyncio.Semaphore
+    ) -> None:
         self.value: Any = None  # what the program returned
         self._client = client
         self._redis = connection
         self._hub = hub
+        self._turns = turns
         self._subscription: HubSubscription | None = None
         self._answer: Any = None
         self._trouble: QueueUnavailable | None = None
@@ -200,10 +203,10 @@ class _Performer:
     async def _perform(self, effect: Effect) -> Any:
         match effect:
             case RunScript(script, arguments):
-                async with self._client.turns:
+                async with self._turns:
                     return await scripts.call_async(self._redis, script, *self._client.script_head, *arguments)
             case Commands(commands, tolerant):
-                async with self._client.turns:
+                async with self._turns:
                     return await self._commands(commands, tolerant)
             case Listen(channel):
                 await self.close()

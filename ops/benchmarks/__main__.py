@@ -19,6 +19,8 @@ COMMANDS = {
     "engine": "tokens per second, TTFT and TPOT of the bare engine, beside its peers (--peer transformers|vllm)",
     "workloads": "write the five workload files of `engine` (seeded)",
     "queue": "the whole way: Valkey, pub/sub, log and SQL around the engine",
+    "rates": "the queue alone, model-free: jobs/s, chunks/s, latencies, memory (--peer celery|arq)",
+    "bulk": "what a bulk file costs the interactive jobs beside it",
     "scheduler": "the cost of one plan and commit, by batch and by backlog",
     "sampler": "the sampler alone, by what the requests ask for",
     "attention": "the attention backends beside one another, and what they read per second",

@@ -51,6 +51,17 @@ class PeerEnvironment:
         self._stamp.write_text(VLLM_VERSION)
         return self.python
 
+    def ensure(self, packages: list[str], waiting: Waiting) -> Path:
+        """The environment's Python, with these packages and what they need."""
+        wanted = " ".join(packages)
+        if self._stamp.exists() and self._stamp.read_text() == wanted:
+            return self.python
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        self._step(waiting, "creating the environment", [sys.executable, "-m", "venv", "--clear", str(self.folder)])
+        self._pip(waiting, f"installing {wanted}", packages)
+        self._stamp.write_text(wanted)
+        return self.python
+
     def _requirements(self, distribution: str) -> list[str]:
         """Of the installed wheel, markers and extras left to pip."""
         probe = f"import importlib.metadata as m; print('\\n'.join(m.requires({distribution!r}) or ()))"

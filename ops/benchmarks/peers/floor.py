@@ -5,6 +5,7 @@ Which kind of linear layers, `options.settings["floor"]` says. Its tokens mean n
 
 import dataclasses
 from collections.abc import Iterable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,9 @@ class FloorRunner:
 
     def prepare(self, params: Any) -> None:
         """Nothing to compile."""
+
+    def prepare_adapter(self, name: str) -> Future[str]:
+        raise ValueError("a floor has no adapters")
 
     def release(self, sequences: Iterable[Sequence]) -> None:
         """Nothing is kept."""

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from api_client import AsyncClient
 from ops.benchmarks.peers.protocol import EngineOptions, Round, serve
@@ -44,8 +44,15 @@ class WholeWay:
         self._worker = Tether(command, at_death=signal.SIGKILL, env=settings, output=sys.stderr.buffer)
         self._undo.callback(self._worker.end, signal.SIGTERM)
         self._rounds = 0
+        self.url, self.database = self._valkey.url, self._database
         asyncio.run(self._wait_ready())
         self.description = "Valkey (append-only), worker, SQLite (WAL), a subscriber per job"
+
+    @classmethod
+    def model_free(cls, model: str) -> Self:
+        """Around an engine that computes nothing."""
+        options = EngineOptions(model=model, max_sequences=256, max_batch_tokens=8192, pool_tokens=1 << 18)
+        return cls(options)
 
     def _settings(self, options: EngineOptions) -> dict[str, str]:
         fields: Mapping[str, object] = {
@@ -82,6 +89,22 @@ class WholeWay:
     def run(self, requests: tuple[WorkloadRequest, ...]) -> Round:
         self._rounds += 1
         return asyncio.run(self._run(requests, f"round-{self._rounds}"))
+
+    def stream_jobs(self, jobs: int, tokens: int) -> dict[str, float]:
+        """Jobs together, a subscriber each: chunks per second, a token's way from engine to subscriber, scripts."""
+        done = self.run(_plain_requests(jobs, tokens))
+        latencies = sorted(done.latency_s or [])
+        return {
+            "chunks_s": sum(map(len, done.tokens)) / done.wall_s,
+            "token_p50_ms": 1e3 * latencies[len(latencies) // 2],
+            "token_p99_ms": 1e3 * latencies[len(latencies) * 99 // 100],
+            "scripts_per_step": (done.script_calls or 0) / max(1, len(done.batch_sizes)),
+        }
+
+    def single_jobs(self, count: int) -> dict[str, float]:
+        """One job after the other on an idle worker: from submit to the first token at the subscriber."""
+        waits = sorted(self.run(_plain_requests(1, 4)).first_s[0] for _ in range(count))
+        return {"start_p50_ms": 1e3 * waits[count // 2], "start_p99_ms": 1e3 * waits[count * 99 // 100]}
 
     async def _run(self, requests: tuple[WorkloadRequest, ...], tenant: str) -> Round:
         calls_before = self._script_calls()
@@ -124,6 +147,10 @@ class WholeWay:
         with redis.Redis.from_url(self._valkey.url) as connection:
             stats: Any = connection.info("commandstats")
         return int(stats.get("cmdstat_evalsha", {}).get("calls", 0))
+
+
+def _plain_requests(count: int, tokens: int) -> tuple[WorkloadRequest, ...]:
+    return tuple(WorkloadRequest(prompt=tuple(range(97, 113)), max_tokens=tokens) for _ in range(count))
 
 
 class Reading:

@@ -1,0 +1,1 @@
+"""Workers and drivers of the queues that `ops/bench rates` puts beside ours."""

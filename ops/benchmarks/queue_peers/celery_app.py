@@ -1,0 +1,33 @@
+"""A Celery application with one task that answers like the model-free engine: so many tokens, each published."""
+
+import os
+
+import redis
+from celery import Celery, Task
+
+
+def make_app(url: str) -> Celery:
+    app = Celery("bench", broker=url, backend=url)
+    app.conf.update(task_serializer="json", result_serializer="json", accept_content=["json"], result_expires=3600)
+    return app
+
+
+def make_task(url: str) -> Task:
+    """`generate(prompt, tokens)`; the worker and the producers both make it, by the same name."""
+    app = make_app(url)
+    connection = redis.Redis.from_url(url)
+
+    @app.task(name="generate", bind=True)  # type: ignore[untyped-decorator]
+    def generate(task: Task, prompt: str, tokens: int) -> dict[str, object]:
+        text = []
+        for index in range(tokens):
+            token = chr(97 + (len(prompt) + index) % 26)
+            connection.publish(f"chunks:{task.request.id}", f"{index}:{token}")
+            text.append(token)
+        return {"text": "".join(text), "tokens": tokens}
+
+    made: Task = generate
+    return made
+
+
+app = make_task(os.environ.get("BENCH_BROKER", "redis://127.0.0.1:1/0")).app
