@@ -141,6 +141,10 @@ class AsyncClient(ClientBase):
 
     # ── performing programs ──
 
+    async def perform(self, program: Program[T]) -> T:
+        """Run a program over effects, for what is built on the client beside its own calls."""
+        return await self._run(program)
+
     async def _run(self, program: Program[T]) -> T:
         """A program that tells nothing on the way."""
         performer = _Performer(self, self._redis, self._hub, self._turns)

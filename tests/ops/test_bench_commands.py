@@ -47,3 +47,16 @@ def test_queue(workload: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert whole["calls_per_step"] >= 1
     assert whole["wall_s"] > 0 < bare["wall_s"]
     assert "whole way / tokenmill" in capsys.readouterr().out
+
+
+@pytest.mark.redis
+@pytest.mark.slow
+def test_rates_beside_celery(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each system must have done every job, or its measurement raises."""
+    out = tmp_path / "rates.json"
+    wanted = ["--jobs", "40", "--tokens", "4", "--rounds", "1", "--peer", "celery", "--json", str(out)]
+    assert main(["rates", *wanted]) == 0
+    ours, celery = (json.loads(out.read_text())["results"][name] for name in ("tokenmill", "celery"))
+    assert min(*ours.values(), *celery.values()) > 0
+    assert ours["token_p50_ms"] <= ours["token_p99_ms"]
+    assert "the whole way, jobs/s" in capsys.readouterr().out
