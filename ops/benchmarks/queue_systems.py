@@ -14,7 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, ClassVar
+from typing import Any, BinaryIO, ClassVar
 
 import redis
 
@@ -39,8 +39,9 @@ class QueueSystem(ABC):
 
     name: ClassVar[str]
 
-    def __init__(self, say: Say) -> None:
-        self._say = say
+    def __init__(self, say: Say, log: BinaryIO) -> None:
+        """`log`: where the workers' own words go."""
+        self._say, self._log = say, log
 
     def measure(self, jobs: int, tokens: int) -> dict[str, float]:
         with EmbeddedValkey(at_death=signal.SIGKILL) as server, redis.Redis.from_url(server.url) as probe:
@@ -88,7 +89,7 @@ class Tokenmill(QueueSystem):
 
     def whole_way(self, jobs: int, tokens: int) -> dict[str, float]:
         self._say(f"{self.name}: a worker starts")
-        service = WholeWay.model_free(SYNTHETIC)
+        service = WholeWay.model_free(SYNTHETIC, self._log)
         try:
             service.stream_jobs(_WARM_UP, tokens)
             self._say(f"{self.name}: the whole way")
@@ -103,7 +104,7 @@ class Tokenmill(QueueSystem):
 
     def _at_pace(self, tokens: int) -> dict[str, float]:
         """What is waited for beside an engine whose steps take time, as a model's do."""
-        service = WholeWay.model_free(PACED)
+        service = WholeWay.model_free(PACED, self._log)
         try:
             service.stream_jobs(8, tokens)
             return service.stream_jobs(32, 4 * tokens) | service.single_jobs(20)
@@ -148,7 +149,7 @@ class CeleryTasks(QueueSystem):
             command = [sys.executable, "-m", "celery", "-A", "ops.benchmarks.queue_peers.celery_app", "worker",
                        "--pool", "solo", "--loglevel", "error", "--without-gossip", "--without-mingle"]  # fmt: skip
             worker = Tether(command, at_death=signal.SIGKILL, env=os.environ | {"BENCH_BROKER": server.url},
-                            output=sys.stderr.buffer)  # fmt: skip
+                            output=self._log)  # fmt: skip
             undo.callback(worker.end, signal.SIGTERM)
             task = celery_app.make_task(server.url)
             ResultSet([task.delay("warm up", tokens) for _ in range(_WARM_UP)]).join_native(timeout=_START_TIMEOUT_S)
@@ -176,7 +177,7 @@ class Arq(QueueSystem):
 
     def whole_way(self, jobs: int, tokens: int) -> dict[str, float]:
         with EmbeddedValkey(at_death=signal.SIGKILL) as server, ExitStack() as undo:
-            worker = Tether([*self._driver(), "worker", server.url], at_death=signal.SIGKILL, output=sys.stderr.buffer)
+            worker = Tether([*self._driver(), "worker", server.url], at_death=signal.SIGKILL, output=self._log)
             undo.callback(worker.end, signal.SIGTERM)
             self._drive(server.url, "whole", _WARM_UP, tokens)
             self._say(f"{self.name}: the whole way")

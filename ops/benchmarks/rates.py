@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from ops.benchmarks.peers.environments import ROOT
 from ops.benchmarks.queue_systems import Arq, CeleryTasks, QueueSystem, Tokenmill
 
 SHOWN = {
@@ -29,6 +30,7 @@ SHOWN = {
     "chunks_s": "chunks to subscribers, 1/s",
     "scripts_per_step": "scripts per engine step",
 }
+LOG = ROOT / ".cache" / "bench-rates.log"
 SYSTEMS: dict[str, type[QueueSystem]] = {"celery": CeleryTasks, "arq": Arq}
 
 
@@ -43,10 +45,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     console = Console(stderr=True)
     kinds: list[type[QueueSystem]] = [Tokenmill, *(SYSTEMS[name] for name in dict.fromkeys(options.peer))]
     rounds: dict[str, list[dict[str, float]]] = defaultdict(list)
-    for number in range(options.rounds):
-        for kind in kinds if number % 2 == 0 else reversed(kinds):
-            with console.status(f"round {number + 1} of {options.rounds}: {kind.name}") as status:
-                rounds[kind.name].append(kind(status.update).measure(options.jobs, options.tokens))
+    LOG.parent.mkdir(parents=True, exist_ok=True)
+    with LOG.open("wb") as log:
+        for number in range(options.rounds):
+            for kind in kinds if number % 2 == 0 else reversed(kinds):
+                with console.status(f"round {number + 1} of {options.rounds}: {kind.name}") as status:
+                    rounds[kind.name].append(kind(status.update, log).measure(options.jobs, options.tokens))
     medians = {name: _medians(measured) for name, measured in rounds.items()}
     _show(medians, options)
     return {"results": medians, "rounds": rounds}

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 from api_client import AsyncClient
 from ops.benchmarks.peers.protocol import EngineOptions, Round, serve
@@ -30,7 +30,7 @@ START_TIMEOUT_S = 300.0
 
 
 class WholeWay:
-    def __init__(self, options: EngineOptions) -> None:
+    def __init__(self, options: EngineOptions, log: BinaryIO | None = None) -> None:
         self._undo = ExitStack()
         folder = Path(self._undo.enter_context(tempfile.TemporaryDirectory(prefix="tokenmill-bench-")))
         self._stamps = folder / "stamps"
@@ -41,7 +41,7 @@ class WholeWay:
         migrate.upgrade(self._database)
         settings = os.environ | self._settings(options)
         command = [sys.executable, "-m", "ops.benchmarks.peers.stamped_worker", str(self._stamps)]
-        self._worker = Tether(command, at_death=signal.SIGKILL, env=settings, output=sys.stderr.buffer)
+        self._worker = Tether(command, at_death=signal.SIGKILL, env=settings, output=log or sys.stderr.buffer)
         self._undo.callback(self._worker.end, signal.SIGTERM)
         self._rounds = 0
         self.url, self.database = self._valkey.url, self._database
@@ -49,10 +49,10 @@ class WholeWay:
         self.description = "Valkey (append-only), worker, SQLite (WAL), a subscriber per job"
 
     @classmethod
-    def model_free(cls, model: str) -> Self:
-        """Around an engine that computes nothing."""
+    def model_free(cls, model: str, log: BinaryIO) -> Self:
+        """Around an engine that computes nothing; what the worker says goes to `log`."""
         options = EngineOptions(model=model, max_sequences=256, max_batch_tokens=8192, pool_tokens=1 << 18)
-        return cls(options)
+        return cls(options, log)
 
     def _settings(self, options: EngineOptions) -> dict[str, str]:
         fields: Mapping[str, object] = {
