@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 
 REDIS_LINK = Link(timeout_s=5.0, connect_timeout_s=5.0)
 STARTUP_PATIENCE_S = 60.0
+RESIGN_S = 5.0
 
 
 def run(settings: Settings) -> int:
@@ -181,8 +182,9 @@ class Worker:
             await self.service.drain(self.settings.drain_seconds, self._hurry)
             await self.service.stop()
             await self._finalizer.drain(self.settings.record_drain_seconds)
-        with contextlib.suppress(Unavailable):
-            await self.stream.resign()
+        with contextlib.suppress(Unavailable, TimeoutError):  # then the lease runs out by itself
+            async with asyncio.timeout(RESIGN_S):
+                await self.stream.resign()
         await engine  # raises what ended it, if it was not us
 
     async def _claim(self) -> None:
@@ -193,8 +195,14 @@ class Worker:
         """A dependency may start later than we do. False: a signal came first."""
         deadline = time.monotonic() + STARTUP_PATIENCE_S
         while not self._stop.is_set():
+            trying, stopped = asyncio.create_task(what()), asyncio.create_task(self._stop.wait())
+            await asyncio.wait([trying, stopped], return_when=asyncio.FIRST_COMPLETED)
+            await end_task(stopped)
+            if not trying.done():
+                await end_task(trying)
+                return False
             try:
-                await what()
+                trying.result()
             except Unavailable as error:
                 if time.monotonic() >= deadline:
                     raise

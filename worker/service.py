@@ -31,6 +31,7 @@ from worker.record.finalizer import Finalizer
 log = logging.getLogger(__name__)
 
 LOOKAHEAD = 4  # jobs claimed beyond the free places, so that a freed place is filled at the very next step
+HAND_OVER_S = 10.0  # a server that stands still must not hold up the end
 RESTART_PAUSE_S = (0.0, 1.0, 5.0, 15.0, 30.0)
 
 
@@ -279,13 +280,16 @@ class Service:
         if not left:
             return
         log.info("handing over %d running jobs", len(left))
-        await self._act_on(await self._publisher.flush())
-        deliveries = list(self._held.values())
-        for delivery in deliveries:
-            self._publisher.close(delivery.job_id)
-            self.cancel(delivery.job_id)
-        with contextlib.suppress(RedisUnavailable):  # then their lease hands them over
-            await self._release(deliveries, crash=False)
+        try:
+            async with asyncio.timeout(HAND_OVER_S):
+                await self._act_on(await self._publisher.flush())
+                deliveries = list(self._held.values())
+                for delivery in deliveries:
+                    self._publisher.close(delivery.job_id)
+                    self.cancel(delivery.job_id)
+                await self._release(deliveries, crash=False)
+        except (RedisUnavailable, TimeoutError) as error:
+            log.warning("the jobs are free when the lease has run out, for Redis does not answer: %s", error)
 
     async def stop(self) -> None:
         """End the engine; `run_engine` returns."""

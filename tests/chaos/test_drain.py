@@ -21,7 +21,7 @@ from worker.jobs import Append, AppendReply
 pytestmark = [pytest.mark.redis, pytest.mark.chaos]
 
 ENDS_WITHIN_S = 60.0
-SHORT = {"drain_seconds": 0.2, "lease_seconds": 1.0, "heartbeat_seconds": 0.25}
+SHORT: dict[str, Any] = {"drain_seconds": 0.2, "lease_seconds": 1.0, "heartbeat_seconds": 0.25}
 
 
 async def ended(serving: asyncio.Task[int]) -> int:
@@ -96,6 +96,33 @@ async def test_a_job_that_is_handed_over_is_not_cancelled(redis_url: str, tmp_pa
             result = await client.result(job, timeout=60)
     assert result.status is JobStatus.SUCCEEDED
     assert [i for chunk in chunks for i in range(chunk.index, chunk.end)] == list(range(3, 400))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["while it starts", "while it works"])
+async def test_told_to_end_while_redis_stands_still(
+    redis_url: str, make_proxy: Any, tmp_path: Path, moment: str
+) -> None:
+    """Connections stay open and nothing answers; the job is free when the lease has run out."""
+    proxy, database = make_proxy(int(redis_url.rsplit(":", 1)[1].split("/")[0])), database_url(tmp_path)
+    chosen = settings(proxy.url, database, model="synthetic?step_ms=5", record_drain_seconds=1.0, **SHORT)
+    worker = Worker(chosen, thread_host(chosen.engine_config()))
+    async with client_of(redis_url, database) as client:
+        job = await client.submit(prompt="long", max_tokens=500, ignore_eos=True)
+        if moment == "while it starts":
+            proxy.freeze()
+        serving = asyncio.create_task(worker.serve())
+        if moment == "while it works":
+            stream = client.stream(job)
+            await anext(stream)
+            await stream.aclose()
+            proxy.freeze()
+        await asyncio.sleep(0.2)
+        worker.drain()
+        assert await ended(serving) == 0
+        proxy.heal()
+        async with running_worker(redis_url, database, worker_id="next", **SHORT):
+            assert (await client.result(job, timeout=60)).usage.completion_tokens == 500
 
 
 @pytest.fixture
