@@ -1,0 +1,117 @@
+"""`ops/bench bulk`: what a bulk file beside them costs interactive jobs, and what it leaves of the file's own speed.
+
+One worker, private servers. First interactive jobs alone, one after the other at a fixed pace; then a file through
+`run_batch` alone; then both together. Interactive jobs are streamed; their first token and their whole time are
+measured at the client.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from api_client import Client
+from api_client.bulk import Pacing, Paths, Progress, open_store, run_batch
+from ops.demonstration.stack import DemoStack
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    first_ms: float
+    total_ms: float
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="synthetic")
+    parser.add_argument("--lines", type=int, default=4000)
+    parser.add_argument("--bulk-tokens", type=int, default=32, help="of each line's answer")
+    parser.add_argument("--jobs", type=int, default=60, help="interactive ones, in each phase")
+    parser.add_argument("--pause", type=float, default=0.1, help="seconds between the end of one and the next")
+    parser.add_argument("--tokens", type=int, default=16, help="of each interactive answer")
+
+
+def run(arguments: argparse.Namespace) -> dict[str, object]:
+    with DemoStack(arguments.model, "bench") as stack:
+        stack.start(lambda _: None)
+        _interactive(stack, arguments, count=5)  # warm
+        alone = _interactive(stack, arguments)
+        watched = _Watched()
+        bulk = threading.Thread(target=_bulk, args=(stack, arguments, watched))
+        bulk.start()
+        watched.is_running.wait(120)
+        before, since = watched.tokens, time.monotonic()
+        beside = _interactive(stack, arguments)
+        during = (watched.tokens - before) / (time.monotonic() - since)
+        is_bulk_left = bulk.is_alive()
+        before, since = watched.tokens, time.monotonic()
+        bulk.join()
+        after = (watched.tokens - before) / max(time.monotonic() - since, 1e-9)
+    report: dict[str, object] = {
+        "interactive alone": _figures(alone),
+        "interactive beside bulk": _figures(beside),
+        "bulk tok/s beside interactive": round(during, 1),
+        "bulk tok/s alone": round(after, 1) if is_bulk_left else None,
+        "bulk ended before the interactive jobs did": not is_bulk_left,
+        "bulk lines": watched.ended,
+    }
+    print(json.dumps(report, indent=2))
+    return report
+
+
+class _Watched:
+    """How far the file is, as `run_batch` tells it."""
+
+    def __init__(self) -> None:
+        self.is_running = threading.Event()
+        self.tokens = 0
+        self.ended = 0
+
+    def __call__(self, stand: Progress) -> None:
+        self.tokens, self.ended = stand.totals.output_tokens, stand.totals.ended
+        if self.ended:
+            self.is_running.set()
+
+
+def _bulk(stack: DemoStack, arguments: argparse.Namespace, watched: _Watched) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        source = Path(name) / "in.jsonl"
+        with source.open("w") as file:
+            for number in range(arguments.lines):
+                body = {"model": arguments.model, "prompt": f"Number {number} is", "max_tokens": arguments.bulk_tokens}
+                line = {"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": body}
+                file.write(json.dumps(line) + "\n")
+        with Client(stack.redis_url, queue=stack.queue, database=stack.database_url) as client:
+            store = open_store(client)
+            run_batch(client, store, source, Paths.of(Path(name) / "out.jsonl"), pacing=Pacing(watch=watched))
+            store.close()
+
+
+def _interactive(stack: DemoStack, arguments: argparse.Namespace, count: int | None = None) -> list[Sample]:
+    samples: list[Sample] = []
+    with Client(stack.redis_url, queue=stack.queue) as client:
+        for number in range(count or arguments.jobs):
+            began = time.monotonic()
+            job = client.submit(
+                prompt=f"Question {number}:", max_tokens=arguments.tokens, ignore_eos=True, priority="interactive"
+            )
+            first = 0.0
+            for chunk in client.stream(job, timeout=120):
+                if chunk.token_ids and not first:
+                    first = time.monotonic() - began
+            samples.append(Sample(first * 1000, (time.monotonic() - began) * 1000))
+            time.sleep(arguments.pause)
+    return samples
+
+
+def _figures(samples: list[Sample]) -> dict[str, float]:
+    figures: dict[str, float] = {"jobs": len(samples)}
+    for name in ("first_ms", "total_ms"):
+        values = sorted(getattr(sample, name) for sample in samples)
+        figures[f"{name} p50"] = round(values[len(values) // 2], 1)
+        figures[f"{name} p99"] = round(values[min(len(values) - 1, int(len(values) * 0.99))], 1)
+    return figures
