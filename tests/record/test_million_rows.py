@@ -1,0 +1,191 @@
+"""The statements behind lists and sums on a million jobs: each is answered from an index, on both databases.
+
+Rows are made inside the database, in one statement for each table (of usage, a third as many). What is asserted is
+the plan: no table is read from end to end, nothing is sorted to find a page. Times are not.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from api_client.queries import Cursor, job_page, usage_sums
+from worker.record.connection import open_engine
+from worker.record.migrate import upgrade
+from worker.record.tables import jobs, usage, webhooks
+
+ROWS = 1_000_000
+DAY_MS = 86_400_000
+FIRST_DAY = 20_000
+DAYS = 100
+SPREAD_MS = DAYS * DAY_MS // ROWS  # between two jobs' ends
+MIDDLE_MS = (FIRST_DAY + DAYS // 2) * DAY_MS
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+_SERIES = {
+    "sqlite": f"WITH RECURSIVE s(n) AS (SELECT 0 UNION ALL SELECT n + 1 FROM s WHERE n < {ROWS - 1}) ",
+    "postgresql": f"WITH s(n) AS (SELECT generate_series(0, {ROWS - 1})) ",
+}
+_DAY = {
+    "sqlite": f"date({FIRST_DAY} + n / {ROWS // DAYS} + 2440587.5)",
+    "postgresql": f"to_char(DATE '1970-01-01' + {FIRST_DAY} + n / {ROWS // DAYS}, 'YYYY-MM-DD')",
+}
+# Spread by primes, so that the columns do not go together. Few have payloads left, as after a purge of old ones.
+_NAMES = {
+    "queue": "'q' || (n % 3)",
+    "model": "'m' || (n % 7)",
+    "tenant": "'t' || (n % 499)",
+    "state": "CASE WHEN n % 101 = 0 THEN 'failed' ELSE 'succeeded' END",
+    "finished_ms": f"CAST({FIRST_DAY} AS BIGINT) * {DAY_MS} + CAST(n AS BIGINT) * {SPREAD_MS}",
+}
+_JOBS = {
+    "id": "'job-' || n", **_NAMES, "priority": "'standard'", "attempts": "1", "worker_id": "'w'",
+    "created_ms": "0", "started_ms": "0", "batch_id": "CASE WHEN n % 50 = 0 THEN 'batch-' || (n % 1000) END",
+}  # fmt: skip
+_NUMBERS = ("prompt_tokens", "cached_tokens", "completion_tokens", "queue_ms", "ttft_ms", "total_ms", "preemptions")
+
+
+def fill(engine: sa.Engine) -> None:
+    """The tables without their indexes, then these: an index is made quicker than it is kept up."""
+    dialect = engine.dialect.name
+    values = {
+        jobs: {**_JOBS, "result": f"CASE WHEN n > {ROWS - 1000} THEN {_blob(dialect)} END"},
+        usage: {"job_id": "'job-' || n", **_NAMES, "day": _DAY[dialect], **dict.fromkeys(_NUMBERS, "n % 10")},
+        webhooks: {
+            "id": "'msg-' || n", "job_id": "'job-' || n", "queue": "'q'", "tenant": "'t'", "event": "'e'", "url": "'u'",
+            "host": "'h' || (n % 5)", "attempts": "1", "ended_ms": "n", "due_ms": "n",
+            "state": "CASE WHEN n % 10000 = 0 THEN 'pending' ELSE 'delivered' END",
+        },
+    }  # fmt: skip
+    with engine.begin() as connection:
+        if dialect == "postgresql":
+            connection.exec_driver_sql("SET LOCAL maintenance_work_mem = '256MB'")
+        else:
+            for pragma in ("synchronous = OFF", "journal_mode = OFF", "temp_store = MEMORY", "cache_size = -300000"):
+                connection.exec_driver_sql(f"PRAGMA {pragma}")
+        for table, columns in values.items():
+            indexes = sorted(table.indexes, key=lambda index: str(index.name))
+            for index in indexes:
+                index.drop(connection)
+            names, selected = ", ".join(columns), ", ".join(columns.values())
+            number = {jobs: "", usage: " WHERE n % 3 = 0", webhooks: " WHERE n < 100000"}[table]
+            insert = f"INSERT INTO {table.name} ({names}) "
+            series = _SERIES[dialect]
+            if dialect == "postgresql":
+                statement = f"{insert}{series}SELECT {selected} FROM s{number}".replace(
+                    "%", "%%"
+                )  # the driver's escape
+            else:
+                statement = f"{series}{insert}SELECT {selected} FROM s{number}"
+            connection.exec_driver_sql(statement)
+            for index in indexes:
+                index.create(connection)
+    with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        connection.exec_driver_sql("ANALYZE")
+
+
+def _blob(dialect: str) -> str:
+    return "x'00'" if dialect == "sqlite" else "'\\x00'::bytea"
+
+
+@pytest.fixture(scope="module", params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[sa.Engine]:
+    if request.param == "sqlite":
+        folder: Path = tmp_path_factory.mktemp("million")
+        url = f"sqlite:///{folder}/t.db"
+        server = None
+    else:
+        server = request.getfixturevalue("postgres")
+        url = server.create_database()
+    upgrade(url)
+    engine = open_engine(url)
+    try:
+        fill(engine)
+        yield engine
+    finally:
+        engine.dispose()
+        if server is not None:
+            server.drop_database(url)
+
+
+def plan(engine: sa.Engine, statement: Any) -> str:
+    compiled = statement.compile(engine, compile_kwargs={"literal_binds": True})
+    explain = "EXPLAIN QUERY PLAN " if engine.dialect.name == "sqlite" else "EXPLAIN "
+    with engine.connect() as connection:
+        found = connection.exec_driver_sql(explain + str(compiled)).all()
+    return "\n".join(str(row[-1]) for row in found)
+
+
+def check(engine: sa.Engine, statement: Any) -> str:
+    """No table is read from end to end."""
+    found = plan(engine, statement)
+    assert "Seq Scan" not in found, found
+    whole = [line for line in found.splitlines() if line.startswith("SCAN ") and "USING INDEX" not in line]
+    assert set(whole) <= {"SCAN page", "SCAN both"}, found  # what has been cut, or summed up
+    return found
+
+
+def is_sorted_before_it_is_cut(engine: sa.Engine, found: str) -> bool:
+    if engine.dialect.name == "postgresql":
+        return "Sort" in found.partition("Limit")[2]
+    return "TEMP B-TREE" in found.partition("SCAN page")[0]
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [("tenant", "t7"), ("model", "m3"), ("queue", "q1"), ("state", "failed"), ("batch_id", "batch-50"), (None, None)],
+)
+@pytest.mark.parametrize("is_deep", [False, True])
+def test_a_page_is_a_range_of_an_index(engine: sa.Engine, column: str | None, value: str | None, is_deep: bool) -> None:
+    after = Cursor(MIDDLE_MS, "job-500000") if is_deep else None
+    wanted = {column: value} if column else {}
+    found = check(engine, job_page(wanted, after=after, limit=50))
+    assert not is_sorted_before_it_is_cut(engine, found), found
+    # Where every third job is a queue's, walking along all jobs is as good.
+    expected = [f"ix_jobs_{column}_finished_ms_id"] if column else []
+    expected += ["ix_jobs_finished_ms_id"] if column in (None, "queue", "model") else []
+    assert any(index in found for index in expected), found
+    with engine.connect() as connection:
+        page = connection.execute(job_page(wanted, after=after, limit=50)).mappings().all()
+    assert len(page) == 50
+    assert after is None or all((row["finished_ms"], row["id"]) < (MIDDLE_MS, "job-500000") for row in page)
+
+
+def test_a_page_between_two_moments(engine: sa.Engine) -> None:
+    statement = job_page({"tenant": "t7"}, since_ms=MIDDLE_MS, until_ms=MIDDLE_MS + DAY_MS, limit=50)
+    assert "ix_jobs_tenant_finished_ms_id" in check(engine, statement)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "index"),
+    [
+        ({"tenant": "t7"}, "ix_usage_tenant_day"),
+        ({"model": "m3"}, "ix_usage_"),
+        ({}, "ix_usage_day_tenant_model"),
+    ],
+)
+def test_sums_of_some_days_read_those_days(engine: sa.Engine, wanted: dict[str, str | None], index: str) -> None:
+    statement = usage_sums(("tenant", "day"), wanted, since_day="2024-11-20", until_day="2024-11-21")
+    assert index in check(engine, statement)
+
+
+def test_sums_of_all_time_read_two_days_and_the_sums(engine: sa.Engine) -> None:
+    """`usage_daily` is small, and read as a whole if that is quicker; the million rows are not."""
+    statement = usage_sums(("tenant", "day"), {}, summed_before="2025-01-09")
+    found = plan(engine, statement)
+    assert "Seq Scan on usage " not in found, found
+    assert not re.search(r"SCAN usage$", found, re.MULTILINE), found
+    assert "ix_usage_day_tenant_model" in found, found
+
+
+def test_what_retention_and_webhooks_look_for(engine: sa.Engine) -> None:
+    full = sa.select(jobs.c.id).where(jobs.c.result.is_not(None), jobs.c.finished_ms < MIDDLE_MS)
+    assert "ix_jobs_payload" in check(engine, full.order_by(jobs.c.finished_ms, jobs.c.id).limit(500))
+    old = sa.select(jobs.c.id).where(jobs.c.finished_ms < MIDDLE_MS).order_by(jobs.c.finished_ms, jobs.c.id).limit(500)
+    assert "ix_jobs_finished_ms_id" in check(engine, old)
+    due = sa.select(webhooks.c.id).where(webhooks.c.state.in_(("pending", "sending")), webhooks.c.due_ms <= 50_000)
+    assert "ix_webhooks_state_due_ms" in check(engine, due)
