@@ -1,4 +1,4 @@
-"""The scripts against a small model of them: random submits, claims, appends, ends, deaths, cancels, repeats.
+"""The scripts against a small model of them: random submits, claims, appends, ends, retries, deaths, cancels, repeats.
 
 The model is plain Python and knows only what users are promised: who may write, what the log holds, which
 state everybody sees. Order between waiting jobs is left free; test_claim.py has that.
@@ -23,17 +23,22 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from api_client.errors import IdempotencyConflict
+from schemas.chunk import Chunk
 from schemas.control import WorkerStatus
+from schemas.generation import FinishReason
 from schemas.result import JobStatus
 from tests.consume.queue import Queue, close_queue, end_of, open_queue, token
 from worker.consume.job_stream import JobStream
-from worker.jobs import AppendReply, Delivery
+from worker.jobs import Append, AppendReply, Delivery
 
 pytestmark = pytest.mark.redis
 T = TypeVar("T")
 WORKERS = ("w1", "w2", "w3")
 PICK = st.integers(0, 30)
 CLASSES = ("interactive", "standard", "bulk")
+LIMITED, LIMIT = "b", 2  # this tenant may have so many jobs running
+FAR_AWAY = 4_000_000_000
 
 
 @dataclasses.dataclass
@@ -45,6 +50,12 @@ class Job:
     cancelled: bool = False
     settled: bool = False
     claims: int = 0
+    tenant: str = ""
+    ended: bool = False  # its log tells the end of its choice
+    doomed: bool = False  # to be set aside at its next claim
+    due: bool = False  # scheduled, and its time has come
+    attempt: int = 1
+    returned: bool = False  # it ran, and waits ahead of the lanes for its next worker
 
 
 class QueueMachine(RuleBasedStateMachine):
@@ -57,6 +68,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.jobs: dict[str, Job] = {}
         self.seen: list[tuple[str, Delivery]] = []  # (worker, delivery), also outdated ones
         self.workers: dict[str, JobStream] = {}
+        self.by_key: dict[tuple[str, int], tuple[str, str]] = {}  # (tenant, key) → (job, prompt)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         return self.runner.run(work)
@@ -64,7 +76,9 @@ class QueueMachine(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
         self.run(self.queue.redis.flushall())
-        self.workers = {name: self.queue.worker(name, max_solo_crashes=1000, max_crashes=1000) for name in WORKERS}
+        patient = {"max_solo_crashes": 1000, "max_crashes": 1000, "max_deliveries": 1000}
+        self.workers = {name: self.queue.worker(name, **patient) for name in WORKERS}
+        self.run(self.queue.client.set_limits(LIMITED, concurrency=LIMIT))
 
     def teardown(self) -> None:
         self.run(self.queue.redis.flushall())
@@ -78,17 +92,62 @@ class QueueMachine(RuleBasedStateMachine):
         names = [f"job{len(self.jobs) + i:03}" for i in range(count)]  # the same in every replay
         fields = {"prompt": "x", "priority": priority, "tenant": tenant}
         self.run(self.queue.client.submit_many([{**fields, "job_id": name} for name in names]))
-        self.jobs.update((name, Job()) for name in names)
+        self.jobs.update((name, Job(tenant=tenant)) for name in names)
+
+    @rule(key=st.integers(0, 3), tenant=st.sampled_from(["", "a"]), prompt=st.sampled_from(["x", "y"]))
+    def submit_by_key(self, key: int, tenant: str, prompt: str) -> None:
+        name, known = f"job{len(self.jobs):03}", self.by_key.get((tenant, key))
+        work = self.queue.client.submit(job_id=name, prompt=prompt, tenant=tenant, idempotency_key=f"k{key}")
+        if known is not None and known[1] != prompt:
+            with pytest.raises(IdempotencyConflict):
+                self.run(work)
+            return
+        handle = self.run(work)
+        assert (str(handle), handle.is_new) == ((name, True) if known is None else (known[0], False))
+        if known is None:
+            self.by_key[tenant, key] = (name, prompt)
+            self.jobs[name] = Job(tenant=tenant)
+
+    @rule()
+    def submit_for_later(self) -> None:
+        name = f"job{len(self.jobs):03}"
+        self.run(self.queue.client.submit(job_id=name, prompt="x", not_before=FAR_AWAY))
+        self.jobs[name] = Job(state=JobStatus.SCHEDULED)
+
+    @precondition(lambda self: any(job.state is JobStatus.SCHEDULED for job in self.jobs.values()))
+    @rule(pick=PICK)
+    def time_comes(self, pick: int) -> None:
+        waiting = sorted(name for name, job in self.jobs.items() if job.state is JobStatus.SCHEDULED)
+        name = waiting[pick % len(waiting)]
+        self.run(self.queue.redis.zadd(self.queue.keys.delayed, {name: 1}))
+        self.jobs[name].due = True
+
+    def promote(self) -> None:
+        """Every sweep does, whoever makes it."""
+        for job in self.jobs.values():
+            if job.state is JobStatus.SCHEDULED and job.due:
+                job.state, job.due, job.returned = JobStatus.QUEUED, False, job.attempt > 1
+
+    @precondition(lambda self: self.jobs)
+    @rule(pick=PICK, count=st.integers(1, 3))
+    def redrive(self, pick: int, count: int) -> None:
+        names = sorted(self.jobs)
+        chosen = [names[(pick + i) % len(names)] for i in range(count)]
+        dead = {name for name in chosen if self.jobs[name].state is JobStatus.DEAD}
+        assert set(self.run(self.queue.client.redrive(chosen))) == dead
+        for name in dead:
+            job = self.jobs[name]
+            self.jobs[name] = Job(token=job.token, claims=job.claims, tenant=job.tenant)
 
     @precondition(lambda self: self.jobs)
     @rule(pick=PICK)
     def cancel(self, pick: int) -> None:
         name = sorted(self.jobs)[pick % len(self.jobs)]
         job, said = self.jobs[name], self.run(self.queue.client.cancel(name))
-        if job.state in (JobStatus.QUEUED, JobStatus.SCHEDULED):
+        if job.state in (JobStatus.QUEUED, JobStatus.SCHEDULED) and not job.returned:
             job.state = JobStatus.CANCELLED
             assert said == "cancelled"
-        elif job.state is JobStatus.RUNNING:
+        elif job.state in (JobStatus.RUNNING, JobStatus.QUEUED):
             job.cancelled = True
             assert said == "cancelling"
         else:
@@ -99,6 +158,7 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(worker=st.sampled_from(WORKERS), credits=st.integers(0, 4))
     def claim(self, worker: str, credits: int) -> None:
         got = self.run(self.workers[worker].claim(credits))
+        self.promote()
         assert sum(d.verdict == "run" for d in got) <= credits
         for delivery in got:
             job = self.jobs[delivery.job_id]
@@ -106,9 +166,13 @@ class QueueMachine(RuleBasedStateMachine):
             assert job.holder is None or is_back
             assert not job.settled
             assert delivery.token > job.token
-            assert len(delivery.log) == job.length
+            assert len(delivery.log) == job.length + job.ended
+            assert delivery.attempt == job.attempt
             ended = job.cancelled or job.state is JobStatus.CANCELLED
-            assert delivery.verdict == ("cancelled" if ended else "run")
+            assert delivery.verdict == ("cancelled" if ended else "dead" if job.doomed else "run")
+            if not job.claims and delivery.verdict == "run" and job.tenant == LIMITED:  # out of its lane
+                assert sum(other.holder is not None for other in self.jobs.values() if other.tenant == LIMITED) < LIMIT
+            job.returned = False
             job.token, job.holder, job.claims = delivery.token, worker, job.claims + (not is_back)
             assert delivery.deliveries == job.claims
             if job.state is JobStatus.QUEUED:
@@ -138,15 +202,34 @@ class QueueMachine(RuleBasedStateMachine):
             assert (word, end) == (AppendReply.CANCELLED if job.cancelled else AppendReply.OK, job.length)
 
     @precondition(lambda self: self.seen)
+    @rule(pick=PICK)
+    def append_end(self, pick: int) -> None:
+        """A chunk without a token, once per choice."""
+        worker, delivery, job, is_holder = self.pick_seen(pick)
+        if not job.length:
+            return
+        chunk = Chunk(job_id=delivery.job_id, index=job.length, finish_reason=FinishReason.STOP)
+        ((word, _),) = self.run(worker.append([Append(delivery.token, chunk)]))
+        if not is_holder or job.state is not JobStatus.RUNNING:
+            assert word is AppendReply.LOST
+        elif job.ended:
+            assert word is AppendReply.DUPLICATE
+        else:
+            job.ended = True
+            assert word is (AppendReply.CANCELLED if job.cancelled else AppendReply.OK)
+
+    @precondition(lambda self: self.seen)
     @rule(pick=PICK, status=st.sampled_from([JobStatus.SUCCEEDED, JobStatus.FAILED]))
     def finish(self, pick: int, status: JobStatus) -> None:
         worker, delivery, job, is_holder = self.pick_seen(pick)
         if job.state is JobStatus.CANCELLED:
             status = JobStatus.CANCELLED
+        elif job.doomed:
+            status = JobStatus.DEAD
         (done,) = self.run(worker.finish([end_of(delivery, job.length, status)]))
         assert done == (is_holder or (job.settled and job.token == delivery.token))
         if is_holder:
-            job.state, job.settled, job.holder, job.length = status, True, None, 0
+            job.state, job.settled, job.holder, job.length, job.ended = status, True, None, 0, False
 
     @precondition(lambda self: self.seen)
     @rule(pick=PICK, crash=st.booleans())
@@ -157,10 +240,29 @@ class QueueMachine(RuleBasedStateMachine):
         if is_holder:
             self.give_up(job)
 
+    @precondition(lambda self: self.seen)
+    @rule(pick=PICK, how=st.sampled_from(["now", "later", "dead"]))
+    def fail(self, pick: int, how: str) -> None:
+        """A failure that may pass is tried again after a while; one that will not is set aside."""
+        worker, delivery, job, is_holder = self.pick_seen(pick)
+        if how == "dead":
+            done = self.run(worker.dead_letter(delivery.job_id, delivery.token, "why"))
+        else:
+            done = self.run(worker.retry(delivery.job_id, delivery.token, 0 if how == "now" else 10**9, "why"))
+        assert done == (job.token == delivery.token and not job.settled)
+        if is_holder:
+            was_running = job.state is JobStatus.RUNNING
+            self.give_up(job)
+            if was_running and how == "dead":
+                job.doomed = True
+            elif was_running:
+                job.state, job.due, job.returned = JobStatus.SCHEDULED, how == "now", False
+                job.attempt += 1
+
     def give_up(self, job: Job) -> None:
         job.holder = None
         if job.state is JobStatus.RUNNING:
-            job.state = JobStatus.QUEUED
+            job.state, job.returned = JobStatus.QUEUED, True
 
     @rule(worker=st.sampled_from(WORKERS))
     def die(self, worker: str) -> None:
@@ -168,6 +270,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.run(self.queue.redis.delete(self.queue.keys.worker(worker)))
         other = next(name for name in WORKERS if name != worker)
         self.run(self.workers[other].heartbeat(WorkerStatus(worker_id=other)))
+        self.promote()
         for job in self.jobs.values():
             if job.holder == worker:
                 self.give_up(job)
@@ -176,6 +279,7 @@ class QueueMachine(RuleBasedStateMachine):
     def beat(self, worker: str) -> None:
         held = self.workers[worker].held
         reply = self.run(self.workers[worker].heartbeat(WorkerStatus(worker_id=worker)))
+        self.promote()
         mine = {name for name, job in self.jobs.items() if job.holder == worker and held.get(name) == job.token}
         assert set(reply.lost) == held.keys() - mine
         assert set(reply.cancelled) == {name for name in mine if self.jobs[name].cancelled}
@@ -185,7 +289,8 @@ class QueueMachine(RuleBasedStateMachine):
     @invariant()
     def counters_agree(self) -> None:
         depth = self.run(self.queue.client.depth())
-        assert depth.num_queued == sum(job.state is JobStatus.QUEUED for job in self.jobs.values())
+        waiting = (JobStatus.QUEUED, JobStatus.SCHEDULED)
+        assert depth.num_queued == sum(job.state in waiting for job in self.jobs.values())
         assert depth.running == sum(job.holder is not None for job in self.jobs.values())
 
     @invariant()
@@ -194,7 +299,9 @@ class QueueMachine(RuleBasedStateMachine):
         for name in self.jobs:
             pipeline.hget(keys.job(name), "state").xlen(keys.log(name))
         replies = self.run(pipeline.execute())
-        assert replies == [value for job in self.jobs.values() for value in (job.state.value.encode(), job.length)]
+        assert replies == [
+            value for job in self.jobs.values() for value in (job.state.value.encode(), job.length + job.ended)
+        ]
 
 
 def test_the_scripts_keep_their_promises(redis_url: str) -> None:
