@@ -1,8 +1,8 @@
 """What this version writes, kept for every later one: `python -m tests.schemas.recording VERSION` makes the folder.
 
 One `.msgpack` per message of samples.py; `values.json`, what each of them means; `enums.json`, every word of every
-enumeration; `queue.json`, a whole queue as scripts left it (see queue_state.py). Recorded once per version of the
-wire and never changed: a test that fails against them tells that running systems would break.
+enumeration. Recorded once per version of the wire and never changed: a test that fails against them tells that
+running systems would break.
 """
 
 from __future__ import annotations
