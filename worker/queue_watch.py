@@ -46,6 +46,10 @@ class QueueWatch:
             if not self._failing:
                 log.warning("the queue %s cannot be looked at: %s", self.queue, error)
             self.state, self._failing = None, True
+        except Exception:  # whatever it is: numbers that stand still without a word are worse than none
+            if not self._failing:
+                log.exception("the queue %s cannot be looked at", self.queue)
+            self.state, self._failing = None, True
 
     def problem(self) -> str | None:
         return None if self.state is not None else f"the queue {self.queue} cannot be read from Redis"

@@ -12,11 +12,14 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from api_client import AsyncClient
+from api_client.queue_state import QueueState
 from schemas.control import WorkerStatus
 from tests.consume.queue import Queue, close_queue, eventually, open_queue, token
 from tests.support.valkey import ValkeyServer
 from tests.support.worker import client_of, database_url, running_worker
 from worker.exporter import Exporter
+from worker.queue_watch import QueueWatch
 from worker.telemetry import configure_logging
 
 pytestmark = pytest.mark.redis
@@ -119,6 +122,24 @@ async def test_refused_tokens_and_failed_calls_are_counted(queue: Queue) -> None
     await worker.release([(delivery.job_id, delivery.token, False)])
     assert refused == [("append", 1), ("release", 1)]
     assert calls == [("claim", 1, True), ("release", 1, True), ("append", 1, True), ("release", 1, True)]
+
+
+async def test_a_look_that_fails_in_any_way_is_told_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    class Odd(AsyncClient):
+        broken = True
+
+        async def overview(self) -> QueueState:
+            if self.broken:
+                raise RuntimeError("nobody thought of this")
+            return await super().overview()
+
+    client = Odd("redis://127.0.0.1:1/0", queue="q")
+    watch = QueueWatch(client)
+    await watch.read()
+    await watch.read()
+    assert watch.problem() == "the queue q cannot be read from Redis"
+    assert len([record for record in caplog.records if "cannot be looked at" in record.message]) == 1
+    await client.close()
 
 
 async def test_the_exporter_tells_of_queues_without_workers_and_of_a_server_that_is_gone(
