@@ -63,6 +63,7 @@ def submit(
     logit_bias: Annotated[str | None, _sampling('JSON, {"token id": bias}.')] = None,
     logprobs: Annotated[int | None, _sampling("Log-probabilities of so many tokens a position.")] = None,
     n: Annotated[int | None, _sampling("Answers to the same prompt.", "--n")] = None,
+    lora: Annotated[str | None, _sampling("LoRA adapter of the worker to answer with.")] = None,
     json_schema: Annotated[str | None, _sampling("The answer is JSON of this schema (or @FILE).")] = None,
     regex: Annotated[str | None, _sampling("The answer matches.")] = None,
     grammar: Annotated[str | None, _sampling("The answer follows this EBNF (or @FILE).")] = None,
@@ -110,7 +111,7 @@ def _is_given(value: object) -> bool:
 
 
 _PLAIN = (
-    "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids",
+    "lora", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids",
     "ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty", "logprobs", "n", "priority", "tenant",
     "idempotency_key", "deadline", "webhook",
 )  # fmt: skip
