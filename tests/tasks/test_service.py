@@ -21,7 +21,7 @@ from tests.tasks.receiver import Receiver, eventually
 from tests.tasks.support import SECRET
 from worker.record.connection import open_engine
 
-pytestmark = [pytest.mark.redis, pytest.mark.slow]
+pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @contextlib.contextmanager
@@ -34,7 +34,9 @@ def tasks(redis_url: str, database: str, log: Path) -> Iterator["subprocess.Pope
     environment = os.environ | {f"TOKENMILL_{name}": value for name, value in variables.items()}  # noqa: TID251
     command = [sys.executable, "-m", "api_client.cli", "tasks"]
     with log.open("ab") as output:
-        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
+        process = subprocess.Popen(
+            command, env=environment, stdout=output, stderr=output, start_new_session=True, cwd=log.parent
+        )
         try:
             yield process
         finally:
@@ -81,6 +83,7 @@ def _follow_webhooks(redis_url: str, database: str, folder: Path) -> None:
         assert {event.data.job_id for event in events} == {str(job)}
         assert len({seen.headers["webhook-id"] for seen in receiver.received}) == 1
         assert len(events) == 2
+    assert not list(folder.glob("*beat*")), "beat is to keep nothing"
 
 
 def _answer_a_file(redis_url: str, database: str, folder: Path) -> None:
@@ -114,5 +117,5 @@ def _answer_a_file(redis_url: str, database: str, folder: Path) -> None:
         eventually(lambda: len(output.read_text().splitlines()) == 20)
     answers = [json.loads(line) for line in output.read_text().splitlines()]
     assert {answer["custom_id"] for answer in answers} == {f"line-{n}" for n in range(20)}
-    assert all(answer["response"]["body"]["usage"]["completion_tokens"] == 2 for answer in answers)
+    assert all(answer["response"]["body"]["usage"]["completion_tokens"] in (1, 2) for answer in answers)
     assert len((folder / "out.errors.jsonl").read_text().splitlines()) == 1

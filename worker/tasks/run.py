@@ -35,7 +35,8 @@ def run(settings: Settings) -> int:
         quiet=True,
     )
     log.info("tasks: %d threads, queues %s", settings.tasks_threads, ", ".join(QUEUES))
-    beat = EmbeddedService(app, thread=True)  # not Celery's own process for it: that outlives a killed parent
+    # On a thread: Celery's own process for it would outlive a killed parent. The default scheduler pickles.
+    beat = EmbeddedService(app, thread=True, scheduler_cls=app.conf.beat_scheduler)
     beat.start()
     try:
         worker.start()
