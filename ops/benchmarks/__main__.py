@@ -21,6 +21,7 @@ COMMANDS = {
     "queue": "the whole way: Valkey, pub/sub, log and SQL around the engine",
     "rates": "the queue alone, model-free: jobs/s, chunks/s, latencies, memory (--peer celery|arq)",
     "bulk": "what a bulk file costs the interactive jobs beside it",
+    "interference": "what a long prompt costs running streams and a short prompt after it",
     "scheduler": "the cost of one plan and commit, by batch and by backlog",
     "sampler": "the sampler alone, by what the requests ask for",
     "attention": "the attention backends beside one another, and what they read per second",
@@ -33,7 +34,7 @@ COMMANDS = {
 
 def main(arguments: list[str] | None = None) -> int:
     argv = sys.argv[1:] if arguments is None else arguments
-    listing = "\n".join(f"  {name:<11}{what}" for name, what in COMMANDS.items())
+    listing = "\n".join(f"  {name:<13}{what}" for name, what in COMMANDS.items())
     if not argv or argv[0] in ("-h", "--help"):
         print(f"usage: ops/bench COMMAND …, ops/bench COMMAND --help\n\n{listing}")
         return 0 if argv else 2

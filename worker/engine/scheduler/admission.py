@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from worker.engine.scheduler.planner import Planner
 
 
+_SHORT_AT_ONCE = 8
+
+
 class Verdict(Enum):
     """ADMITTED; or why not: a block it can share is being filled, a limit on prefills, adapters, blocks, a free row."""
 
@@ -75,6 +78,28 @@ class Admission:
             if verdict is Verdict.NO_ROW or (head is not None and head.bypassed >= self._config.max_bypass):
                 break
         return is_final and step.tokens > 0
+
+    def short_waiting(self, step: Step, max_rank: int | None = None) -> int:
+        """Tokens of the short prompts at the head of the queue: at most half of what is left of the step.
+
+        Only an unbroken row of them counts, so that nobody is passed, and only while one could start.
+        """
+        state = self._state
+        if not len(state.queue) or state.num_running >= self._config.max_num_seqs:
+            return 0
+        if self._refused_at == self._situation(max_rank) or self._refused_at == self._situation(None):
+            return 0
+        held = 0
+        looked_at: list[Place] = []
+        while len(looked_at) < _SHORT_AT_ONCE and (place := state.queue.pop(max_rank)) is not None:
+            looked_at.append(place)
+            tokens = place.sequence.num_tokens
+            if tokens > self._config.max_num_batched_tokens // 4 or held + tokens > step.tokens // 2:
+                break
+            held += tokens
+        for place in looked_at:
+            state.queue.put_back(place)
+        return held
 
     def admit_one(self, step: Step, sequence: Sequence) -> None:
         """Start this very sequence if it fits, whoever else waits."""

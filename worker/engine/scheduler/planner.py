@@ -65,12 +65,12 @@ class Planner:
 
     def _decodes_first(self, step: Step) -> None:
         self._decodes(step, list(self._state.decoding))
-        self._prefills(step, list(self._state.prefilling))
+        self._running_prefills(step, list(self._state.prefilling))
         self._admission.admit(step)
 
     def _prefills_first(self, step: Step) -> None:
         decoding = list(self._state.decoding)  # before prefills of this very step join them
-        self._prefills(step, list(self._state.prefilling))
+        self._running_prefills(step, list(self._state.prefilling))
         self._decodes(step, decoding)
         self._admission.admit(step)
 
@@ -89,7 +89,7 @@ class Planner:
             if rank > admitted_below:
                 self._admission.admit(step, max_rank=rank - 1)
                 admitted_below = rank
-            self._prefills(step, [sequence])
+            self._running_prefills(step, [sequence], max_rank=rank)
         self._admission.admit(step)
 
     def _fill_only(self, step: Step, only: Collection[Sequence]) -> None:
@@ -135,6 +135,13 @@ class Planner:
         if first in decoding:
             index = decoding.index(first)
             decoding[:] = decoding[index:] + decoding[:index]
+
+    def _running_prefills(self, step: Step, prefills: list[Sequence], max_rank: int | None = None) -> None:
+        """Short prompts that wait for nothing but a long one's chunks begin beside them, at a small part of a step."""
+        held = self._admission.short_waiting(step, max_rank) if prefills else 0
+        step.tokens -= held
+        self._prefills(step, prefills)
+        step.tokens += held
 
     def _prefills(self, step: Step, prefills: list[Sequence]) -> None:
         for sequence in prefills:

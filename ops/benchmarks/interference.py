@@ -1,0 +1,118 @@
+"""`ops/bench interference`: what a long prompt costs those who are already there, and a short one that comes after it.
+
+Streams decode; a long prompt arrives, and in the next step a short one. Measured: the time per output token of the
+streams before and while the prompt is computed, its longest silence, and the short prompt's time to first token, also
+in steps. A step is bounded by the chunk, so these follow `--chunk`. It knows no queue.
+"""
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from worker.engine import Engine, EngineConfig, SamplingParams
+
+SHOWN = {
+    "tpot_before_ms": "streams, ms per token before",
+    "tpot_during_ms": "streams, ms per token during the prefill",
+    "silence_ms": "longest silence of a stream, ms",
+    "short_ttft_ms": "short prompt's time to first token, ms",
+    "short_ttft_steps": "… in steps",
+    "long_ttft_ms": "long prompt's time to first token, ms",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--streams", type=int, default=8)
+    parser.add_argument("--long", type=int, default=2048, help="tokens of the long prompt")
+    parser.add_argument("--short", type=int, default=16)
+    parser.add_argument("--chunk", type=int, action="append", help="max_num_batched_tokens; repeatable")
+    parser.add_argument("--rounds", type=int, default=3)
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    chunks = options.chunk or [128, 512]
+    engines = {chunk: _engine(options, chunk) for chunk in chunks}
+    rounds: dict[int, list[dict[str, float]]] = {chunk: [] for chunk in chunks}
+    for number in range(options.rounds + 1):
+        for chunk, engine in engines.items():
+            measured = _measure(engine, options, number)
+            if number:  # the first warms up
+                rounds[chunk].append(measured)
+    medians = {
+        chunk: {name: statistics.median(each[name] for each in done) for name in SHOWN}
+        for chunk, done in rounds.items()
+    }
+    table = Table(title=f"{options.streams} streams, a prompt of {options.long} tokens, then one of {options.short}")
+    table.add_column("steps of at most")
+    for chunk in chunks:
+        table.add_column(f"{chunk} tokens", justify="right")
+    for name, words in SHOWN.items():
+        table.add_row(words, *(f"{medians[chunk][name]:.1f}" for chunk in chunks))
+    Console().print(table)
+    return {"results": medians, "rounds": rounds}
+
+
+def _engine(options: argparse.Namespace, chunk: int) -> Engine:
+    blocks = (options.long + options.short + 64 + options.streams * 256) // 16 + options.streams + 8
+    config = EngineConfig(
+        model=options.model, dtype="float32", num_blocks=blocks, max_num_batched_tokens=chunk, prefix_cache=False
+    )
+    return Engine.load(config)
+
+
+def _measure(engine: Engine, options: argparse.Namespace, seed: int) -> dict[str, float]:
+    forever = SamplingParams(temperature=0, max_tokens=250, ignore_eos=True)
+    streams = set(engine.add_requests([_prompt(16, 7 * seed + n) for n in range(options.streams)], forever))
+    before = _watch(engine, streams, 12)
+    once = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    started = time.perf_counter()
+    (long,) = engine.add_requests([_prompt(options.long, seed)], once)
+    engine.step()
+    arrived = time.perf_counter()
+    (short,) = engine.add_requests([_prompt(options.short, seed + 1)], once)
+    during, first = [], {}
+    last = arrived
+    for step in range(1, 10_000):
+        events = engine.step()
+        now = time.perf_counter()
+        during.append(now - last)
+        last = now
+        for event in events:
+            if event.token_ids:
+                first.setdefault(event.request_id, (now, step))
+        if long in first and short in first:
+            break
+    for stream in streams:
+        engine.cancel(stream)
+    while engine.has_work:
+        engine.step()
+    return {
+        "tpot_before_ms": 1e3 * statistics.median(before[2:]),
+        "tpot_during_ms": 1e3 * statistics.median(during),
+        "silence_ms": 1e3 * max(during),
+        "short_ttft_ms": 1e3 * (first[short][0] - arrived),
+        "short_ttft_steps": float(first[short][1]),
+        "long_ttft_ms": 1e3 * (first[long][0] - started),
+    }
+
+
+def _watch(engine: Engine, streams: set[str], steps: int) -> list[float]:
+    """Seconds of each step."""
+    taken, last = [], time.perf_counter()
+    for _ in range(steps):
+        given = {event.request_id for event in engine.step() if event.token_ids}
+        now = time.perf_counter()
+        taken.append(now - last)
+        last = now
+        if not given <= streams:
+            raise RuntimeError("a token of nobody's")
+    return taken
+
+
+def _prompt(count: int, seed: int) -> tuple[int, ...]:
+    return tuple(100 + (seed * 7919 + 31 * index) % 40_000 for index in range(count))
