@@ -75,7 +75,8 @@ def _measure(engine: Engine, options: argparse.Namespace, seed: int) -> dict[str
     engine.step()
     arrived = time.perf_counter()
     (short,) = engine.add_requests([_prompt(options.short, seed + 1)], once)
-    during, first = [], {}
+    during: list[float] = []
+    first: dict[str, tuple[float, int]] = {}
     last = arrived
     for step in range(1, 10_000):
         events = engine.step()
@@ -115,4 +116,4 @@ def _watch(engine: Engine, streams: set[str], steps: int) -> list[float]:
 
 
 def _prompt(count: int, seed: int) -> tuple[int, ...]:
-    return tuple(100 + (seed * 7919 + 31 * index) % 40_000 for index in range(count))
+    return tuple(1 + (seed * 7919 + 31 * index) % 250 for index in range(count))

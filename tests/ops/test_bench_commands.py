@@ -60,3 +60,13 @@ def test_rates_beside_celery(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert min(*ours.values(), *celery.values()) > 0
     assert ours["token_p50_ms"] <= ours["token_p99_ms"]
     assert "the whole way, jobs/s" in capsys.readouterr().out
+
+
+def test_interference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "interference.json"
+    wanted = ["--model", "synthetic?step_ms=1", "--chunk", "64", "--chunk", "256", "--rounds", "1", "--json", str(out)]
+    assert main(["interference", *wanted]) == 0
+    small, large = (json.loads(out.read_text())["results"][chunk] for chunk in ("64", "256"))
+    assert small["short_ttft_steps"] == large["short_ttft_steps"] == 1, "the short prompt starts in the next step"
+    assert small["long_ttft_ms"] > small["short_ttft_ms"]
+    assert "short prompt" in capsys.readouterr().out
