@@ -23,7 +23,7 @@ so that each script touches one slot of a cluster.
 | `tm:{q}:tenant:<tenant>` | hash: running, rate bucket, virtual times | scripts | TTL, renewed while in use |
 | `tm:{q}:batches` | sorted set batch id → created ms | bulk work without a database | a month after a change |
 | `tm:{q}:batch:<id>` | hash: the batch, its state and progress | the same | the same |
-| `tm:{q}:batch-errors:<id>` | hash line → why it has no job | the same | the same |
+| `tm:{q}:refused:<id>` | hash line → why it has no job | the same | the same |
 | `tm:{q}:meta` | hash: counters, limits and settings of the queue and its tenants | scripts, operators | for ever |
 """
 
@@ -105,6 +105,17 @@ class Keys:
     @property
     def dead(self) -> str:
         return f"{self.base}dead"
+
+    @property
+    def batches(self) -> str:
+        return f"{self.base}batches"
+
+    def batch(self, batch_id: str) -> str:
+        return f"{self.base}batch:{batch_id}"
+
+    def refused(self, batch_id: str) -> str:
+        """Lines of a batch that became no job."""
+        return f"{self.base}refused:{batch_id}"
 
     @property
     def meta(self) -> str:

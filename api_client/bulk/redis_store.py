@@ -1,11 +1,5 @@
 """Batches in Redis, for those who run without a database: kept for a month after the last change, results no longer
-than Redis keeps any (an hour by default). It knows no files.
-
-| key | type | |
-|---|---|---|
-| `tm:{q}:batch:<id>` | hash | `state`, the batch as JSON, progress, the time of each state |
-| `tm:{q}:batches` | sorted set batch id → created ms | |
-| `tm:{q}:batch-errors:<id>` | hash line → JSON | lines that became no job |
+than Redis keeps any (an hour by default). It knows no files. The keys are in schemas/keys.py.
 """
 
 from __future__ import annotations
@@ -52,13 +46,11 @@ class RedisBatchStore:
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        base = client.keys.base
-        self._index = f"{base}batches"
-        self._prefix = f"{base}batch:"
-        self._errors_prefix = f"{base}batch-errors:"
+        self._keys = client.keys
+        self._index = client.keys.batches
 
     def create(self, batch: Batch) -> None:
-        key = self._prefix + batch.id
+        key = self._keys.batch(batch.id)
         self._do(
             ("EVAL", _CREATE, 1, key, batch.state.value, _json(batch)),
             ("ZADD", self._index, batch.created_ms, batch.id),
@@ -88,19 +80,19 @@ class RedisBatchStore:
         moment = "finished" if state.is_final else state.value
         words = [word.value for word in expected]
         (moved,) = self._do(
-            ("EVAL", _MOVE, 1, self._prefix + batch_id, state.value, moment, now_ms(), *words),
+            ("EVAL", _MOVE, 1, self._keys.batch(batch_id), state.value, moment, now_ms(), *words),
         )
         return bool(moved)
 
     def describe(self, batch: Batch) -> None:
-        self._do(("HSET", self._prefix + batch.id, "batch", _json(batch)), *self._renew(batch.id))
+        self._do(("HSET", self._keys.batch(batch.id), "batch", _json(batch)), *self._renew(batch.id))
 
     def progress(self, batch_id: str, *, submitted: int, over_line: int, totals: Totals) -> None:
         values = ("submitted", submitted, "over_line", over_line, "totals", _json(totals), "seen", now_ms())
-        self._do(("HSET", self._prefix + batch_id, *values), *self._renew(batch_id))
+        self._do(("HSET", self._keys.batch(batch_id), *values), *self._renew(batch_id))
 
     def refuse(self, batch_id: str, lines: Sequence[BadLine]) -> None:
-        key = self._errors_prefix + batch_id
+        key = self._keys.refused(batch_id)
         for start in range(0, len(lines), _PAGE):
             pairs = [part for bad in lines[start : start + _PAGE] for part in (bad.line, _json(bad))]
             self._do(("HSET", key, *pairs), ("EXPIRE", key, KEPT_S))
@@ -109,7 +101,7 @@ class RedisBatchStore:
         last = self.get(batch_id).last_line
         for start in range(1, last + 1, _PAGE):
             numbers = range(start, min(start + _PAGE, last + 1))
-            (values,) = self._do(("HMGET", self._errors_prefix + batch_id, *numbers))
+            (values,) = self._do(("HMGET", self._keys.refused(batch_id), *numbers))
             yield from (_bad_line(value) for value in values if value is not None)
 
     def results(self, batch_id: str) -> Iterator[JobResult]:
@@ -126,13 +118,13 @@ class RedisBatchStore:
 
     def _renew(self, batch_id: str) -> tuple[tuple[Argument, ...], ...]:
         return (
-            ("EXPIRE", self._prefix + batch_id, KEPT_S),
-            ("EXPIRE", self._errors_prefix + batch_id, KEPT_S),
+            ("EXPIRE", self._keys.batch(batch_id), KEPT_S),
+            ("EXPIRE", self._keys.refused(batch_id), KEPT_S),
             ("EXPIRE", self._index, KEPT_S),
         )
 
     def _read(self, ids: Sequence[str]) -> list[Batch | None]:
-        replies = self._do(*(("HMGET", self._prefix + name, *_FIELDS) for name in ids))
+        replies = self._do(*(("HMGET", self._keys.batch(name), *_FIELDS) for name in ids))
         return [_stored(values) for values in replies]
 
     def _do(self, *commands: tuple[Argument, ...]) -> Sequence[Any]:
