@@ -12,7 +12,7 @@ from schemas.result import JobStatus
 from tests.e2e.other_version import rewritten
 from tests.support.worker import client_of, database_url
 
-pytestmark = [pytest.mark.redis, pytest.mark.slow]
+pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(300)]
 
 TOKENS = 90
 

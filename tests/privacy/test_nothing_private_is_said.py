@@ -25,7 +25,7 @@ from schemas.keys import Keys
 from schemas.result import JobStatus
 from tests.support.worker import QUEUE, database_url, settings
 
-pytestmark = [pytest.mark.redis, pytest.mark.slow]
+pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(300)]  # several processes start, one by one
 
 MARK = "xyzzy-heron-17"
 PASSWORD = "pw-quagga-23"
