@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -41,9 +42,11 @@ def requests(count: int, model: str) -> Iterator[dict[str, object]]:
         text = asked.format(thing)
         body: dict[str, object] = {"model": model, "max_tokens": _MAX_TOKENS, "temperature": 0}
         if number % 5 == 4:
-            url, content = "/v1/completions", {"prompt": f"{thing.capitalize()} is"}
+            url = "/v1/completions"
+            content: dict[str, object] = {"prompt": f"{thing.capitalize()} is"}
         else:
-            url, content = "/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}
+            url = "/v1/chat/completions"
+            content = {"messages": [{"role": "user", "content": text}]}
         if number % 100 == 50:
             content |= {"tools": [{"type": "function", "function": {"name": "look"}}]}
         yield {"custom_id": f"demo-{number}", "method": "POST", "url": url, "body": {**body, **content}}
@@ -83,13 +86,13 @@ def _lines(path: Path) -> list[dict[str, str]]:
     return [{"custom_id": line["custom_id"], "text": _text(line)} for line in found]
 
 
-def _text(line: dict[str, dict[str, dict[str, object]]]) -> str:
+def _text(line: dict[str, Any]) -> str:
     if line["error"] is not None:
         return str(line["error"]["message"])
-    body: dict[str, object] = line["response"]["body"]
+    body: dict[str, Any] = line["response"]["body"]
     if "error" in body:
-        return str(body["error"]["message"])  # type: ignore[index]
-    choice = body["choices"][0]  # type: ignore[index]
+        return str(body["error"]["message"])
+    choice = body["choices"][0]
     return str(choice["message"]["content"] if "message" in choice else choice["text"])
 
 

@@ -36,9 +36,7 @@ async def test_workers_share_the_load_by_their_free_places(redis_url, tmp_path):
     assert min(done[name] for name in "abc") >= NUM_JOBS // 6, done
 
 
-@pytest.mark.parametrize(
-    "signals", [(signal.SIGTERM, signal.SIGTERM), (signal.SIGINT,)]
-)
+@pytest.mark.parametrize("signals", [(signal.SIGTERM, signal.SIGTERM), (signal.SIGINT,)])
 async def test_a_worker_in_a_hurry_hands_over_and_goes(redis_url, tmp_path, signals):
     """Its grace period is longer than anyone's patience; the answer goes on elsewhere without a seam."""
     database = database_url(tmp_path)

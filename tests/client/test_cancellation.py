@@ -73,7 +73,7 @@ async def test_waiting_ends_by_a_cancellation_that_comes_with_the_event() -> Non
 
 
 async def test_a_task_that_swallows_cancellations_is_ended_all_the_same() -> None:
-    swallowed = []
+    swallowed: list[int] = []
 
     async def stubborn() -> None:
         while len(swallowed) < 2:

@@ -60,13 +60,13 @@ async def test_a_key_survives_its_jobs_end_and_goes_at_its_own(queue: Queue, red
         assert 0 < await queue.redis.pttl(key) <= 1_000, "the end of the job changes nothing"
         assert await client.submit(prompt="x", idempotency_key="k") == first
         await queue.redis.pexpire(key, 1)
-        while await queue.redis.exists(key):  # noqa: ASYNC110 - the server has no event for it
+        while await queue.redis.exists(key):
             pass
         assert await client.submit(prompt="x", idempotency_key="k") != first
 
 
 async def test_a_job_whose_workers_keep_vanishing_is_set_aside(queue: Queue) -> None:
-    """Also one that makes progress each time, which no crash count condemns. Drains and retries are no disappearances."""
+    """Also one that makes progress each time, which no crash count condemns. Drains and retries do not count."""
     job = await queue.submit(max_tokens=100)
     for round_ in range(3):
         for how in ("drained", "retried", "vanished"):

@@ -2,8 +2,8 @@
 
 `jobs` has one row per finished job, `usage` one row for each of them (kept when payloads are purged), and
 `usage_daily` their sums by day; `webhooks` is the outbox of notices; `batches` are bulk files, `batch_items` those
-of their lines that were answered without a job. Changes are expand, then contract: see migrations/README.md. It knows nothing of who writes
-and reads.
+of their lines that were answered without a job. Changes are expand, then contract: see migrations/README.md. It
+knows nothing of who writes and reads.
 """
 
 from __future__ import annotations
