@@ -28,12 +28,15 @@ from api_client.webhooks import sign
 from schemas.codec import MAX_PAYLOAD_BYTES
 from schemas.keys import queue_of
 from worker.engine.config import EngineConfig, EngineConfigError
+from worker.engine.types import SchedulingPolicy
 from worker.engine_help import ENGINE_HELP
 from worker.errors import SettingsError
 from worker.naming import naming_problems
 
 PREFIX = "TOKENMILL_"
 DEFAULT_MODEL = "smollm2-135m-instruct"
+# Where a service differs from an engine used alone: its jobs have classes and tenants.
+_DEFAULTS: dict[str, Any] = {"model": DEFAULT_MODEL, "policy": SchedulingPolicy.PRIORITY}
 # Variables that ops/ scripts and the command line read, and that are no settings of a worker.
 _OTHERS_VARIABLES = frozenset({"TOKENMILL_BENCH_SETUP"})
 ENGINE_FIELDS = tuple(field.name for field in dataclasses.fields(EngineConfig))
@@ -56,9 +59,7 @@ else:  # one field for each of EngineConfig's, so that the two can never drift a
         **{
             field.name: (
                 _hints[field.name],
-                Field(
-                    DEFAULT_MODEL if field.name == "model" else field.default, description=ENGINE_HELP.get(field.name)
-                ),
+                Field(_DEFAULTS.get(field.name, field.default), description=ENGINE_HELP.get(field.name)),
             )
             for field in dataclasses.fields(EngineConfig)
         },

@@ -78,8 +78,8 @@ async def test_a_template_from_a_file_replaces_the_models_own() -> None:
     for tokenizer in (own, replaced):
         admitted = await Admission(tokenizer, MODEL, clock=Clock()).admit(delivery_of(chat))
         assert isinstance(admitted, Admitted)
-        rendered.append(bytes(admitted.generation.prompt_ids))
-    assert rendered[0] != rendered[1] == b"<user>hi"
+        rendered.append(own._tokenizer.decode(list(admitted.generation.prompt_ids), skip_special_tokens=False))
+    assert rendered[0] != rendered[1] == "<user>hi"
 
 
 def test_names_and_template_are_checked_at_the_start(tmp_path: Path) -> None:

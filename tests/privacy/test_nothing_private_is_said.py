@@ -10,8 +10,11 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import tempfile
+import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -173,36 +176,44 @@ COMMANDS = {
 }
 
 
-async def what_it_says(words: list[str], folder: Path, variables: dict[str, str]) -> str:
+def what_it_says(words: list[str], folder: Path, variables: dict[str, str]) -> str:
     """A worker waits for its servers: then what it said until it was interrupted."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "api_client.cli", *words, cwd=folder, env=os.environ | variables,  # noqa: TID251
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
-    )  # fmt: skip
-    reading = asyncio.create_task(process.communicate())
-    await asyncio.wait([reading], timeout=8)
-    for number in (signal.SIGINT, signal.SIGKILL):
-        if not reading.done():
-            process.send_signal(number)
-            await asyncio.wait([reading], timeout=5)
-    return (await reading)[0].decode(errors="replace")
+    with tempfile.TemporaryFile() as said:
+        command = [sys.executable, "-m", "api_client.cli", *words]
+        environment = os.environ | variables  # noqa: TID251
+        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=said, stderr=subprocess.STDOUT)
+        try:
+            deadline = time.monotonic() + 90
+            while process.poll() is None and not os.fstat(said.fileno()).st_size and time.monotonic() < deadline:
+                time.sleep(0.1)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(2)
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(15)
+        finally:
+            process.kill()
+            process.wait()
+        said.seek(0)
+        return said.read().decode(errors="replace")
 
 
 @pytest.mark.parametrize("kind", BAD_URLS)
-async def test_no_command_repeats_a_password_of_a_url(kind, tmp_path, redis_url):
+def test_no_command_repeats_a_password_of_a_url(kind, tmp_path, redis_url):
     """Whether the URL is unreachable or none at all."""
-    turns = asyncio.Semaphore(3)
     servers = {"TOKENMILL_REDIS_URL": redis_url, "TOKENMILL_DATABASE_URL": f"sqlite:///{tmp_path}/none.db"}
+    cases = [(url, words) for url in BAD_URLS[kind] for words in COMMANDS[kind]]
 
-    async def check(url: str, words: list[str]) -> None:
-        variables = servers | {f"TOKENMILL_{kind.upper()}_URL": url, "TOKENMILL_MODEL": "synthetic"}
-        async with turns:
-            said = await what_it_says(words, tmp_path, variables)
-        assert PASSWORD not in said, (url, words, lines_with(PASSWORD, said))
-        assert "Traceback" not in said, (url, words, said[-1500:])
-        assert said, (url, words)
+    def say(case: tuple[str, list[str]]) -> str:
+        url, words = case
+        variables = {f"TOKENMILL_{kind.upper()}_URL": url, "TOKENMILL_MODEL": "synthetic"}
+        return what_it_says(words, tmp_path, servers | variables)
 
-    await asyncio.gather(*(check(url, words) for url in BAD_URLS[kind] for words in COMMANDS[kind]))
+    with ThreadPoolExecutor(3) as pool:
+        for case, said in zip(cases, pool.map(say, cases), strict=True):
+            assert PASSWORD not in said, (case, lines_with(PASSWORD, said))
+            assert "Traceback" not in said, (case, said[-1500:])
+            assert said, case
 
 
 @pytest.mark.parametrize(
