@@ -28,7 +28,8 @@ SHOWN = {
     "token_p50_ms": "engine to subscriber (32 streams), ms p50",
     "token_p99_ms": "engine to subscriber, ms p99",
     "chunks_s": "chunks to subscribers, 1/s",
-    "scripts_per_step": "scripts per engine step",
+    "scripts_per_step": "scripts per engine step (32 streams)",
+    "scripts_per_job": "scripts per job (32 streams)",
 }
 LOG = ROOT / ".cache" / "bench-rates.log"
 SYSTEMS: dict[str, type[QueueSystem]] = {"celery": CeleryTasks, "arq": Arq}

@@ -98,6 +98,7 @@ class WholeWay:
             "chunks_s": sum(map(len, done.tokens)) / done.wall_s,
             "token_p50_ms": 1e3 * latencies[len(latencies) // 2],
             "token_p99_ms": 1e3 * latencies[len(latencies) * 99 // 100],
+            "scripts_per_job": (done.script_calls or 0) / jobs,
             "scripts_per_step": (done.script_calls or 0) / max(1, len(done.batch_sizes)),
         }
 
