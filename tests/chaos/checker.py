@@ -76,6 +76,7 @@ class Wanted:
     prompt_tokens: int
     states: frozenset[str] = frozenset({"succeeded"})
     not_before_ms: int = 0
+    stops: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, result: Any, **changes: Any) -> Wanted:
@@ -142,7 +143,7 @@ def _misanswered(job: str, row: Row, wanted: Wanted) -> Iterator[Violation]:
         yield Violation("wrong", f"job {job} is {row.state}, not {' or '.join(sorted(wanted.states))}")
     elif row.state == "succeeded" and row.answer != wanted.answer:
         yield Violation("wrong", f"job {job}: the stored answer differs from the undisturbed run's")
-    elif not _begins(wanted.answer, row.answer):
+    elif not _begins(wanted.answer, row.answer, wanted.stops):
         yield Violation(
             "wrong", f"job {job} is {row.state} with an answer that the undisturbed run does not begin with"
         )
@@ -150,11 +151,18 @@ def _misanswered(job: str, row: Row, wanted: Wanted) -> Iterator[Violation]:
         yield Violation("wrong", f"job {job} began {wanted.not_before_ms - row.started_ms} ms before it was due")
 
 
-def _begins(whole: Answer, part: Answer) -> bool:
-    """A broken-off answer may end in the middle of a character."""
+def _begins(whole: Answer, part: Answer, stops: tuple[str, ...]) -> bool:
     return len(part) in (0, len(whole)) and all(
-        have[0] == full[0][: len(have[0])] and full[1].startswith(have[1].rstrip("\N{REPLACEMENT CHARACTER}"))
+        have[0] == full[0][: len(have[0])] and _text_begins(full[1], have[1], stops)
         for have, full in zip(part, whole, strict=False)
+    )
+
+
+def _text_begins(whole: str, part: str, stops: tuple[str, ...]) -> bool:
+    """A broken-off answer may end in the middle of a character, or of what would have become a stop string."""
+    part = part.rstrip("\N{REPLACEMENT CHARACTER}")
+    return whole.startswith(part) or any(
+        part == whole + stop[:length] for stop in stops for length in range(1, len(stop))
     )
 
 

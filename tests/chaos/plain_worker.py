@@ -14,6 +14,7 @@ import sys
 
 from tests.support.worker import settings, thread_host
 from worker.app import Worker
+from worker.engine.host import EngineDied
 from worker.telemetry import configure_logging
 
 LISTENING, READY = "[listening]", "[ready]"
@@ -42,7 +43,11 @@ async def serve(worker: Worker) -> int:
     if ready.done():
         print(READY, flush=True)  # noqa: T201
     ready.cancel()
-    return await serving
+    try:
+        return await serving
+    except EngineDied as error:  # killed before it was ready: the command says so in a sentence, and starts again
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201
+        return 1
 
 
 if __name__ == "__main__":

@@ -94,6 +94,15 @@ def test_a_broken_off_answer_must_be_the_beginning(store):
     assert any("does not begin with" in item.words for item in violations(url, wanted, {}))
 
 
+@pytest.mark.parametrize(("text", "is_wrong"), [("abx", False), ("abxy", True), ("aby", True), ("ab", False)])
+def test_a_broken_off_answer_may_hold_the_beginning_of_a_stop_string(store, text, is_wrong):
+    """Cancelled before it was known whether the stop string would come."""
+    url, write = store
+    write(text=text, state="cancelled")
+    wanted = {"j": Wanted(ANSWER, 3, frozenset({"cancelled"}), stops=("xy",))}
+    assert any("does not begin with" in item.words for item in violations(url, wanted, {})) is is_wrong
+
+
 @pytest.mark.parametrize(
     ("heard", "words"),
     [

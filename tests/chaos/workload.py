@@ -88,12 +88,15 @@ class Workload:
 
     def _twisted(self, number: int, arguments: dict[str, Any], result: Any) -> Ask:
         """Mostly not; a job that is cancelled or late may still succeed before that."""
+        stops = tuple(arguments.get("stop", ()))
         if number % 13 == 5:
             states = frozenset({"cancelled", "succeeded"})
-            return Ask(arguments, Wanted.of(result, states=states), cancel_after_s=self.chance.uniform(0.0, 2.0))
+            return Ask(
+                arguments, Wanted.of(result, states=states, stops=stops), cancel_after_s=self.chance.uniform(0.0, 2.0)
+            )
         if number % 17 == 3:
             arguments["deadline"] = self.chance.uniform(0.3, 4.0)
-            return Ask(arguments, Wanted.of(result, states=frozenset({"expired", "succeeded"})))
+            return Ask(arguments, Wanted.of(result, states=frozenset({"expired", "succeeded"}), stops=stops))
         if number % 11 == 7:
             delay = timedelta(seconds=self.chance.uniform(0.5, 3.0))
             arguments["not_before"] = delay
