@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from worker.engine.config import EngineConfig
+from worker.engine.types import SchedulingPolicy
 from worker.engine_help import ENGINE_HELP
 from worker.errors import SettingsError
 from worker.settings import Settings, child_environment, load_settings
@@ -28,7 +29,8 @@ def _problems(**flags: object) -> tuple[str, ...]:
 def test_the_defaults_work() -> None:
     settings = load_settings()
     assert settings.queue_name == "smollm2-135m-instruct"
-    assert settings.engine_config() == EngineConfig(model="smollm2-135m-instruct")
+    # A service schedules by class and tenant; an engine used alone has neither.
+    assert settings.engine_config() == EngineConfig(model="smollm2-135m-instruct", policy=SchedulingPolicy.PRIORITY)
     assert settings.heartbeat_interval == pytest.approx(settings.lease_seconds / 3)
 
 
