@@ -74,7 +74,8 @@ def run(
     """Answer a whole file, from here. Run it again after an interruption, and it goes on where it stopped."""
     paths = Paths.of(output, errors)
     terms = _terms(completion_window, tenant, any_model, metadata)
-    with _open(target) as (client, store), _interruptible(paths), bulk_progress() as watch:
+    going_on = f"run the same command again to go on ({paths.output} keeps what is done)"
+    with _open(target) as (client, store), _interruptible(going_on), bulk_progress() as watch:
         batch = run_batch(client, store, source, paths, terms=terms, pacing=Pacing(window, watch=watch))
     _show_end(batch, json)
 
@@ -99,7 +100,8 @@ def submit(
         known = store.get(batch) if batch is not None else new_batch(client, source.resolve(), terms)
         if not json:
             say(f"{known.id}\n")
-        with _going_on(known.id, source), bulk_progress() as watch:
+        going_on = f"to go on: tokenmill bulk submit {source} --continue {known.id}"
+        with _interruptible(going_on), bulk_progress() as watch:
             ended = import_batch(client, store, source, batch=known, pacing=Pacing(window, watch=watch))
     if json:
         emit(ended.public())
@@ -188,22 +190,12 @@ def _open(target: Target) -> Iterator[tuple[Client, BatchStore]]:
 
 
 @contextmanager
-def _interruptible(paths: Paths) -> Iterator[None]:
+def _interruptible(how_to_go_on: str) -> Iterator[None]:
     try:
         with _stoppable():
             yield
     except KeyboardInterrupt:
-        complain(f"interrupted; run the same command again to go on ({paths.output} keeps what is done)", "note")
-        raise typer.Exit(130) from None
-
-
-@contextmanager
-def _going_on(batch_id: str, source: Path) -> Iterator[None]:
-    try:
-        with _stoppable():
-            yield
-    except KeyboardInterrupt:
-        complain(f"interrupted; to go on: tokenmill bulk submit {source} --continue {batch_id}", "note")
+        complain(f"interrupted; {how_to_go_on}", "note")
         raise typer.Exit(130) from None
 
 

@@ -21,7 +21,7 @@ class FusedLayer(nn.Module):
     def __init__(self, layer: nn.Module, parts: LayerParts, scratch: Scratch) -> None:
         super().__init__()
         self.layer = layer
-        self.parts, self.members = parts, (parts,)
+        self.parts = parts
         self.is_whole = True
         self._run = LayerRun([parts], scratch)
 
@@ -59,8 +59,7 @@ class FusedRow(nn.Module):
     def __init__(self, layers: Sequence[FusedLayer], scratch: Scratch) -> None:
         super().__init__()
         self._layers = tuple(layers)
-        self.members = tuple(layer.parts for layer in layers)
-        self._run = LayerRun(self.members, scratch)
+        self._run = LayerRun([layer.parts for layer in layers], scratch)
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -5,8 +5,6 @@ Buffers belong to one `Scratch` that all layers of a model share, so one thread 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -146,8 +144,6 @@ class LayerCalls:
         self.gate_up.y = self.down.x = scratch.at("gated")
         if self.after:
             self.out.y = self.down.y = self.after[0].x = self.after[1].x = scratch.at("raw")
-        for arguments in self._all():
-            arguments.num_threads = scratch.num_threads
 
     def resize(self, num_tokens: int) -> None:
         for arguments in (*self.before, *self.after, self.qkv, self.out, self.gate_up, self.down):
@@ -183,10 +179,6 @@ class LayerCalls:
         attend.query_start, attend.seq_lens = metadata.query_start.data_ptr(), metadata.seq_lens.data_ptr()
         attend.block_table, attend.table_stride = metadata.block_table.data_ptr(), metadata.block_table.stride(0)
         attend.num_seqs = metadata.num_seqs
-
-    def _all(self) -> list[Any]:
-        return [*self.before, *self.after, *(arguments for arguments, _ in self.heads), self.qkv, self.out,
-                self.gate_up, self.down, self.write, self.attend]  # fmt: skip
 
 
 def _linear(weight: PackedWeight, epilogue: Epilogue, columns: int) -> LinearArguments:

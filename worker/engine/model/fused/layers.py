@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from worker.engine.attention import AttentionMetadata, AttentionShape
 from worker.engine.attention.cpu import CpuAttention
 from worker.engine.model.fused.agreement import call_attention, close, random_rows, random_tables
-from worker.engine.model.fused.layer import FusedLayer, FusedList, FusedRow
+from worker.engine.model.fused.layer import FusedLayer, FusedList
 from worker.engine.model.fused.layer_calls import LayerParts, Scratch
 from worker.engine.model.fused.modules import FusedAttention, FusedMLP, FusedNorm
 from worker.engine.model.paged import LayerBinding, PagedStep
@@ -37,7 +37,7 @@ def fuse_layers(model: nn.Module) -> Counter[str]:
     for parent, name, stack in list(_lists(model)):
         for index, layer in enumerate(stack):
             parts = _parts(layer)
-            if parts is not None and _agrees([layer], candidate := FusedLayer(layer, parts, scratch)):
+            if parts is not None and _agrees([layer], candidate := FusedLayer(layer, parts, scratch), [parts]):
                 stack[index] = candidate
                 count += 1
         joined = _joined(model, list(stack), scratch)
@@ -58,7 +58,7 @@ def _joined(model: nn.Module, layers: list[nn.Module], scratch: Scratch) -> Fuse
     if len(fused) < max(len(layers), 2) or not _are_called_alike(model, fused):
         return None
     candidate = FusedList(fused, scratch)
-    return candidate if _agrees(fused, candidate.row) else None
+    return candidate if _agrees(fused, candidate.row, [layer.parts for layer in fused]) else None
 
 
 def _are_called_alike(model: nn.Module, layers: list[FusedLayer]) -> bool:
@@ -95,14 +95,13 @@ def _parts(layer: nn.Module) -> LayerParts | None:
     return LayerParts(attention, mlp, (norms[0], norms[1]), tuple(norms[2:]))
 
 
-def _agrees(layers: Sequence[nn.Module], candidate: FusedLayer | FusedRow) -> bool:
-    members = candidate.members
-    attention = members[0].attention
+def _agrees(layers: Sequence[nn.Module], candidate: nn.Module, parts: Sequence[LayerParts]) -> bool:
+    attention = parts[0].attention
     shape = _shape(attention, attention.qkv.k)
     if shape is None or CpuAttention.why_not(torch.device("cpu"), torch.float32, shape, _BLOCK_SIZE) is not None:
         return False
     tables = random_tables(attention.rotary_dim)
-    ids = [parts.attention.layer_idx for parts in members]
+    ids = [each.attention.layer_idx for each in parts]
     expected, found = (_run(modules, ids, shape, tables, attention.qkv.k) for modules in (layers, [candidate]))
     if expected is None or found is None:
         return False
