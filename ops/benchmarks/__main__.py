@@ -18,8 +18,8 @@ from typing import NoReturn
 COMMANDS = {
     "engine": "tokens per second, TTFT and TPOT of the bare engine, beside its peers (--peer transformers|vllm)",
     "workloads": "write the five workload files of `engine` (seeded)",
-    "queue": "the whole way: Valkey, pub/sub, log and SQL around the engine",
-    "rates": "the queue alone, model-free: jobs/s, chunks/s, latencies, memory (--peer celery|arq)",
+    "service": "the whole service (Valkey, pub/sub, log, SQL) beside the bare engine: what is left of its tokens/s",
+    "queue": "the queue alone, model-free: jobs/s, chunks/s, latencies, memory (--peer celery|arq)",
     "bulk": "what a bulk file costs the interactive jobs beside it",
     "interference": "what a long prompt costs running streams and a short prompt after it",
     "scheduler": "the cost of one plan and commit, by batch and by backlog",

@@ -1,4 +1,4 @@
-"""What `engine` and `queue` share: the options, engines as children, rounds in turn, and whether the tokens agree.
+"""What `engine` and `service` share: the options, engines as children, rounds in turn, and whether the tokens agree.
 
 Engines alternate round by round, each in its own process, so that a machine whose speed drifts treats
 all alike; what counts is the ratio. Greedy float32 answers must be equal, token for token.

@@ -1,18 +1,80 @@
-"""`ops/bench queue`: what the queue, the publishing and the record cost around the engine.
+"""`ops/bench queue`: the queue alone, around an engine that computes nothing, beside Celery and arq.
 
-The whole service (Valkey with its log on disk, a worker, SQLite, a subscriber per job) beside the bare engine,
-on the same file in the same run: the share of the bare engine's tokens per second that is left, the time
-that a token takes from the engine's frame to its subscriber, and the script calls per step.
+Each system gets a fresh Valkey and one worker process: jobs per second handed in one by one and many at once, memory
+per waiting job, then the whole way (hand in, run, publish every token, read every result) with the server's commands
+per job. Of ours also what a token and a job wait for. Rounds alternate; figures are medians.
 """
 
 import argparse
+import statistics
+from collections import defaultdict
+from typing import Any
 
-from ops.benchmarks import comparison
+from rich.console import Console
+from rich.table import Table
+
+from ops.benchmarks.peers.environments import ROOT
+from ops.benchmarks.queue_systems import Arq, CeleryTasks, QueueSystem, Tokenmill
+
+SHOWN = {
+    "submit_one_jobs_s": "handed in one by one, jobs/s",
+    "submit_many_jobs_s": "handed in together, jobs/s",
+    "bytes_per_job": "memory per waiting job, bytes",
+    "jobs_s": "the whole way, jobs/s",
+    "tokens_s": "tokens published and recorded, 1/s",
+    "commands_per_job": "server commands per job, those in scripts too",
+    "start_p50_ms": "submit to first token (a step: 20 ms), ms p50",
+    "start_p99_ms": "submit to first token, ms p99",
+    "token_p50_ms": "engine to subscriber (32 streams), ms p50",
+    "token_p99_ms": "engine to subscriber, ms p99",
+    "chunks_s": "chunks to subscribers, 1/s",
+    "scripts_per_step": "scripts per engine step (32 streams)",
+    "scripts_per_job": "scripts per job (32 streams)",
+}
+LOG = ROOT / ".cache" / "bench-queue.log"
+SYSTEMS: dict[str, type[QueueSystem]] = {"celery": CeleryTasks, "arq": Arq}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    comparison.add_arguments(parser)
+    parser.add_argument("--jobs", type=int, default=1000)
+    parser.add_argument("--tokens", type=int, default=16, help="of each answer")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--peer", action="append", default=[], choices=sorted(SYSTEMS), help="repeatable")
 
 
-def run(arguments: argparse.Namespace) -> dict[str, object]:
-    return comparison.compare(arguments, [comparison.WHOLE_WAY, comparison.OURS])
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    console = Console(stderr=True)
+    kinds: list[type[QueueSystem]] = [Tokenmill, *(SYSTEMS[name] for name in dict.fromkeys(options.peer))]
+    rounds: dict[str, list[dict[str, float]]] = defaultdict(list)
+    LOG.parent.mkdir(parents=True, exist_ok=True)
+    with LOG.open("wb") as log:
+        for number in range(options.rounds):
+            for kind in kinds if number % 2 == 0 else reversed(kinds):
+                with console.status(f"round {number + 1} of {options.rounds}: {kind.name}") as status:
+                    rounds[kind.name].append(kind(status.update, log).measure(options.jobs, options.tokens))
+    medians = {name: _medians(measured) for name, measured in rounds.items()}
+    _show(medians, options)
+    return {"results": medians, "rounds": rounds}
+
+
+def _medians(measured: list[dict[str, float]]) -> dict[str, float]:
+    return {name: statistics.median(each[name] for each in measured) for name in measured[0]}
+
+
+def _show(medians: dict[str, dict[str, float]], options: argparse.Namespace) -> None:
+    title = f"{options.jobs} jobs of {options.tokens} tokens, one worker; medians of {options.rounds} rounds"
+    table = Table(title=title, title_justify="left")
+    table.add_column("")
+    for name in medians:
+        table.add_column(name, justify="right")
+    for key, words in SHOWN.items():
+        cells = [_number(figures.get(key)) for figures in medians.values()]
+        if any(cells):
+            table.add_row(words, *cells)
+    Console().print(table)
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.2f}"

@@ -1,4 +1,4 @@
-"""What `ops/bench rates` puts beside one another: our queue, Celery and arq, each on a server of its own.
+"""What `ops/bench queue` puts beside one another: our queue, Celery and arq, each on a server of its own.
 
 A system hands in jobs, runs one worker, and reads the results; how is its own business, and each is used as its
 documentation says. Every worker publishes every token on a channel of the job's, so that the traffic is the same.

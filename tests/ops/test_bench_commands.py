@@ -1,4 +1,4 @@
-"""`ops/bench engine` and `queue` from end to end on the model-free engine: real processes, real figures, no weights."""
+"""`ops/bench engine`, `service`, `queue` from end to end on the model-free engine: real processes and figures."""
 
 import json
 from pathlib import Path
@@ -38,8 +38,8 @@ def test_engine(workload: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.redis
-def test_queue(workload: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    record = measure(tmp_path, "queue", "--workload", str(workload))
+def test_service(workload: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = measure(tmp_path, "service", "--workload", str(workload))
     (result,) = record["results"]
     (whole, *_), (bare, *_) = result["rounds"]["whole way"], result["rounds"]["tokenmill"]
     assert result["comparisons"]["tokenmill"]["equal_requests"] == len(REQUESTS)
@@ -51,11 +51,11 @@ def test_queue(workload: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 @pytest.mark.redis
 @pytest.mark.slow
-def test_rates_beside_celery(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_queue_beside_celery(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each system must have done every job, or its measurement raises."""
-    out = tmp_path / "rates.json"
+    out = tmp_path / "queue.json"
     wanted = ["--jobs", "40", "--tokens", "4", "--rounds", "1", "--peer", "celery", "--json", str(out)]
-    assert main(["rates", *wanted]) == 0
+    assert main(["queue", *wanted]) == 0
     ours, celery = (json.loads(out.read_text())["results"][name] for name in ("tokenmill", "celery"))
     assert min(*ours.values(), *celery.values()) > 0
     assert ours["token_p50_ms"] <= ours["token_p99_ms"]

@@ -1,4 +1,4 @@
-"""arq's side of `ops/bench rates`, run by the Python of arq's own environment: it imports nothing of ours.
+"""arq's side of `ops/bench queue`, run by the Python of arq's own environment: it imports nothing of ours.
 
 `worker URL`, or `one|many|whole URL JOBS TOKENS`, which prints the seconds that it took as JSON.
 """

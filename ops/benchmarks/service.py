@@ -1,0 +1,18 @@
+"""`ops/bench service`: what the queue, the publishing and the record cost around the engine.
+
+The whole service (Valkey with its log on disk, a worker, SQLite, a subscriber per job) beside the bare engine,
+on the same file in the same run: the share of the bare engine's tokens per second that is left, the time
+that a token takes from the engine's frame to its subscriber, and the script calls per step.
+"""
+
+import argparse
+
+from ops.benchmarks import comparison
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    comparison.add_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> dict[str, object]:
+    return comparison.compare(arguments, [comparison.WHOLE_WAY, comparison.OURS])
