@@ -73,7 +73,7 @@ class Worker:
         self.watch_port: int | None = None  # of /metrics, once it is served
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
-        self._had_room = False
+        self._had_room = (False, False)  # for any job, for interactive ones
         self._host_factory = host_factory or self._engine_host
         self._config = settings.engine_config()
         self.metrics = Metrics(settings.queue_name, self._config.model)
@@ -279,10 +279,11 @@ class Worker:
     def _note_frame(self) -> None:
         """A place that has become free is filled at once; while places are free, the bell says when to look."""
         self.watch.steps.beat()
-        has_room = self.service.credits() > 0
-        if has_room and not self._had_room:
+        credits = self.service.credits()
+        room = (credits.free > 0, credits.urgent > 0)
+        if any(now and not before for now, before in zip(room, self._had_room, strict=True)):
             self._consumer.poke()
-        self._had_room = has_room
+        self._had_room = room
 
 
 def stream_options(settings: Settings) -> StreamOptions:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from api_client.cancellation import wait_at_most
 from schemas.generation import FinishReason
 from worker.consume.admission import Admission
+from worker.consume.consumer import Credits
 from worker.consume.job_stream import JobStream
 from worker.engine.host import EngineDied, EngineHost
 from worker.engine.mailbox import Frame, Ready
@@ -86,8 +87,8 @@ class Service:
     def num_held(self) -> int:
         return len(self._held)
 
-    def credits(self) -> int:
-        """How many more jobs could start soon. Zero while anything is full, suspects wait, or the engine is away."""
+    def credits(self) -> Credits:
+        """How many more jobs could start soon. None while anything is full, suspects wait, or the engine is away."""
         if (
             not self.health.engine_ready
             or self._host is None
@@ -95,10 +96,12 @@ class Service:
             or self._finalizer.is_full
             or self._publisher.is_full
         ):
-            return 0
+            return Credits()
         capacity = self._host.capacity
         in_flight = len(self._in_engine) - capacity.running - capacity.waiting  # sent, not yet in a frame
-        return max(0, capacity.free_sequences + LOOKAHEAD - capacity.waiting - max(0, in_flight))
+        in_flight = max(0, in_flight)
+        free = capacity.free_sequences + LOOKAHEAD - capacity.waiting - in_flight
+        return Credits(max(0, free), max(0, capacity.free_urgent - in_flight))
 
     async def take(self, deliveries: list[Delivery]) -> None:
         """Called by the consumer with what it claimed."""

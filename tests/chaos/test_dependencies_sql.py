@@ -58,7 +58,7 @@ async def test_finished_jobs_wait_for_postgres_and_intake_stops(own_postgres, re
         jobs = [await client.submit(prompt=f"job {i}", max_tokens=5, ignore_eos=True) for i in range(40)]
         await until(is_full)
         await asyncio.sleep(0.5)
-        assert worker.service.credits() == 0
+        assert not worker.service.credits()
         waiting = [job for job in jobs if (await client.status(job)).status is JobStatus.QUEUED]
         assert len(waiting) >= 20, "intake did not stop"
         assert not [job for job in jobs if (await client.status(job)).status.is_final], "told before it was recorded"

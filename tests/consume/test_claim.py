@@ -26,6 +26,21 @@ async def test_no_credit_no_job_and_never_more_than_asked_for(queue: Queue) -> N
     assert len(await worker.claim(3)) == 2
 
 
+async def test_further_credits_are_for_interactive_jobs_alone(queue: Queue) -> None:
+    jobs = {name: [await queue.submit(priority=name) for _ in range(2)] for name in ("bulk", "standard", "interactive")}
+    worker = queue.worker()
+    assert [d.job_id for d in await worker.claim(0, urgent=1)] == jobs["interactive"][:1]
+    assert [d.job_id for d in await worker.claim(2, urgent=3)] == [jobs["interactive"][1], jobs["standard"][0]]
+    late = [await queue.submit(priority="interactive") for _ in range(3)]
+    assert [d.job_id for d in await worker.claim(1, urgent=1)] == late[:2]
+    assert await worker.claim(0, urgent=0) == []
+    (given_back,) = [d for d in await worker.claim(0, urgent=9) if d.job_id == late[2]]
+    await worker.release([(given_back.job_id, given_back.token, False)])
+    assert await worker.claim(0, urgent=0) == []
+    assert [d.job_id for d in await worker.claim(0, urgent=9)] == [late[2]]
+    assert len(await worker.claim(9)) == 3  # what bulk and standard were passed by is not lost
+
+
 async def test_bulk_always_moves_and_standard_too(queue: Queue) -> None:
     await queue.client.submit_many([{"prompt": "x", "priority": "interactive"}] * 100)
     await queue.client.submit_many([{"prompt": "x", "priority": "standard"}] * 50)

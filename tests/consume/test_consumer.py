@@ -9,7 +9,7 @@ import pytest
 from schemas.codec import encode
 from schemas.control import Drain
 from tests.consume.queue import Queue, eventually
-from worker.consume.consumer import Consumer
+from worker.consume.consumer import Consumer, Credits
 from worker.consume.control import ControlChannel
 from worker.errors import RedisUnavailable
 from worker.jobs import Delivery
@@ -27,10 +27,11 @@ class FakeQueue:
         self.asked: list[int] = []
         self.released: list[tuple[str, int, bool]] = []
 
-    async def claim(self, credits: int) -> list[Delivery]:
+    async def claim(self, credits: int, urgent: int = 0) -> list[Delivery]:
         self.asked.append(credits)
         if self.troubles:
             raise self.troubles.pop(0)
+        credits = max(credits, urgent)  # here all are interactive
         taken, self.waiting = self.waiting[:credits], self.waiting[credits:]
         return taken
 
@@ -44,11 +45,12 @@ class Desk:
 
     def __init__(self, places: int) -> None:
         self.places = places
+        self.urgent = 0
         self.taken: list[str] = []
         self.trouble: Exception | None = None
 
-    def credits(self) -> int:
-        return self.places - len(self.taken)
+    def credits(self) -> Credits:
+        return Credits(self.places - len(self.taken), self.urgent)
 
     async def take(self, deliveries: list[Delivery]) -> None:
         if self.trouble is not None:
@@ -75,6 +77,17 @@ async def test_it_asks_for_what_can_start_and_no_more() -> None:
         await settle()
         assert desk.taken == ["a", "b", "c"]
         assert max(queue.asked) == 3
+
+
+async def test_a_worker_full_of_bulk_answers_the_bell_for_urgent_jobs() -> None:
+    queue, desk = FakeQueue(), Desk(0)
+    desk.urgent = 1
+    async with consuming(queue, desk):
+        await settle()
+        queue.waiting.append(delivery("urgent"))
+        queue.bell.set()
+        await settle()
+        assert desk.taken == ["urgent"]
 
 
 async def test_a_ring_wakes_it_when_it_has_room() -> None:

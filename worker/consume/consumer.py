@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
 from typing import Protocol
 
 from api_client.cancellation import wait_at_most
@@ -22,12 +23,23 @@ LONGEST_BACKOFF_S = 2.0
 SHORTEST_GAP_S = 0.005  # between claims that find nothing: a bell that many hear is answered by few
 
 
+@dataclass(frozen=True, slots=True)
+class Credits:
+    """`free`: jobs of any class that could start soon. `urgent`: interactive ones beyond, in bulk work's places."""
+
+    free: int = 0
+    urgent: int = 0
+
+    def __bool__(self) -> bool:
+        return self.free > 0 or self.urgent > 0
+
+
 class Claims(Protocol):
     """What a consumer needs of the queue; JobStream is one."""
 
     bell: asyncio.Event
 
-    async def claim(self, credits: int) -> list[Delivery]: ...
+    async def claim(self, credits: int, urgent: int = 0) -> list[Delivery]: ...
 
     async def release(self, jobs: Iterable[tuple[str, int, bool]]) -> list[bool]: ...
 
@@ -38,7 +50,7 @@ class Consumer:
     def __init__(
         self,
         stream: Claims,
-        credits: Callable[[], int],
+        credits: Callable[[], Credits],
         take: Callable[[list[Delivery]], Awaitable[None]],
         *,
         poll_s: float = 1.0,
@@ -97,7 +109,7 @@ class Consumer:
         await self._give_back()
         self._stream.bell.clear()
         wanted = self._credits()
-        deliveries = await self._stream.claim(wanted)
+        deliveries = await self._stream.claim(wanted.free, wanted.urgent)
         self._on_claim(len(deliveries))
         if not deliveries:
             return False
@@ -108,7 +120,7 @@ class Consumer:
             self._on_error(error)
             self._owed = [(delivery.job_id, delivery.token, True) for delivery in deliveries]
             await self._give_back()
-        return wanted > 0 and len(deliveries) >= wanted
+        return bool(wanted) and len(deliveries) >= (wanted.free or wanted.urgent)
 
     async def _give_back(self) -> None:
         """What could not be taken in; kept until the queue has it."""
@@ -122,7 +134,7 @@ class Consumer:
         until = loop.time() + self._poll_s
         while not self._stopping.is_set() and (left := until - loop.time()) > 0:
             await wait_at_most(self._stream.bell, left)
-            if self._credits() > 0:
+            if self._credits():
                 return
             self._stream.bell.clear()
 

@@ -107,8 +107,9 @@ class JobStream:
 
     # ── taking ──
 
-    async def claim(self, credits: int) -> list[Delivery]:
-        """Up to `credits` jobs to run, and any number that only has to be recorded. Waits for nothing."""
+    async def claim(self, credits: int, urgent: int = 0) -> list[Delivery]:
+        """Up to `credits` jobs to run, `urgent` interactive ones beyond them, and any number that only has to be
+        recorded. Waits for nothing."""
         options = self.options
         if self.guard():
             raise RedisUnavailable("the lease has run out, and its jobs are not given up yet")
@@ -128,6 +129,7 @@ class JobStream:
                 round(options.log_ttl_s),
                 options.bulk_every,
                 options.max_deliveries,
+                urgent,
                 int(audit),
                 *known,
                 attempts=1,

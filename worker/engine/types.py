@@ -50,7 +50,8 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine could take now. `waiting` requests are admitted but not yet running."""
+    """What the engine could take now. `waiting` requests are admitted but not yet running. `free_urgent`: places of
+    bulk work that interactive requests would take, less the interactive ones that wait for such a place already."""
 
     free_sequences: int
     free_blocks: int
@@ -58,6 +59,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     running: int
     block_size: int
     max_model_len: int
+    free_urgent: int = 0
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -58,6 +58,20 @@ def test_priority_starts_the_urgent_before_a_running_bulk_prefill() -> None:
     ]
 
 
+@pytest.mark.parametrize(("policy", "places"), [("priority", 2), ("fifo", 0)])
+def test_bulk_works_places_are_offered_to_the_urgent(policy: str, places: int) -> None:
+    loop = Loop.build(max_num_seqs=3, policy=policy)
+    running = [make_sequence(f"bulk {n}", prompt(n, 3), 40, priority=2) for n in range(2)]
+    loop.add(*running, make_sequence("standard", prompt(5, 3), 40, priority=1))
+    loop.step()
+    assert loop.scheduler.capacity().free_urgent == places
+    loop.add(make_sequence("urgent", prompt(6, 3), 40, priority=0))
+    assert loop.scheduler.capacity().free_urgent == max(0, places - 1)  # it waits, and will take one
+    loop.step()
+    assert loop.scheduler.capacity().free_urgent == max(0, places - 1)
+    assert (loop.scheduler.stats.preemptions == 1) is (places > 0)
+
+
 def test_priority_orders_by_class_then_deadline_then_arrival() -> None:
     loop = Loop.build(max_num_seqs=1, policy="priority")
     now = loop.clock.now

@@ -8,7 +8,7 @@ redis.call('SADD', base .. 'workers', worker)
 -- In this worker's hands by a claim whose reply was lost.
 local function take_strays()
   local known = {}
-  for place = 14, #ARGV do known[ARGV[place]] = true end
+  for place = 15, #ARGV do known[ARGV[place]] = true end
   for _, id in ipairs(redis.call('SMEMBERS', held)) do
     local job = not known[id] and read_job(id)
     if job then
@@ -22,7 +22,7 @@ end
 local function take_from(name, costs, limit)
   for _, id in ipairs(redis.call('ZRANGE', base .. name, 0, limit)) do
     local job = read_job(id)
-    if not (job and costs and credits <= 0 and verdict_of(job) == 'run') then
+    if not (job and costs and not is_paid(job)) then
       if job and not take(id, job) then return end
       redis.call('ZREM', base .. name, id)
     end
@@ -30,8 +30,8 @@ local function take_from(name, costs, limit)
 end
 
 sweep(now, sweep_ms)
-if ARGV[13] == '1' then take_strays() end
+if ARGV[14] == '1' then take_strays() end
 take_from('ended', false, 63)
 take_from('returned', true, 63 + math.max(credits, 0))
-if credits > 0 then take_lanes() end
+if credits > 0 or urgent > 0 then take_lanes() end
 return deliveries

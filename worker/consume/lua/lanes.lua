@@ -130,5 +130,7 @@ local function take_lanes()
   local classes = {}
   for place, name in ipairs(CLASSES) do classes[place] = open_class(name) end
   while credits > 0 and take_next(classes) do end
+  local first = {classes[1]}
+  while credits <= 0 and urgent > 0 and take_next(first) do end
   for _, class in ipairs(classes) do redis.call('HSET', meta, 'skipped:' .. class.name, class.skipped) end
 end

@@ -1,10 +1,11 @@
 -- Part of claim: one job goes into a worker's hands.
 -- ARGV[3] worker [4] lease ms [5] sweep interval ms [6] credits [7] largest reply in bytes [8] solo crashes allowed
 -- [9] crashes allowed [10] log TTL s [11] one claim of so many is bulk's, while bulk waits
--- [12] how often a worker may vanish under a job  [13] '1': the ids that follow are all that this worker knows it holds
+-- [12] how often a worker may vanish under a job  [13] further credits, for interactive jobs alone
+-- [14] '1': the ids that follow are all that this worker knows it holds
 local worker, lease_ms, sweep_ms, credits = ARGV[3], ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6])
 local max_bytes, max_solo, max_crashes, log_ttl = tonumber(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[9]), ARGV[10]
-local max_orphaned = tonumber(ARGV[12])
+local max_orphaned, urgent = tonumber(ARGV[12]), tonumber(ARGV[13])
 local held = base .. 'held:' .. worker
 local now, deliveries, bytes = clock_ms(), {}, 0
 
@@ -44,6 +45,10 @@ local function read_log(id, job)
   return chunks, size, index
 end
 
+local function is_paid(job)
+  return credits > 0 or (urgent > 0 and job.class == CLASSES[1]) or verdict_of(job) ~= 'run'
+end
+
 -- Returns false when the reply is full: the job stays where it is. `again`: this worker holds it already, and
 -- never heard of it.
 local function take(id, job, again)
@@ -72,6 +77,8 @@ local function take(id, job, again)
     id, whole(token), job.request, job.deliveries, job.crashes, verdict, whole(job.created), whole(started),
     job.attempt, (job.solo > 0) and 1 or 0, chunks,
   }
-  if verdict == 'run' then credits = credits - 1 end
+  if verdict == 'run' then
+    if credits > 0 then credits = credits - 1 else urgent = urgent - 1 end
+  end
   return true
 end

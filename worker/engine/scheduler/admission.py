@@ -25,6 +25,18 @@ if TYPE_CHECKING:
 _SHORT_AT_ONCE = 8
 
 
+def num_for_urgent(state: State) -> int:
+    """Sequences of the most urgent class that could start in bulk work's places, beyond those that wait already."""
+    if state.config.policy is not SchedulingPolicy.PRIORITY:
+        return 0
+    taken = sum(
+        sequence.priority >= PREEMPTING_GAP and not is_protected(sequence)
+        for running in (state.decoding, state.prefilling)
+        for sequence in running
+    )
+    return max(0, taken - state.queue.num_urgent)
+
+
 class Verdict(Enum):
     """ADMITTED; or why not: a block it can share is being filled, a limit on prefills, adapters, blocks, a free row."""
 

@@ -54,6 +54,11 @@ class WaitingQueue(Protocol):
 
     def discard(self, place: Place) -> None: ...
 
+    @property
+    def num_urgent(self) -> int:
+        """Of the most urgent class."""
+        ...
+
     def refresh(self, now: float) -> None:
         """Called once a step: let time take effect."""
         ...
@@ -72,6 +77,8 @@ class FifoQueue:
 
     def __len__(self) -> int:
         return self._live
+
+    num_urgent = 0  # arrival order knows no classes
 
     def push(self, place: Place) -> None:
         place.queued = True
@@ -131,6 +138,10 @@ class PriorityQueue:
 
     def __len__(self) -> int:
         return sum(one.live for one in self._classes.values())
+
+    @property
+    def num_urgent(self) -> int:
+        return self._classes[0].live if 0 in self._classes else 0
 
     def push(self, place: Place) -> None:
         one = self._classes.setdefault(place.rank, _Class())

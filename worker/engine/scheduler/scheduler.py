@@ -13,6 +13,7 @@ from schemas.generation import FinishReason
 from worker.engine.config import CacheConfig, EngineConfig
 from worker.engine.kv.manager import KVManager
 from worker.engine.plan import StepOutput, StepPlan
+from worker.engine.scheduler.admission import num_for_urgent
 from worker.engine.scheduler.committer import Committer
 from worker.engine.scheduler.counters import Counters
 from worker.engine.scheduler.intake_order import for_prefix_hits
@@ -170,6 +171,7 @@ class Scheduler:
             running=state.num_running,
             block_size=self.kv.block_size,
             max_model_len=state.max_model_len,
+            free_urgent=num_for_urgent(state),
         )
 
     def snapshot(self, *, steps: int = 0, failed_steps: int = 0, busy_s: float = 0.0) -> EngineStats:
