@@ -39,7 +39,7 @@ void one_row(const LinearArguments &a, const Output &whole, int64_t first, int64
         }
         for (int q = 0; q < 4; ++q) finish_row(at_panel(whole, p + q, a.n), acc[q][0], acc[q][1], 0);
     }
-    for (; p < last; ++p) tile<1>({a.x, weight + p * panel_size, a.x_stride, a.k, at_panel(whole, p, a.n)});
+    for (; p < last; ++p) all_rows(a, weight + p * panel_size, at_panel(whole, p, a.n), weight + p * panel_size, 0);
 }
 
 void normalise(const NormArguments &a, int64_t row) {
@@ -86,10 +86,11 @@ extern "C" int64_t tokenmill_linear_member(const LinearArguments *arguments, con
     const LinearArguments &a = *arguments;
     const Output whole = whole_output(a);
     const Share mine = share((a.n + NR - 1) / NR, team->part, team->parts);
-    if (a.m == 1) one_row(a, whole, mine.first, mine.last);
-    else
-        for (int64_t p = mine.first; p < mine.last; ++p)
-            all_rows(a, (const float *)a.weight + p * a.k * NR, at_panel(whole, p, a.n));
+    if (a.m == 1) return one_row(a, whole, mine.first, mine.last), 0;
+    const int64_t size = a.k * NR;
+    const float *panel = (const float *)a.weight + mine.first * size;
+    for (int64_t p = mine.first; p < mine.last; ++p, panel += size)
+        all_rows(a, panel, at_panel(whole, p, a.n), panel + size, p + 1 < mine.last ? size * sizeof(float) : 0);
     return 0;
 }
 

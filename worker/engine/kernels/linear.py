@@ -15,6 +15,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from worker.engine.huge_pages import Arena
 from worker.engine.kernels.library import load
 
 
@@ -148,11 +149,12 @@ class LinearKernels:
         )
         self._norm.restype = self._pack.restype = None
         self.panel_width: int = library.tokenmill_panel_width()
+        self._arena = Arena()
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> PackedWeight:
         rows = weight.detach().float().contiguous()
         n, k = rows.shape
-        panels = torch.empty(-(-n // self.panel_width) * self.panel_width * k, dtype=torch.float32)
+        panels = self._arena.take(-(-n // self.panel_width) * self.panel_width * k, torch.float32)
         self._pack(c_void_p(rows.data_ptr()), c_void_p(panels.data_ptr()), c_int64(n), c_int64(k), c_int64(k))
         return PackedWeight(self._library, (n, k), panels, None, padded_bias(bias, self.panel_width))
 

@@ -83,7 +83,7 @@ const DirectFunction DIRECT_ROWS[] = {nullptr, direct<1>, direct<2>,
 #endif
 };
 
-void panel_times_rows(const LinearArguments &a, int64_t p, float *scratch) {
+void panel_times_rows(const LinearArguments &a, int64_t p, bool last, float *scratch) {
     const Panel panel = panel_at(a, p);
     const Output out = at_panel(whole_output(a), p, a.n);
     if (a.m <= DIRECT) return DIRECT_ROWS[a.m](a, panel, out);
@@ -91,7 +91,7 @@ void panel_times_rows(const LinearArguments &a, int64_t p, float *scratch) {
         store(scratch + i * NR, left);
         store(scratch + i * NR + VW, right);
     });
-    all_rows(a, scratch, out);
+    all_rows(a, scratch, out, panel_at(a, p + 1).codes, last ? 0 : a.k / CODES * NR * sizeof(uint32_t));
 }
 
 }  // namespace
@@ -128,7 +128,7 @@ extern "C" int64_t tokenmill_linear_member(const LinearArguments *arguments, con
     const LinearArguments &a = *arguments;
     float *scratch = (float *)(a.workspace + team->part * tokenmill_thread_bytes(a.k));
     const Share mine = share((a.n + NR - 1) / NR, team->part, team->parts);
-    for (int64_t p = mine.first; p < mine.last; ++p) panel_times_rows(a, p, scratch);
+    for (int64_t p = mine.first; p < mine.last; ++p) panel_times_rows(a, p, p + 1 == mine.last, scratch);
     return 0;
 }
 

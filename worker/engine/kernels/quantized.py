@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from worker.engine.huge_pages import Arena
 from worker.engine.kernels.library import load
 from worker.engine.kernels.linear import PackedWeight, padded, padded_bias
 
@@ -31,6 +32,7 @@ class Int8Packer:
         self._panel_bytes, self._workspace = library.tokenmill_panel_bytes, library.tokenmill_workspace_bytes
         self._panel_bytes.restype = self._workspace.restype = c_int64
         self.panel_width: int = library.tokenmill_panel_width()
+        self._arena = Arena()
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> PackedWeight:
         """`weight` `[n, k]`, k at most MAX_INT8_DEPTH."""
@@ -38,7 +40,7 @@ class Int8Packer:
         if k > MAX_INT8_DEPTH:
             raise ValueError(f"8-bit weights take at most {MAX_INT8_DEPTH} inputs, not {k}")
         integers, scale = round_int8(weight)
-        panels = torch.empty(self._panel_bytes(c_int64(n), c_int64(k)), dtype=torch.uint8)
+        panels = self._arena.take(self._panel_bytes(c_int64(n), c_int64(k)), torch.uint8)
         self._pack(c_void_p(integers.data_ptr()), c_void_p(panels.data_ptr()), c_int64(n), c_int64(k))
         row_bytes = self._workspace(c_int64(1), c_int64(k))
         sums = scale * integers.sum(dim=1)
@@ -65,6 +67,7 @@ class Int4Packer:
         self._thread_bytes = library.tokenmill_thread_bytes
         self._thread_bytes.restype = c_int64
         self.panel_width: int = library.tokenmill_panel_width()
+        self._arena = Arena()
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> PackedWeight:
         """`weight` `[n, k]`, k a multiple of INT4_GROUP."""
@@ -73,8 +76,8 @@ class Int4Packer:
             raise ValueError(f"4-bit weights take a multiple of {INT4_GROUP} inputs, not {k}")
         codes, scale, zero = round_int4(weight)
         columns = -(-n // self.panel_width) * self.panel_width
-        panels = torch.empty(columns * k // 8, dtype=torch.int32)
-        scales = torch.empty(columns * k // INT4_GROUP * 2, dtype=torch.float16)
+        panels = self._arena.take(columns * k // 8, torch.int32)
+        scales = self._arena.take(columns * k // INT4_GROUP * 2, torch.float16)
         pointers = (c_void_p(tensor.data_ptr()) for tensor in (codes, scale, zero, panels, scales))
         self._pack(*pointers, c_int64(n), c_int64(k))
         thread_bytes = self._thread_bytes(c_int64(k))

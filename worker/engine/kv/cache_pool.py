@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
 
+from worker.engine import huge_pages
 from worker.engine.attention import AttentionBackend
 from worker.engine.config import LayerGroup
 
 
 @dataclass(frozen=True, slots=True)
 class KVCachePool:
-    """Device tensors, by group. On CPU untouched blocks take no memory."""
+    """Device tensors, by group. On CPU untouched blocks take no memory (in units of a huge page)."""
 
     tensors: tuple[Tensor, ...]
 
@@ -37,6 +39,10 @@ class KVCachePool:
             (count, len(group.layers), 2, *backend.block_shape(block_size, group.num_kv_heads, group.head_dim))
             for group, count in zip(groups, num_blocks, strict=True)
         )
+        if device.type == "cpu" and not pinned:
+            return cls(
+                tuple(huge_pages.zeros(prod(shape) * dtype.itemsize).view(dtype).view(shape) for shape in shapes)
+            )
         return cls(tuple(torch.zeros(shape, dtype=dtype, device=device, pin_memory=pinned) for shape in shapes))
 
     def layer(self, group: int, index: int) -> Tensor:
