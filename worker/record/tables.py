@@ -8,7 +8,7 @@ knows nothing of who writes and reads.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 from sqlalchemy import (
     JSON,
@@ -41,15 +41,30 @@ def _json() -> JSON:
     return JSON(none_as_null=True).with_variant(JSONB(none_as_null=True), "postgresql")
 
 
+def _name(name: str, size: int = 255, **more: Any) -> Column[str]:
+    return Column(name, String(size), nullable=False, **more)
+
+
+def _whose() -> tuple[Column[str], ...]:
+    """Of a job, of its usage, of a batch."""
+    return _name("queue"), _name("model"), _name("tenant", default="")
+
+
+def _number(name: str) -> Column[int]:
+    return Column(name, BigInteger, nullable=False)
+
+
+_COUNTED: Final = ("prompt_tokens", "cached_tokens", "completion_tokens", "queue_ms", "ttft_ms", "total_ms")
+_SUMMED: Final = ("jobs", *_COUNTED, "preemptions")
+
+
 jobs: Final = Table(
     "jobs",
     metadata,
     Column("id", String(255), primary_key=True),
-    Column("queue", String(255), nullable=False),
-    Column("model", String(255), nullable=False),
-    Column("tenant", String(255), nullable=False, default=""),
-    Column("priority", String(16), nullable=False),
-    Column("state", String(16), nullable=False),  # a final JobStatus; "dead" may be replaced after a redrive
+    *_whose(),
+    _name("priority", 16),
+    _name("state", 16),  # a final JobStatus; "dead" may be replaced after a redrive
     Column("finish_reason", String(16)),  # of the first choice, as are text, token_ids and logprobs
     Column("text", Text),
     Column("token_ids", _json()),
@@ -57,10 +72,10 @@ jobs: Final = Table(
     Column("error_code", String(64)),
     Column("error_message", Text),
     Column("attempts", Integer, nullable=False),
-    Column("worker_id", String(255), nullable=False),
-    Column("created_ms", BigInteger, nullable=False),
-    Column("started_ms", BigInteger, nullable=False),  # 0: never claimed
-    Column("finished_ms", BigInteger, nullable=False),
+    _name("worker_id"),
+    _number("created_ms"),
+    _number("started_ms"),  # 0: never claimed
+    _number("finished_ms"),
     Column("prompt_kind", String(16)),  # text, messages, ids; NULL: the request could not be read
     Column("prompt", _json()),  # only where the settings ask for it
     Column("params", _json()),
@@ -82,18 +97,11 @@ usage: Final = Table(
     "usage",
     metadata,
     Column("job_id", String(255), primary_key=True),  # no foreign key: usage outlives its job's row
-    Column("queue", String(255), nullable=False),
-    Column("model", String(255), nullable=False),
-    Column("tenant", String(255), nullable=False, default=""),
-    Column("state", String(16), nullable=False),
-    Column("day", String(10), nullable=False),  # of finished_ms, UTC, ISO
-    Column("finished_ms", BigInteger, nullable=False),
-    Column("prompt_tokens", BigInteger, nullable=False),
-    Column("cached_tokens", BigInteger, nullable=False),
-    Column("completion_tokens", BigInteger, nullable=False),
-    Column("queue_ms", BigInteger, nullable=False),
-    Column("ttft_ms", BigInteger, nullable=False),
-    Column("total_ms", BigInteger, nullable=False),
+    *_whose(),
+    _name("state", 16),
+    _name("day", 10),  # of finished_ms, UTC, ISO
+    _number("finished_ms"),
+    *map(_number, _COUNTED),
     Column("preemptions", Integer, nullable=False),
     Index(None, "day", "tenant", "model"),
     Index(None, "tenant", "day"),
@@ -103,24 +111,10 @@ usage: Final = Table(
 usage_daily: Final = Table(
     "usage_daily",
     metadata,
-    Column("day", String(10), primary_key=True),
-    Column("tenant", String(255), primary_key=True),
-    Column("model", String(255), primary_key=True),
-    Column("queue", String(255), primary_key=True),
-    Column("state", String(16), primary_key=True),
-    *(
-        Column(name, BigInteger, nullable=False)  # sums
-        for name in (
-            "jobs",
-            "prompt_tokens",
-            "cached_tokens",
-            "completion_tokens",
-            "queue_ms",
-            "ttft_ms",
-            "total_ms",
-            "preemptions",
-        )
-    ),
+    _name("day", 10, primary_key=True),
+    *(_name(name, primary_key=True) for name in ("tenant", "model", "queue")),
+    _name("state", 16, primary_key=True),
+    *map(_number, _SUMMED),
     Index(None, "tenant", "day"),
     Index(None, "model", "day"),
 )
@@ -129,7 +123,7 @@ usage_days: Final = Table(
     "usage_days",
     metadata,
     Column("day", String(10), primary_key=True),
-    Column("rolled_ms", BigInteger, nullable=False),  # when its sums were last made
+    _number("rolled_ms"),  # when its sums were last made
     Column("sealed", Boolean, nullable=False),  # its usage rows are being removed: never sum it up again
 )
 
@@ -137,16 +131,16 @@ webhooks: Final = Table(
     "webhooks",
     metadata,
     Column("id", String(300), primary_key=True),  # of the message, the same at every try
-    Column("job_id", String(255), nullable=False),
-    Column("queue", String(255), nullable=False),
-    Column("tenant", String(255), nullable=False),
-    Column("event", String(32), nullable=False),  # job.succeeded, job.failed, …
+    _name("job_id"),
+    _name("queue"),
+    _name("tenant"),
+    _name("event", 32),  # job.succeeded, job.failed, …
     Column("url", Text, nullable=False),
-    Column("host", String(255), nullable=False),
-    Column("state", String(16), nullable=False),  # pending, sending, delivered, dead, superseded
+    _name("host"),
+    _name("state", 16),  # pending, sending, delivered, dead, superseded
     Column("attempts", Integer, nullable=False),
-    Column("ended_ms", BigInteger, nullable=False),  # finished_ms of the job's end that it tells of
-    Column("due_ms", BigInteger, nullable=False),  # pending: next try; sending: when the try counts as lost
+    _number("ended_ms"),  # finished_ms of the job's end that it tells of
+    _number("due_ms"),  # pending: next try; sending: when the try counts as lost
     Column("delivered_ms", BigInteger),
     Column("last_status", Integer),
     Column("last_error", Text),
@@ -159,11 +153,9 @@ batches: Final = Table(
     "batches",
     metadata,
     Column("id", String(255), primary_key=True),
-    Column("queue", String(255), nullable=False),
-    Column("model", String(255), nullable=False),
-    Column("tenant", String(255), nullable=False, default=""),
-    Column("state", String(16), nullable=False),  # validating, failed, in_progress, finalizing, completed, …
-    Column("endpoint", String(64), nullable=False),
+    *_whose(),
+    _name("state", 16),  # validating, failed, in_progress, finalizing, completed, …
+    _name("endpoint", 64),
     Column("input_file", Text),
     Column("output_file", Text),
     Column("error_file", Text),
@@ -172,7 +164,7 @@ batches: Final = Table(
     Column("total", Integer, nullable=False, default=0),
     Column("completed", Integer, nullable=False, default=0),
     Column("failed", Integer, nullable=False, default=0),
-    Column("created_ms", BigInteger, nullable=False),
+    _number("created_ms"),
     Column("started_ms", BigInteger),
     Column("finished_ms", BigInteger),
     Column("expires_ms", BigInteger),
@@ -194,7 +186,7 @@ batch_items: Final = Table(
     Column("line", Integer, primary_key=True),  # 1 for the file's first
     Column("custom_id", Text),  # as far as the line has one
     Column("job_id", String(255)),
-    Column("state", String(16), nullable=False),  # refused: a bad request; invalid: no request at all
+    _name("state", 16),  # refused: a bad request; invalid: no request at all
     Column("error_code", String(64)),
     Column("error_message", Text),
     Column("error_param", String(255)),
