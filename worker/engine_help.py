@@ -29,6 +29,7 @@ ENGINE_HELP: Final[dict[str, str]] = {
     "max_long_partial_prefills": "of them, long ones; 0: no limit",
     "max_waiting": "requests that may wait inside the engine",
     "preempt": "least_wasted, newest or oldest",
+    "bulk_slowdown": "by which part bulk work may lengthen a step beside others, under `priority`; none: by any",
     "max_bypass": "requests that may pass one that does not fit",
     "adapters": "LoRA adapters that jobs may name, as name=folder,name=folder",
     "max_loras": "different adapters in one step",

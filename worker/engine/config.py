@@ -57,13 +57,14 @@ class EngineConfig:
     max_long_partial_prefills: int = 0  # 0: no limit
     max_waiting: int = 100_000
     preempt: Literal["least_wasted", "newest", "oldest"] = "least_wasted"
+    bulk_slowdown: float | None = 0.5  # part by which bulk may lengthen a step that others are in; None: any
     max_bypass: int = 16  # smaller requests that may pass a head that does not fit
     # adapters
     adapters: str = ""  # name=folder,name=folder
     max_loras: int = 4  # different ones in one step
     max_cached_loras: int = 16
     # speed
-    fuse: bool = True  # on CPU in float32: swap layers for packed and fused ones that agree with them
+    fuse: bool = True  # on CPU in float32, and on CUDA: swap layers for fused ones that agree with them
     speculative_tokens: int = 0  # n-gram drafts a step and sequence; 0: off
     cuda_graphs: bool | None = None  # None: on where CUDA is
     max_cached_graphs: int = 32
@@ -119,6 +120,8 @@ class EngineConfig:
             0.0 < self.max_memory_percent <= 1.0, f"max_memory_percent must be in (0, 1], not {self.max_memory_percent}"
         )
         require(0.0 <= self.safety_margin < 1.0, f"safety_margin must be in [0, 1), not {self.safety_margin}")
+        slowdown = self.bulk_slowdown
+        require(slowdown is None or slowdown >= 0, f"bulk_slowdown must not be negative, not {slowdown}")
         require(self.cpu_offload_gib >= 0, f"cpu_offload_gib must not be negative, not {self.cpu_offload_gib}")
         require(self.max_num_batched_tokens >= self.max_num_seqs or self.max_num_batched_tokens >= 1, "")
         if self.max_num_partial_prefills and self.max_long_partial_prefills:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from schemas.generation import FinishReason, SamplingParams
@@ -63,6 +64,7 @@ class Loop:
     ends: dict[tuple[str, int], FinishReason] = field(default_factory=dict)
     truth: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     plans: list[StepPlan] = field(default_factory=list)
+    seconds_of: Callable[[StepPlan], float] = lambda _plan: 0.0
     _in_flight: tuple[StepPlan, StepOutput | None] | None = None
 
     @classmethod
@@ -121,6 +123,7 @@ class Loop:
     def plan(self) -> StepPlan:
         plan = self.scheduler.plan()
         self.plans.append(plan)
+        self.clock.now += self.seconds_of(plan)
         return plan
 
     def _step_sync(self) -> list[TokenEvent]:

@@ -34,7 +34,7 @@ def num_for_urgent(state: State) -> int:
         for running in (state.decoding, state.prefilling)
         for sequence in running
     )
-    return max(0, taken - state.queue.num_urgent)
+    return max(0, taken - state.queue.num_below(1))
 
 
 class Verdict(Enum):
@@ -56,7 +56,8 @@ class Admission:
         self._planner = planner
         self._config = state.config
         self._may_preempt = self._config.policy is SchedulingPolicy.PRIORITY
-        self._refused_at: tuple[int, ...] | None = None  # nothing has changed since the last refusal: do not retry
+        # by max_rank, the last refusal: while nothing has changed since, do not try again
+        self._refused_at: dict[int | None, tuple[int, ...]] = {}
 
     def admit(self, step: Step, max_rank: int | None = None) -> None:
         """Start waiting sequences (of rank ≤ max_rank) while budgets, rows and blocks last."""
@@ -64,13 +65,16 @@ class Admission:
         rows = self._config.max_num_seqs - state.num_running
         if not len(state.queue) or step.tokens <= 0 or (step.has_preempted and step.items):
             return
-        if (rows <= 0 and not self._may_preempt) or self._refused_at == self._situation(max_rank):
+        if (rows <= 0 and not self._may_preempt) or self._refused_at.get(max_rank) == self._situation():
             return
         skipped: list[Place] = []
         is_final = self._scan(step, max_rank, max(rows, 0) + self._config.max_bypass + 1, skipped)
         for place in skipped:
             state.queue.put_back(place)
-        self._refused_at = self._situation(max_rank) if skipped and is_final else None
+        if skipped and is_final:
+            self._refused_at[max_rank] = self._situation()
+        else:
+            self._refused_at.pop(max_rank, None)
 
     def _scan(self, step: Step, max_rank: int | None, looks: int, skipped: list[Place]) -> bool:
         """Try up to `looks` candidates; True if trying them again is of no use before something changes."""
@@ -99,7 +103,7 @@ class Admission:
         state = self._state
         if not len(state.queue) or state.num_running >= self._config.max_num_seqs:
             return 0
-        if self._refused_at == self._situation(max_rank) or self._refused_at == self._situation(None):
+        if self._situation() in (self._refused_at.get(max_rank), self._refused_at.get(None)):
             return 0
         held = 0
         looked_at: list[Place] = []
@@ -121,14 +125,13 @@ class Admission:
         if step.tokens <= 0 or self._try(step, place) is not Verdict.ADMITTED:
             self._state.queue.put_back(place)
 
-    def _situation(self, max_rank: int | None) -> tuple[int, ...]:
+    def _situation(self) -> tuple[int, ...]:
         state = self._state
         return (
             state.kv.num_frees,
             state.next_ticket,
             state.num_running,
             len(state.queue),
-            -1 if max_rank is None else max_rank,
         )
 
     # ── one candidate ──

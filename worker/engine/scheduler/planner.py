@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection
 
 from worker.engine.plan import ScheduledSequence, StepPlan
 from worker.engine.scheduler.admission import Admission
+from worker.engine.scheduler.pace import BULK, MIN_TOKENS, Pace
 from worker.engine.scheduler.preemption import victims_first
 from worker.engine.scheduler.state import DECODING, PREFILLING, State
 from worker.engine.scheduler.step import Step
@@ -23,8 +24,9 @@ Proposer = Callable[[Sequence], tuple[int, ...]]
 class Planner:
     """`proposer` gives draft tokens; it is not asked while steps run ahead of their results."""
 
-    def __init__(self, state: State, proposer: Proposer | None, ageing_s: float) -> None:
+    def __init__(self, state: State, proposer: Proposer | None, ageing_s: float, pace: Pace) -> None:
         self._state = state
+        self._pace = pace
         self._config = state.config
         self._proposer = proposer if state.async_depth == 0 else None
         self._ageing_s = ageing_s
@@ -75,22 +77,50 @@ class Planner:
         self._admission.admit(step)
 
     def _by_class(self, step: Step) -> None:
-        """Decodes; then prefills by class, the waiting of a better class before the running of a worse one."""
+        """Decodes; then prefills by class, the waiting of a better class before the running of a worse one. Where
+        bulk work would make a step too long for others in it, all of it comes after them, as much as there is room."""
         state, now = self._state, self._state.clock()
         state.queue.refresh(now)
-        self._decodes(step, list(state.decoding))
+        decodes, prefills = list(state.decoding), self._ranked(now)
+        if self._pace.is_kept:
+            bulk = [sequence for sequence in decodes if sequence.priority >= BULK]
+            kept = min(MIN_TOKENS, len(bulk), step.tokens // 8)
+            step.tokens -= kept
+            self._decodes(step, [sequence for sequence in decodes if sequence.priority < BULK])
+            self._prefills_by_class(step, [entry for entry in prefills if entry[1].priority < BULK])
+            if state.queue.num_below(BULK):
+                self._admission.admit(step, max_rank=BULK - 1)
+            step.tokens += kept
+            decodes, prefills = bulk, [entry for entry in prefills if entry[1].priority >= BULK]
+        held_back = self._held_back(step)
+        step.tokens -= held_back
+        self._decodes(step, decodes)
+        self._prefills_by_class(step, prefills)
+        self._admission.admit(step)
+        step.tokens += held_back
+
+    def _ranked(self, now: float) -> list[tuple[int, Sequence]]:
+        """The running prefills with their classes after ageing, the most urgent first."""
         ranked = []
-        for sequence in state.prefilling:
-            place = state.places[sequence]
+        for sequence in self._state.prefilling:
+            place = self._state.places[sequence]
             ranked.append((max(0, place.rank - int((now - place.since) / self._ageing_s)), sequence))
         ranked.sort(key=lambda entry: entry[0])
+        return ranked
+
+    def _held_back(self, step: Step) -> int:
+        """Tokens of the budget that bulk work must not use in this step."""
+        others = sum(item.num_tokens for item in step.items if item.sequence.priority < BULK)
+        room = self._pace.room_beside(others) if others else None
+        return 0 if room is None else max(0, step.tokens - room)
+
+    def _prefills_by_class(self, step: Step, ranked: list[tuple[int, Sequence]]) -> None:
         admitted_below = 0
         for rank, sequence in ranked:
             if rank > admitted_below:
                 self._admission.admit(step, max_rank=rank - 1)
                 admitted_below = rank
             self._running_prefills(step, [sequence], max_rank=rank)
-        self._admission.admit(step)
 
     def _fill_only(self, step: Step, only: Collection[Sequence]) -> None:
         waiting = [s for s in only if s in self._state.places and s.status not in (DECODING, PREFILLING)]

@@ -54,9 +54,8 @@ class WaitingQueue(Protocol):
 
     def discard(self, place: Place) -> None: ...
 
-    @property
-    def num_urgent(self) -> int:
-        """Of the most urgent class."""
+    def num_below(self, rank: int) -> int:
+        """How many of a better rank wait."""
         ...
 
     def refresh(self, now: float) -> None:
@@ -78,7 +77,8 @@ class FifoQueue:
     def __len__(self) -> int:
         return self._live
 
-    num_urgent = 0  # arrival order knows no classes
+    def num_below(self, rank: int) -> int:
+        return 0  # arrival order knows no classes
 
     def push(self, place: Place) -> None:
         place.queued = True
@@ -139,9 +139,8 @@ class PriorityQueue:
     def __len__(self) -> int:
         return sum(one.live for one in self._classes.values())
 
-    @property
-    def num_urgent(self) -> int:
-        return self._classes[0].live if 0 in self._classes else 0
+    def num_below(self, rank: int) -> int:
+        return sum(one.live for each, one in self._classes.items() if each < rank)
 
     def push(self, place: Place) -> None:
         one = self._classes.setdefault(place.rank, _Class())

@@ -18,6 +18,7 @@ from worker.engine.scheduler.committer import Committer
 from worker.engine.scheduler.counters import Counters
 from worker.engine.scheduler.intake_order import for_prefix_hits
 from worker.engine.scheduler.integrity import check
+from worker.engine.scheduler.pace import Pace
 from worker.engine.scheduler.planner import Planner, Proposer
 from worker.engine.scheduler.queues import FifoQueue, PriorityQueue, WaitingQueue
 from worker.engine.scheduler.state import OFFLOADED, WAITING, State
@@ -65,7 +66,10 @@ class Scheduler:
             deadlines=[],
             counters=Counters(),
         )
-        self._planner = Planner(self._state, proposer, ageing_s)
+        self._pace = Pace(config.bulk_slowdown if config.policy is SchedulingPolicy.PRIORITY else None)
+        self._planner = Planner(self._state, proposer, ageing_s, self._pace)
+        self._planned_at: dict[int, float] = {}
+        self._committed_at = 0.0
         self._committer = Committer(self._state)
 
     # ── requests ──
@@ -127,14 +131,27 @@ class Scheduler:
 
     def plan(self, only: Collection[Sequence] | None = None) -> StepPlan:
         """The next step. May be called again before the previous plan is committed when async_depth > 0."""
-        return self._planner.plan(only)
+        plan = self._planner.plan(only)
+        if self._pace.is_kept and not plan.is_empty:
+            self._planned_at[plan.step_id] = self._state.clock()
+        return plan
 
     def commit(self, plan: StepPlan, output: StepOutput) -> list[TokenEvent]:
         """Take in a step's result: tokens, ends, deadlines."""
+        self._note_pace(plan)
         return self._committer.commit(plan, output) + self._committer.expire()
+
+    def _note_pace(self, plan: StepPlan) -> None:
+        """A step that was planned while another ran began when that one was over."""
+        planned_at = self._planned_at.pop(plan.step_id, None)
+        if planned_at is not None:
+            now = self._state.clock()
+            self._pace.note(plan.num_tokens, now - max(planned_at, self._committed_at))
+            self._committed_at = now
 
     def abandon(self, plan: StepPlan) -> None:
         """The step failed: everything is as if it had not been planned, but for whom it preempted."""
+        self._planned_at.pop(plan.step_id, None)
         self._committer.abandon(plan)
 
     # ── asking ──

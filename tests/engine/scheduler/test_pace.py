@@ -1,0 +1,99 @@
+"""Bulk work beside more urgent work: how much of it a step carries."""
+
+from __future__ import annotations
+
+import pytest
+
+from schemas.generation import SamplingParams
+from tests.engine.scheduler.loop import Loop, make_cache, make_sequence
+from tests.engine.scheduler.test_policies import prompt
+from worker.engine.scheduler.pace import MIN_TOKENS, SHORT_S, Pace
+from worker.engine.sequence import Sequence
+
+
+def taught(slowdown: float | None, fixed: float, each: float) -> Pace:
+    pace = Pace(slowdown)
+    for count in (1, 64, 30, 7) * 5:
+        pace.note(count, fixed + each * count)
+    return pace
+
+
+def test_what_costs_time_is_held_back() -> None:
+    pace = taught(0.5, fixed=0.1, each=0.01)
+    assert pace.room_beside(10) == pytest.approx(10, abs=1)  # 0.2 s alone, 0.3 s with 10 more
+    assert taught(0.0, fixed=0.1, each=0.01).room_beside(10) == MIN_TOKENS
+
+
+def test_what_costs_none_goes_along() -> None:
+    assert taught(0.5, fixed=0.1, each=0.0).room_beside(10) is None
+    assert taught(None, fixed=0.1, each=0.01).room_beside(10) is None
+
+
+def test_steps_that_nobody_notices_may_be_filled() -> None:
+    room = taught(0.0, fixed=0.001, each=0.0001).room_beside(1)
+    assert room is not None
+    assert 0.0011 + room * 0.0001 == pytest.approx(SHORT_S, rel=0.05)
+
+
+def test_nothing_is_held_back_before_anything_is_known() -> None:
+    pace = Pace(0.5)
+    assert pace.room_beside(1) is None
+    for _ in range(50):
+        pace.note(64, 0.5)  # all of one size: what a token costs cannot be told
+    assert pace.room_beside(1) is None
+
+
+def test_one_disturbed_step_does_not_change_the_picture() -> None:
+    pace = taught(0.5, fixed=0.1, each=0.01)
+    before = pace.room_beside(10)
+    pace.note(3, 30.0)
+    after = pace.room_beside(10)
+    assert before is not None
+    assert after is not None
+    assert after <= 4 * before
+
+
+@pytest.mark.parametrize("slowdown", [0.5, None])
+def test_bulk_steps_back_while_others_are_served_and_comes_back_after(slowdown: float | None) -> None:
+    loop = Loop.build(make_cache(400), max_num_seqs=24, policy="priority", bulk_slowdown=slowdown)
+    loop.seconds_of = lambda plan: 0.05 + 0.01 * plan.num_tokens
+    for number in range(20):  # one after the other: steps of many sizes
+        loop.add(forever(f"bulk {number}", number, 60, priority=2))
+        loop.step()
+    loop.add(forever("urgent", 99, 6, priority=0))
+    shared = [step_of(loop) for _ in range(6)]
+    assert all("urgent" in step for step in shared)
+    beside = [len(step) - 1 for step in shared]
+    if slowdown is None:
+        assert min(beside) == 20
+    else:
+        assert max(beside) <= 8
+        assert min(beside) >= MIN_TOKENS
+        assert len({name for step in shared for name in step}) == 21  # in turns
+    assert len(step_of(loop)) == 20
+    loop.run()
+    loop.assert_truth()
+
+
+def test_urgent_prompts_without_end_leave_bulk_its_part() -> None:
+    loop = Loop.build(make_cache(400), max_num_seqs=24, max_num_batched_tokens=16, policy="priority")
+    loop.add(forever("bulk", 1, 12, priority=2))
+    loop.step()
+    for number in range(20):
+        loop.add(forever(f"urgent {number}", number, 2, length=30, priority=0))
+    for _ in range(11):
+        assert "bulk" in step_of(loop)
+    assert ("bulk", 0) in loop.ends
+    loop.run()
+    loop.assert_truth()
+
+
+def forever(name: str, seed: int, max_tokens: int, length: int = 5, **fields: object) -> Sequence:
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    return make_sequence(name, prompt(seed, length), max_tokens, params=params, **fields)
+
+
+def step_of(loop: Loop) -> dict[str, int]:
+    """Who got how many tokens in the next step."""
+    loop.step()
+    return {item.sequence.request_id: item.num_tokens for item in loop.plans[-1].scheduled}
