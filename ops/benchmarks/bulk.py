@@ -1,8 +1,9 @@
 """`ops/bench bulk`: what a bulk file beside them costs interactive jobs, and what it leaves of the file's own speed.
 
-One worker, private servers. First interactive jobs alone, one after the other at a fixed pace; then a file through
-`run_batch` alone; then both together. Interactive jobs are streamed; their first token and their whole time are
-measured at the client.
+One worker, private servers. First interactive jobs alone, one after the other; then the same beside a file that
+`run_batch` works on; then what is left of the file alone. Interactive jobs are streamed and measured at the client. The
+way to the first token is taken apart by what their results say: until a worker claimed the job (`queue_ms`), from there
+until it had a token (`engine_ms`), and the rest, which is submitting and being told (`wire_ms`).
 """
 
 from __future__ import annotations
@@ -18,11 +19,16 @@ from pathlib import Path
 from api_client import Client
 from api_client.bulk import Pacing, Paths, Progress, open_store, run_batch
 from ops.demonstration.stack import DemoStack
+from schemas.result import JobResult
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
     first_ms: float
+    queue_ms: float
+    engine_ms: float
+    wire_ms: float
+    token_ms: float  # time per token after the first
     total_ms: float
 
 
@@ -99,18 +105,29 @@ def _interactive(stack: DemoStack, arguments: argparse.Namespace, count: int | N
             job = client.submit(
                 prompt=f"Question {number}:", max_tokens=arguments.tokens, ignore_eos=True, priority="interactive"
             )
-            first = 0.0
-            for chunk in client.stream(job, timeout=120):
-                if chunk.token_ids and not first:
-                    first = time.monotonic() - began
-            samples.append(Sample(first * 1000, (time.monotonic() - began) * 1000))
+            told = [time.monotonic() for chunk in client.stream(job, timeout=300) for _ in chunk.token_ids]
+            ended = time.monotonic()
+            samples.append(_sample(began, told, ended, client.result(job, timeout=60)))
             time.sleep(arguments.pause)
     return samples
 
 
+def _sample(began: float, told: list[float], ended: float, result: JobResult) -> Sample:
+    first_ms, used = (told[0] - began) * 1000, result.usage
+    engine_ms = float((used.ttft_ms or 0) - used.queue_ms)
+    return Sample(
+        first_ms=first_ms,
+        queue_ms=float(used.queue_ms),
+        engine_ms=engine_ms,
+        wire_ms=first_ms - used.queue_ms - engine_ms,
+        token_ms=(told[-1] - told[0]) * 1000 / max(1, len(told) - 1),
+        total_ms=(ended - began) * 1000,
+    )
+
+
 def _figures(samples: list[Sample]) -> dict[str, float]:
     figures: dict[str, float] = {"jobs": len(samples)}
-    for name in ("first_ms", "total_ms"):
+    for name in Sample.__slots__:
         values = sorted(getattr(sample, name) for sample in samples)
         figures[f"{name} p50"] = round(values[len(values) // 2], 1)
         figures[f"{name} p99"] = round(values[min(len(values) - 1, int(len(values) * 0.99))], 1)
