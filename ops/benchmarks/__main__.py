@@ -6,6 +6,7 @@ It knows no measurement. Modules are imported when chosen, so that listing them 
 import argparse
 import importlib
 import json
+import math
 import os
 import platform
 import signal
@@ -13,10 +14,12 @@ import sys
 import time
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
+
+from ops.benchmarks import pictures
 
 COMMANDS = {
-    "engine": "tokens per second, TTFT and TPOT of the bare engine, beside its peers (--peer transformers|vllm)",
+    "engine": "the bare engine: tokens per second, TTFT, TPOT, beside --peer transformers|vllm|llamacpp",
     "workloads": "write the five workload files of `engine` (seeded)",
     "service": "the whole service (Valkey, pub/sub, log, SQL) beside the bare engine: what is left of its tokens/s",
     "queue": "the queue alone, model-free: jobs/s, chunks/s, latencies, memory (--peer celery|arq)",
@@ -27,7 +30,8 @@ COMMANDS = {
     "attention": "the attention backends beside one another, and what they read per second",
     "floor": "the linear layers alone: what an engine's steps stand on",
     "quality": "what quantisation costs: perplexity on real text, equal greedy tokens",
-    "simulate": "goodput and latency under load, on a cost model",
+    "simulate": "goodput and latency under load, on a cost model; one queue under 1 to 64 workers",
+    "plot": "the picture of a JSON file that another command wrote",
     "gpu": "share of the roofline on a CUDA device",
 }
 
@@ -65,19 +69,48 @@ def _load(name: str) -> ModuleType | None:
 def _run(module: ModuleType, name: str, argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog=f"ops/bench {name}", description=COMMANDS[name])
     parser.add_argument("--json", metavar="FILE", help="write the figures here; - is standard output")
+    if name in pictures.COMMANDS:
+        parser.add_argument("--plot", metavar="FILE", type=Path, help="draw them here (.png, .svg or .pdf)")
     module.add_arguments(parser)
     options = parser.parse_args(argv)
+    head = {"command": name, "arguments": argv, "machine": machine(), "at": time.time()}
+    options.keep = lambda partial: _write(options.json, {**head, **partial})
     try:
+        if getattr(options, "plot", None):
+            pictures.check(options.plot)
         result = module.run(options)
+        record = {**head, **result}
+        if options.json == "-":
+            print(json.dumps(_finite(record), allow_nan=False))
+        _write(options.json, record)
+        if getattr(options, "plot", None):
+            print(f"picture: {pictures.draw(record, options.plot)}")
     except KeyboardInterrupt:
         print("ops/bench: interrupted", file=sys.stderr)
         return 130
-    record = {"command": name, "arguments": argv, "machine": machine(), "at": time.time(), **result}
-    if options.json == "-":
-        print(json.dumps(record))
-    elif options.json:
-        Path(options.json).write_text(json.dumps(record, indent=1), encoding="utf-8")
+    except pictures.PictureError as error:
+        print(f"ops/bench: {error}", file=sys.stderr)
+        return 1
     return 0 if result.get("ok", True) else 1
+
+
+def _write(target: str | None, record: dict[str, object]) -> None:
+    """Replaces the file at once, so that an interrupted run leaves a whole one."""
+    if target is None or target == "-":
+        return
+    path = Path(target)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(json.dumps(_finite(record), indent=1, allow_nan=False), encoding="utf-8")
+    beside.replace(path)
+
+
+def _finite(value: Any) -> Any:
+    """JSON knows no infinity: what never came is null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    return [_finite(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def machine() -> dict[str, object]:

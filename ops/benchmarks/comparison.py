@@ -16,19 +16,23 @@ from pathlib import Path
 
 from rich.console import Console
 
+from ops.benchmarks.journal import Journal
+from ops.benchmarks.peers import gguf_weights
 from ops.benchmarks.peers.child import Child, ChildError, Kind
-from ops.benchmarks.peers.environments import BuildError, PeerEnvironment, Waiting
+from ops.benchmarks.peers.environments import ROOT, BuildError, PeerEnvironment, Waiting
 from ops.benchmarks.peers.protocol import EngineOptions
-from ops.benchmarks.report import report, run_rounds
+from ops.benchmarks.rounds import Measurement, run_rounds
 from ops.benchmarks.workload_files import SHAPES, Workload, generate, load
 
 OURS = "tokenmill"
 WHOLE_WAY = "whole way"
+VLLM, LLAMA_CPP = "vllm", "llamacpp"
 _MODULES = {
     OURS: "ours",
     WHOLE_WAY: "whole_way",
     "transformers": "transformers_batching",
-    "vllm": "vllm_engine",
+    VLLM: "vllm_engine",
+    LLAMA_CPP: "llamacpp_engine",
 }
 FLOOR = "floor"  # with the kind of its linear layers after it
 
@@ -60,14 +64,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def compare(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, object]:
-    """Measure these engines; the first is compared with each of the others."""
+    """Measure these engines; the first is compared with each of the others. `arguments.keep` gets what there is after
+    every turn; an interrupted or broken run shows its finished rounds.
+    """
     console = Console()
+    journal = Journal(console, arguments.keep, arguments.rounds)
     try:
         workloads = [_workload(name, arguments) for name in arguments.workload or ["decode"]]
-        return _measure(arguments, names, workloads, console)
+        outcome = _measure(arguments, names, workloads, journal, console)
     except (BuildError, ChildError, ValueError, OSError) as error:
         console.print(f"ops/bench: {error}", style="red", markup=False)
-        return {"ok": False, "error": str(error)}
+        outcome = {"ok": False, "error": str(error)}
+    finally:
+        journal.close()
+    return {**journal.results, **outcome}
 
 
 def _workload(name: str, arguments: argparse.Namespace) -> Workload:
@@ -94,7 +104,11 @@ def _options(arguments: argparse.Namespace) -> EngineOptions:
 
 
 def _measure(
-    arguments: argparse.Namespace, names: Sequence[str], workloads: list[Workload], console: Console
+    arguments: argparse.Namespace,
+    names: Sequence[str],
+    workloads: list[Workload],
+    journal: Journal,
+    console: Console,
 ) -> dict[str, object]:
     options = _options(arguments)
     logs = Path(tempfile.mkdtemp(prefix="tokenmill-bench-"))  # stays where it helps: after an error
@@ -102,21 +116,21 @@ def _measure(
         children = []
         for name in names:
             kind = _kind(name, options, status.update)
-            child = Child(kind, _told(name, options), logs / f"{name.replace(' ', '-')}.log")
+            child = Child(kind, _told(name, options, status.update), logs / f"{name.replace(' ', '-')}.log")
             stack.callback(child.close)
             child.wait_ready(status.update)
             console.print(f"{name}: {child.description} (loaded in {child.load_s:.1f} s)", markup=False)
+            journal.engines[name] = child.description
             children.append(child)
-        results = []
         for workload in workloads:
-            rounds = run_rounds(children, workload, arguments.rounds, status.update)
-            results.append(report(workload, rounds, console, frozenset(filter(is_floor, names))))
+            measurement = Measurement(workload, tuple(names), frozenset(filter(is_floor, names)))
+            run_rounds(children, measurement, arguments.rounds, status.update, journal.begin(measurement))
+            journal.show()
     shutil.rmtree(logs, ignore_errors=True)
     strict = options.dtype == "float32" and "quantization" not in options.settings
-    equal = all(result["equal"] for result in results)
-    if strict and not equal:
+    if strict and not journal.is_equal:
         console.print("not every token is equal", style="red")
-    return {"results": results, "ok": equal or not strict, "engines": {c.kind.name: c.description for c in children}}
+    return {"ok": journal.is_equal or not strict}
 
 
 def is_floor(name: str) -> bool:
@@ -126,7 +140,9 @@ def is_floor(name: str) -> bool:
 def _kind(name: str, options: EngineOptions, waiting: Waiting) -> Kind:
     """Builds the peer's environment when it needs one of its own."""
     module = f"ops.benchmarks.peers.{FLOOR if is_floor(name) else _MODULES[name]}"
-    if name != "vllm":
+    if name == LLAMA_CPP:
+        return Kind(name, module, PeerEnvironment(name).ensure_llamacpp(waiting))
+    if name != VLLM:
         return Kind(name, module)
     threads = options.threads or os.cpu_count() or 1
     environment = {
@@ -134,14 +150,19 @@ def _kind(name: str, options: EngineOptions, waiting: Waiting) -> Kind:
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
         "VLLM_LOGGING_LEVEL": "WARNING",
     }
-    return Kind(name, module, PeerEnvironment("vllm").ensure_vllm(waiting), tuple(environment.items()))
+    return Kind(name, module, PeerEnvironment(name).ensure_vllm(waiting), tuple(environment.items()))
 
 
-def _told(name: str, options: EngineOptions) -> EngineOptions:
-    """A peer in its own environment cannot resolve our names of models: it gets the folder."""
+def _told(name: str, options: EngineOptions, waiting: Waiting) -> EngineOptions:
+    """A peer in its own environment cannot resolve our names of models: it gets the folder, or its own kind of file."""
     if is_floor(name):
         return dataclasses.replace(options, settings={**options.settings, FLOOR: name.removeprefix(f"{FLOOR} ")})
-    if name != "vllm":
+    if name == LLAMA_CPP:
+        kind = gguf_weights.KINDS[str(options.settings.get("quantization", "none"))]
+        path = gguf_weights.weights_for(options.model, kind, ROOT / ".cache" / "bench-models", waiting)
+        asked = {key: value for key, value in options.settings.items() if key == "quantization"}
+        return dataclasses.replace(options, model=str(path), settings=asked)
+    if name != VLLM:
         return options
     from worker.engine.model.store import resolve
 

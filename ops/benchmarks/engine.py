@@ -1,5 +1,5 @@
 """`ops/bench engine`: tokens per second, TTFT and TPOT of the bare engine, and of its peers on the same file in the
-same run: Transformers' continuous batching, vLLM.
+same run: Transformers' continuous batching, vLLM, llama.cpp.
 """
 
 import argparse
@@ -9,7 +9,9 @@ from ops.benchmarks import comparison
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     comparison.add_arguments(parser)
-    parser.add_argument("--peer", action="append", default=[], choices=("transformers", "vllm"), help="repeatable")
+    parser.add_argument(
+        "--peer", action="append", default=[], choices=("transformers", "vllm", "llamacpp"), help="repeatable"
+    )
     parser.add_argument(
         "--floor",
         action="append",

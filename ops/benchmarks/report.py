@@ -1,117 +1,157 @@
-"""Rounds in turn and their report: one table per workload, ratios and equal tokens beside it."""
+"""What a comparison prints and writes: a table per workload, one over all of them, in 80 columns; and its JSON."""
 
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from ops.benchmarks.figures import equal_requests, equal_tokens, of_round, summary
-from ops.benchmarks.peers.child import Child
-from ops.benchmarks.peers.environments import Waiting
-from ops.benchmarks.peers.protocol import Round
-from ops.benchmarks.workload_files import Workload
+from ops.benchmarks.figures import equal_requests, equal_tokens, summary
+from ops.benchmarks.goals import GOALS
+from ops.benchmarks.rounds import Measurement, Turn
+from ops.benchmarks.tables import plain_table
 
-SHOWN = {
-    "output_tok_s": "output tok/s",
-    "prompt_tok_s": "prompt tok/s",
-    "ttft_p50_ms": "TTFT p50 ms",
-    "ttft_p99_ms": "TTFT p99 ms",
-    "tpot_p50_ms": "TPOT p50 ms",
-    "tpot_p99_ms": "TPOT p99 ms",
-    "steps": "steps",
-    "tokens_per_step": "tokens/step",
-    "batch_mean": "batch mean",
-    "batch_max": "batch max",
-    "cached_tokens": "cached tokens",
-    "latency_p50_ms": "added ms p50",
-    "latency_p99_ms": "added ms p99",
-    "calls_per_step": "scripts/step",
+# Columns of a workload's table, and what an engine may say besides; keys are those of figures.of_round.
+COLUMNS = {
+    "output_tok_s": "out\ntok/s",
+    "spread": "±\n",
+    "prompt_tok_s": "in\ntok/s",
+    "ttft_p50_ms": "TTFT\np50 ms",
+    "ttft_p99_ms": "\np99",
+    "tpot_p50_ms": "TPOT\np50 ms",
+    "tpot_p99_ms": "\np99",
+    "batch_mean": "mean\nbatch",
+}
+DETAILS = {
+    "steps": "{:,.0f} steps",
+    "tokens_per_step": "{:,.1f} tokens a step",
+    "batch_max": "batches up to {:.0f}",
+    "cached_tokens": "{:,.0f} tokens from the prefix cache",
+    "latency_p50_ms": "added latency p50 {:.1f} ms",
+    "latency_p99_ms": "p99 {:.1f} ms",
+    "calls_per_step": "{:.2f} scripts a step",
 }
 
 
-def run_rounds(children: Sequence[Child], workload: Workload, count: int, waiting: Waiting) -> dict[str, list[Round]]:
-    """Warm-up, then `count` rounds in which every engine has its turn; the order turns around each round."""
-    for child in children:
-        waiting(f"{workload.name}: {child.kind.name} warms up")
-        child.run(workload.first(4, 8))
-    rounds: dict[str, list[Round]] = {child.kind.name: [] for child in children}
-    for number in range(count):
-        for child in children if number % 2 == 0 else reversed(children):
-            waiting(f"{workload.name}: round {number + 1} of {count}, {child.kind.name}")
-            rounds[child.kind.name].append(child.run(workload))
-    return rounds
+def turn_line(measurement: Measurement, name: str, turn: Turn, rounds: int) -> str:
+    """One turn, as it ends."""
+    number = len(measurement.turns[name])
+    speed = _number(turn.figures["output_tok_s"])
+    line = f"{measurement.workload.name} {number}/{rounds}  {name:<13}{speed:>7} tok/s {turn.measured.wall_s:8.1f} s"
+    if turn.disturbance is None:
+        return line
+    return f"{line}   {turn.disturbance}{'  DISTURBED' if turn.disturbance.is_large else ''}"
 
 
-def report(
-    workload: Workload, rounds: dict[str, list[Round]], console: Console, floors: frozenset[str] = frozenset()
-) -> dict[str, Any]:
-    """The first engine named is compared with each of the others; it comes first in every ratio. `floors` have no
-    tokens of their own.
-    """
-    each = {name: [of_round(workload, measured) for measured in done] for name, done in rounds.items()}
-    summaries = {name: summary(figures) for name, figures in each.items()}
-    num_requests = len(workload.requests)
-    title = (
-        f"{workload.name}: {num_requests} requests, {workload.num_prompt_tokens} prompt tokens, "
-        f"{workload.num_output_tokens} output tokens; medians of {len(next(iter(each.values())))} rounds (± spread)"
-    )
-    table = Table(title=title, title_justify="left")
-    table.add_column("")
-    for name in summaries:
-        table.add_column(name, justify="right")
-    for figure, label in SHOWN.items():
-        cells = [_cell(values.get(figure)) for values in summaries.values()]
-        if any(cells):
-            table.add_row(label, *cells)
-    console.print(table)
-    ours, *others = rounds
-    comparisons = {
-        name: _share(each, (ours, name), console) if name in floors else _compare((ours, name), each, rounds, console)
-        for name in others
-    }
+def record(measurement: Measurement) -> dict[str, Any]:
+    """For the JSON, also of a measurement that is not at its end."""
+    workload = measurement.workload
+    comparisons = {name: _comparison(measurement, name) for name in measurement.peers if measurement.num_rounds}
+    compared = [found for name, found in comparisons.items() if name not in measurement.floors]
     return {
         "workload": workload.name,
-        "requests": num_requests,
-        "rounds": each,
-        "summary": summaries,
+        "requests": len(workload.requests),
+        "prompt_tokens": workload.num_prompt_tokens,
+        "output_tokens": workload.num_output_tokens,
+        "rounds": {name: [turn.figures for turn in turns] for name, turns in measurement.turns.items()},
+        "summary": {name: summary(measurement.figures(name)) for name in measurement.names if measurement.num_rounds},
         "comparisons": comparisons,
-        "equal": all(c["equal_requests"] == num_requests for name, c in comparisons.items() if name not in floors),
+        "equal": all(found["equal_requests"] == found["requests"] for found in compared),
     }
 
 
-def _compare(
-    pair: tuple[str, str], each: dict[str, list[dict[str, float]]], rounds: dict[str, list[Round]], console: Console
-) -> dict[str, float]:
-    """The ratio is the median of the rounds' ratios, which drift less than the figures themselves."""
-    ours, peer = pair
-    ratios = _ratios(each, pair)
-    ratio = statistics.median(ratios)
-    equal, total = equal_requests(rounds[ours][0], rounds[peer][0])
-    share = equal_tokens(rounds[ours][0], rounds[peer][0])
+def _comparison(measurement: Measurement, name: str) -> dict[str, Any]:
+    ratios = measurement.ratios(name)
+    found: dict[str, Any] = {"ratio": statistics.median(ratios), "ratios": ratios}
+    if name not in measurement.floors:
+        pairs = measurement.pairs(name)
+        equal = min(equal_requests(ours, theirs)[0] for ours, theirs in pairs)
+        share = min(equal_tokens(ours, theirs) for ours, theirs in pairs)
+        found |= {"equal_requests": equal, "requests": len(measurement.workload.requests), "equal_tokens": share}
+    return found
+
+
+# ── for people ──
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    """One workload, from its record."""
+    names = list(result["summary"])
+    num_rounds = min(len(rounds) for rounds in result["rounds"].values())
     console.print(
-        f"{ours} / {peer}: {ratio:.2f} × (rounds: {', '.join(f'{r:.2f}' for r in ratios)}); "
-        f"same tokens in {equal} of {total} requests ({share:.1%} of the tokens before a first difference)"
+        f"\n[b]{result['workload']}[/b]: {result['requests']} requests, {result['prompt_tokens']:,} prompt and "
+        f"{result['output_tokens']:,} output tokens; medians of {num_rounds} round{'s' * (num_rounds > 1)}"
     )
-    return {"ratio": ratio, "equal_requests": equal, "requests": total, "equal_tokens": share}
+    ours, *others = names
+    table = plain_table()
+    table.add_column("")
+    for heading in COLUMNS.values():
+        table.add_column(heading, justify="right", no_wrap=True)
+    if others:
+        table.add_column(f"{ours}\n/ this", justify="right", no_wrap=True)
+        table.add_column("same\ntokens", justify="right", no_wrap=True)
+    for name in names:
+        comparison = result["comparisons"].get(name, {})
+        table.add_row(name, *_cells(result["summary"][name]), *(_comparison_cells(comparison) if others else ()))
+    console.print(table)
+    for line in _lines(result, ours, others):
+        console.print(line, soft_wrap=True)
 
 
-def _share(each: dict[str, list[dict[str, float]]], pair: tuple[str, str], console: Console) -> dict[str, float]:
-    ours, floor = pair
-    ratios = _ratios(each, pair)
-    share = statistics.median(ratios)
-    console.print(f"{ours} reaches {share:.1%} of the {floor} (rounds: {', '.join(f'{r:.1%}' for r in ratios)})")
-    return {"ratio": share}
+def _cells(figures: dict[str, dict[str, float]]) -> list[str]:
+    spread = f"{figures['output_tok_s']['spread']:.0%}"
+    return [spread if key == "spread" else _number(figures[key]["median"]) if key in figures else "" for key in COLUMNS]
 
 
-def _ratios(each: dict[str, list[dict[str, float]]], pair: tuple[str, str]) -> list[float]:
-    ours, other = pair
-    metric = "output_tok_s"
-    return [mine[metric] / theirs[metric] for mine, theirs in zip(each[ours], each[other], strict=True)]
+def _comparison_cells(comparison: dict[str, Any]) -> tuple[str, str]:
+    if not comparison:
+        return "", ""
+    same = f"{comparison['equal_requests']}/{comparison['requests']}" if "requests" in comparison else ""
+    return f"{comparison['ratio']:.2f}", same
 
 
-def _cell(value: dict[str, float] | None) -> str:
-    if value is None:
-        return ""
-    return f"{value['median']:,.1f} ± {value['spread']:.0%}"
+def _lines(result: dict[str, Any], ours: str, others: Sequence[str]) -> list[str]:
+    """What has no column: ratios by round, differing tokens, details, disturbed rounds."""
+    lines = []
+    for name in others:
+        found = result["comparisons"][name]
+        line = f"{ours} / {name} by round: {', '.join(f'{ratio:.2f}' for ratio in found['ratios'])}"
+        if found.get("equal_requests", 0) != found.get("requests", 0):
+            line += f"; {found['equal_tokens']:.1%} of the tokens come before a first difference"
+        lines.append(line)
+    for name, figures in result["summary"].items():
+        said = [text.format(figures[key]["median"]) for key, text in DETAILS.items() if key in figures]
+        if said:
+            lines.append(f"{name}: {', '.join(said)}")
+    return lines
+
+
+def show_summary(results: Sequence[dict[str, Any]], console: Console) -> None:
+    """All workloads in one table: our speed, and our share of every other's. Behind a ratio stands its goal."""
+    ours, *others = results[0]["summary"]
+    if not others:
+        return
+    table = plain_table()
+    table.add_column("")
+    table.add_column(f"{ours}\ntok/s", justify="right", no_wrap=True)
+    for name in others:
+        table.add_column(f"/ {name.replace(' ', chr(10), 1)}", justify="right", no_wrap=True)
+    for result in results:
+        is_reading = result["output_tokens"] == result["requests"]  # one token each: what counts is the prompts
+        speed = result["summary"][ours]["prompt_tok_s" if is_reading else "output_tok_s"]["median"]
+        cells = [_with_goal(result["workload"], name, result["comparisons"][name]["ratio"]) for name in others]
+        table.add_row(result["workload"], _number(speed) + (" in" if is_reading else ""), *cells)
+    goals = any((result["workload"], name) in GOALS for result in results for name in others)
+    console.print(f"\n[b]all[/b]: {ours}'s tok/s over each{'; ≥ or < the goal' if goals else ''}")
+    console.print(table)
+
+
+def _with_goal(workload: str, other: str, ratio: float) -> str:
+    goal = GOALS.get((workload, other))
+    if goal is None:
+        return f"{ratio:.2f}"
+    return f"[green]{ratio:.2f} ≥ {goal:g}[/green]" if ratio >= goal else f"[yellow]{ratio:.2f} < {goal:g}[/yellow]"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"

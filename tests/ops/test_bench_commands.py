@@ -34,7 +34,9 @@ def test_engine(workload: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert first["batch_max"] == 6
     assert first["output_tok_s"] == pytest.approx(45 / first["wall_s"])
     assert first["cached_tokens"] == second["cached_tokens"] == 0, "a round must not find the earlier one's prompts"
-    assert "output tok/s" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "letters 2/2  tokenmill" in printed, "each turn is told as it ends"
+    assert "medians of 2 rounds" in printed
 
 
 @pytest.mark.redis

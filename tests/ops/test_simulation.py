@@ -1,15 +1,23 @@
 """The simulations: costs follow the roofline, the real scheduler serves a trace in virtual time, queues saturate."""
 
+import json
 import math
 import statistics
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
 
-from ops.benchmarks.simulate import figures, is_good
+from ops.benchmarks.__main__ import main
+from ops.benchmarks.simulation.calibration import STORED, calibrate
 from ops.benchmarks.simulation.costs import H200, LLAMA_8B, CostModel
+from ops.benchmarks.simulation.engine_report import POLICIES, figures, is_good
 from ops.benchmarks.simulation.engine_run import Outcome, SimulatedEngine
-from ops.benchmarks.simulation.queue_layer import Load, ScriptCosts, simulate
+from ops.benchmarks.simulation.queue_layer import CUTTINGS, simulate
+from ops.benchmarks.simulation.queue_report import KEPT, carried
+from ops.benchmarks.simulation.queue_server import HOP_S, Clock, QueueServer
+from ops.benchmarks.simulation.queue_worker import LEASE_S, Mix
 from ops.benchmarks.simulation.trace import Arrival, arrivals
 
 COSTS = CostModel()
@@ -89,23 +97,63 @@ class TestFigures:
         assert found["ttft_p99_s"] == math.inf
 
 
+class TestQueueServer:
+    def test_calls_are_served_in_order_of_arrival_by_one_thread(self) -> None:
+        clock, ends = Clock(), []
+        server = QueueServer(clock, measured_from=0.0, measured_to=10.0)
+        for seconds in (0.5, 0.25):
+            server.call("x", seconds, ends.append)
+        clock.run(until=10.0)
+        assert ends == pytest.approx([HOP_S + 0.5, HOP_S + 0.75])
+        assert server.busy == {"x": 0.75}
+
+
 class TestQueueLayer:
-    COSTS = ScriptCosts(append_call=20e-6, append_chunk=10e-6, job=200e-6)
-    LOAD = Load(step_s=0.02, num_sequences=200, mean_answer=200.0)
+    MIX = Mix("a mix", 64, 220, num_sequences=100)
+    COSTS = replace(STORED, append=20e-6, chunk={"token chunks": 10e-6, "chunks of 8": 10e-6, "checkpoints": 10e-6})
 
-    def test_an_idle_server_adds_its_own_time_only(self) -> None:
-        result = simulate(1, self.LOAD, self.COSTS)
-        service = 20e-6 + 200 * 10e-6 + 200e-6
-        assert result.added_s[0] == pytest.approx(service)
-        assert max(result.added_s) == pytest.approx(service)
-        assert result.utilisation == pytest.approx(service / 0.02, rel=0.02)
-        assert result.speed == pytest.approx(1.0, rel=0.02)
+    def test_beside_an_idle_server_the_devices_do_what_they_can(self) -> None:
+        result = simulate(1, self.MIX, CUTTINGS[0], self.COSTS)
+        assert result.speed == pytest.approx(1.0, rel=0.05)
+        assert result.times_ms()["added_p50_ms"] == pytest.approx(1e3 * (HOP_S + 20e-6 + 100 * 10e-6), rel=0.3)
+        assert result.busy["append"] == pytest.approx(result.tokens_s * (20e-6 / 100 + 10e-6), rel=0.05)
+        assert result.jobs_s * 190 == pytest.approx(result.tokens_s, rel=0.2), "what begins ends"
 
-    def test_a_full_server_slows_the_workers_down(self) -> None:
-        result = simulate(64, self.LOAD, self.COSTS)
-        assert result.utilisation == pytest.approx(1.0, rel=0.02)
-        assert result.speed == pytest.approx(0.02 / (64 * 2.22e-3), rel=0.05)
+    def test_a_full_server_is_what_limits(self) -> None:
+        one, many = (simulate(workers, self.MIX, CUTTINGS[0], self.COSTS, seconds=4.0) for workers in (1, 16))
+        assert many.utilisation == pytest.approx(1.0, rel=0.02)
+        assert many.speed < 0.7
+        assert many.tokens_s < 100_000, "10 µs a chunk"
+        assert many.times_ms()["claim_p99_ms"] > 10 * one.times_ms()["claim_p99_ms"]
+        assert many.times_ms()["heartbeat_p99_ms"] < 1e3 * LEASE_S, "or the workers would lose their jobs"
 
     def test_gathered_chunks_make_room(self) -> None:
-        gathered = Load(0.02, 200, 200.0, tokens_per_chunk=8.0)
-        assert simulate(16, gathered, self.COSTS).speed > 0.97 > simulate(16, self.LOAD, self.COSTS).speed
+        each, gathered = (simulate(8, self.MIX, cutting, self.COSTS, seconds=4.0) for cutting in CUTTINGS[:2])
+        assert gathered.speed > 0.97 > each.speed
+        assert gathered.tokens_s == pytest.approx(gathered.jobs_s * 190, rel=0.2), "no token is lost in the cutting"
+
+    def test_carried_is_where_speed_falls(self) -> None:
+        results = [simulate(workers, self.MIX, CUTTINGS[0], self.COSTS, seconds=2.0) for workers in (1, 16)]
+        limit = carried(self.MIX, CUTTINGS[0], self.COSTS, results)
+        assert simulate(limit, self.MIX, CUTTINGS[0], self.COSTS).speed >= KEPT
+        assert simulate(limit + 2, self.MIX, CUTTINGS[0], self.COSTS).speed < KEPT
+
+
+@pytest.mark.redis
+def test_costs_are_measured_on_the_real_server() -> None:
+    costs = calibrate()
+    assert set(costs.chunk) == {cutting.name for cutting in CUTTINGS}
+    for name, seconds in asdict(costs).items():
+        for each in seconds.values() if isinstance(seconds, dict) else (seconds,):
+            assert 0 <= each < 0.01, name
+    assert min(costs.chunk.values()) > 0 < costs.submit
+
+
+def test_the_command_writes_both_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.json"
+    assert main(["simulate", "--part", "engine", "--load", "0.5", "--seconds", "3", "--json", str(out)]) == 0
+    rows = json.loads(out.read_text())["engine"]["rows"]
+    assert [row["policy"] for row in rows] == list(POLICIES)
+    printed = capsys.readouterr().out
+    assert "H200" in printed
+    assert max(map(len, printed.splitlines())) <= 80

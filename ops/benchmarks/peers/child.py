@@ -56,6 +56,11 @@ class Child:
             )
         self._send(json.dumps(asdict(options)))
 
+    @property
+    def pid(self) -> int:
+        """The root of its tree of processes."""
+        return self._process.pid
+
     def wait_ready(self, waiting: Callable[[str], None]) -> None:
         waiting(f"{self.kind.name}: loading the model")
         answer = self._receive()

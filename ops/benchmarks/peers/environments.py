@@ -5,14 +5,19 @@ do not hold there, except torch's version: figures of different torches could no
 """
 
 import importlib.metadata
+import os
+import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 VLLM_VERSION = "0.32.0"
+LLAMA_CPP_VERSION = "0.3.36"  # of llama-cpp-python, which is compiled from the sources in it
+# Without the parts for pictures and sound; for this processor.
+LLAMA_CPP_OPTIONS = "-DLLAVA_BUILD=OFF -DGGML_NATIVE=ON"
 # vLLM asks for these and never uses them for text; for the CPU build of torch they are often not to be had.
 NOT_NEEDED = ("torch", "torchvision", "torchaudio", "torchcodec")
 
@@ -51,6 +56,21 @@ class PeerEnvironment:
         self._stamp.write_text(VLLM_VERSION)
         return self.python
 
+    def ensure_llamacpp(self, waiting: Waiting) -> Path:
+        """The environment's Python, with llama.cpp compiled for this processor. Takes many minutes the first time."""
+        wanted = f"llama-cpp-python=={LLAMA_CPP_VERSION} {LLAMA_CPP_OPTIONS}"
+        if self._stamp.exists() and self._stamp.read_text() == wanted:
+            return self.python
+        if not any(map(shutil.which, ("c++", "g++", "clang++"))):
+            raise BuildError(f"{self.name}: llama.cpp is compiled from source, and there is no C++ compiler on PATH")
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        self._step(waiting, "creating the environment", [sys.executable, "-m", "venv", "--clear", str(self.folder)])
+        options = {"CMAKE_ARGS": LLAMA_CPP_OPTIONS, "CMAKE_BUILD_PARALLEL_LEVEL": str(os.cpu_count() or 1)}
+        source = ["--no-binary", "llama-cpp-python", f"llama-cpp-python=={LLAMA_CPP_VERSION}"]
+        self._pip(waiting, "compiling llama.cpp", source, options)
+        self._stamp.write_text(wanted)
+        return self.python
+
     def ensure(self, packages: list[str], waiting: Waiting) -> Path:
         """The environment's Python, with these packages and what they need."""
         wanted = " ".join(packages)
@@ -68,14 +88,20 @@ class PeerEnvironment:
         done = subprocess.run([self.python, "-I", "-c", probe], capture_output=True, text=True, check=True)
         return [line for line in done.stdout.splitlines() if line and "extra ==" not in line]
 
-    def _pip(self, waiting: Waiting, title: str, arguments: Iterable[str]) -> None:
+    def _pip(
+        self, waiting: Waiting, title: str, arguments: Iterable[str], environment: Mapping[str, str] | None = None
+    ) -> None:
         pip = [str(self.python), "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
-        self._step(waiting, title, [*pip, "--no-compile", "--progress-bar", "off", *arguments])
+        self._step(waiting, title, [*pip, "--no-compile", "--progress-bar", "off", *arguments], environment)
 
-    def _step(self, waiting: Waiting, title: str, command: list[str]) -> None:
+    def _step(
+        self, waiting: Waiting, title: str, command: list[str], environment: Mapping[str, str] | None = None
+    ) -> None:
         started = time.monotonic()
         with self.log.open("ab") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+            process = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | dict(environment or {})
+            )
             try:
                 while process.poll() is None:
                     waiting(f"{self.name}: {title} ({time.monotonic() - started:.0f} s)")

@@ -1,22 +1,48 @@
-"""What our scripts cost the queue server's thread, measured on the real server: the server counts it itself."""
+"""What our scripts cost the queue server's main thread, measured on the real server, with a subscriber per job.
+
+The thread's processor time, as the server counts it, not only that inside of scripts: reading a command, writing
+replies, messages to subscribers and the log on disk are the thread's work too.
+"""
 
 import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
 from typing import Any
 
 import redis.asyncio
 
 from api_client import AsyncClient
-from ops.benchmarks.simulation.queue_layer import ScriptCosts
+from api_client.cancellation import end_task
+from ops.benchmarks.simulation.queue_layer import CUTTINGS
+from ops.benchmarks.simulation.queue_server import ScriptCosts
+from ops.benchmarks.simulation.queue_worker import Cutting
 from schemas.chunk import Chunk
+from schemas.control import WorkerStatus
 from schemas.generation import FinishReason
 from schemas.keys import Keys
 from schemas.result import JobResult, JobStatus, Usage
 from worker.consume.job_stream import JobStream
 from worker.embedded import EmbeddedValkey
-from worker.jobs import Append, Delivery, Finished
+from worker.jobs import Append, AppendReply, Delivery, Finished
 
-NUM_JOBS = 256
+NUM_JOBS, NUM_SINGLE, GROUP = 256, 64, 16  # jobs; those claimed and finished one by one; the others' groups
 NUM_STEPS = 40
+NUM_SUBSCRIBERS = 8  # connections: backends share one between their streams
+NUM_EARS = 32
+
+# Measured on two cores of a 2.x GHz Xeon with Valkey 9, append-only file on: `ops/bench simulate --measure-costs`.
+STORED = ScriptCosts(
+    append=20e-6,
+    chunk={"token chunks": 12e-6, "chunks of 8": 14e-6, "checkpoints": 12e-6},
+    claim=30e-6,
+    claimed=60e-6,
+    finish=20e-6,
+    finished=60e-6,
+    heartbeat=30e-6,
+    held=2e-6,
+    submit=60e-6,
+    bell=2e-6,
+)
 
 
 def calibrate() -> ScriptCosts:
@@ -25,43 +51,120 @@ def calibrate() -> ScriptCosts:
 
 
 async def _measure(url: str) -> ScriptCosts:
-    connection = redis.asyncio.Redis.from_url(url, protocol=2)
-    async with connection, AsyncClient(url, queue="q") as client:
-        stream = JobStream(connection, Keys("q"), "w")
+    connection: Any = redis.asyncio.Redis.from_url(url, protocol=2)
+    keys = Keys("q")
+    stream = JobStream(connection, keys, "w")
+    async with connection, AsyncClient(url, queue="q") as client, AsyncExitStack() as stack:
         await stream.open()
-        await _spent(connection)
-        await client.submit_many({"prompt": "calibration " * 20, "max_tokens": 128} for _ in range(NUM_JOBS))
-        deliveries = await stream.claim(NUM_JOBS)
-        per_job = await _spent(connection) / NUM_JOBS
-        for step in range(NUM_STEPS):
-            await stream.append([_chunk(delivery, step) for delivery in deliveries])
-        many = await _spent(connection) / NUM_STEPS
-        for step in range(NUM_STEPS):
-            await stream.append([_chunk(deliveries[0], NUM_STEPS + step)])
-        one = await _spent(connection) / NUM_STEPS
-        await stream.finish([_finished(delivery) for delivery in deliveries])
-        per_job += await _spent(connection) / NUM_JOBS
-    per_chunk = (many - one) / (len(deliveries) - 1)
-    return ScriptCosts(append_call=max(0.0, one - per_chunk), append_chunk=per_chunk, job=per_job)
+        meter = _Meter(connection)
+        submit = await meter.per_call(lambda: client.submit(**_JOB), NUM_JOBS)
+        await _listen(stack, url, [[keys.bell]] * NUM_EARS)
+        heard = await meter.per_call(lambda: client.submit(**_JOB), NUM_SINGLE)
+        deliveries: list[Delivery] = []
+
+        async def claim(credits: int) -> None:
+            deliveries.extend(await stream.claim(credits))
+
+        claim_one = await meter.per_call(lambda: claim(1), NUM_SINGLE)
+        claim_many = await meter.per_call(lambda: claim(GROUP), (NUM_JOBS - NUM_SINGLE) // GROUP)
+        channels = [keys.chunks(delivery.job_id) for delivery in deliveries]
+        await _listen(stack, url, [channels[n::NUM_SUBSCRIBERS] for n in range(NUM_SUBSCRIBERS)])
+        append, chunk = await _append_costs(meter, stream, deliveries)
+        status = WorkerStatus(worker_id="w", model="a-model", running=NUM_JOBS)
+        beat_all = await meter.per_call(lambda: stream.heartbeat(status), NUM_STEPS)
+        idle = JobStream(connection, keys, "idle")
+        beat_none = await meter.per_call(lambda: idle.heartbeat(status), NUM_STEPS)
+        finish_one = await meter.per_call(lambda: stream.finish([_finished(deliveries.pop())]), NUM_SINGLE)
+        finish_many = await meter.per_call(
+            lambda: stream.finish([_finished(deliveries.pop()) for _ in range(GROUP)]), len(deliveries) // GROUP
+        )
+    claimed, finished = (claim_many - claim_one) / (GROUP - 1), (finish_many - finish_one) / (GROUP - 1)
+    return ScriptCosts(
+        append=append,
+        chunk=chunk,
+        claim=max(0.0, claim_one - claimed),
+        claimed=claimed,
+        finish=max(0.0, finish_one - finished),
+        finished=finished,
+        heartbeat=beat_none,
+        held=max(0.0, beat_all - beat_none) / NUM_JOBS,
+        submit=submit,
+        bell=max(0.0, heard - submit) / NUM_EARS,
+    )
 
 
-async def _spent(connection: "redis.asyncio.Redis") -> float:
-    """Seconds of the server's thread in scripts since this was last asked."""
-    stats: Any = await connection.info("commandstats")
-    await connection.config_resetstat()
-    return sum(float(stats.get(f"cmdstat_{name}", {}).get("usec", 0)) for name in ("eval", "evalsha")) / 1e6
+async def _append_costs(
+    meter: "_Meter", stream: JobStream, deliveries: list[Delivery]
+) -> tuple[float, dict[str, float]]:
+    """A call's own part, and a chunk's by the way of cutting."""
+    ends = dict.fromkeys((delivery.job_id for delivery in deliveries), 0)
+
+    async def append(cutting: Cutting, some: list[Delivery]) -> None:
+        items = []
+        for delivery in some:
+            items.append(_append(delivery, ends[delivery.job_id], cutting))
+            ends[delivery.job_id] += cutting.tokens
+        if {reply for reply, _ in await stream.append(items)} != {AppendReply.OK}:
+            raise RuntimeError("the server refused a chunk of the calibration")
+
+    one = await meter.per_call(lambda: append(CUTTINGS[0], deliveries[:1]), NUM_STEPS)
+    many = {
+        cutting.name: await meter.per_call(lambda cutting=cutting: append(cutting, deliveries), NUM_STEPS)
+        for cutting in CUTTINGS
+    }
+    first = (many[CUTTINGS[0].name] - one) / (len(deliveries) - 1)
+    call = max(0.0, one - first)
+    return call, {name: (seconds - call) / len(deliveries) for name, seconds in many.items()}
 
 
-def _chunk(delivery: Delivery, index: int) -> Append:
-    return Append(delivery.token, Chunk(job_id=delivery.job_id, index=index, token_ids=(17_000 + index,), text=" word"))
+class _Meter:
+    """The main thread's processor time, as the server counts it."""
+
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+
+    async def per_call(self, call: Callable[[], Awaitable[object]], times: int) -> float:
+        before = await self._spent()
+        for _ in range(times):
+            await call()
+        return (await self._spent() - before) / times
+
+    async def _spent(self) -> float:
+        cpu = await self._connection.info("cpu")
+        return float(cpu["used_cpu_user_main_thread"]) + float(cpu["used_cpu_sys_main_thread"])
+
+
+async def _listen(stack: AsyncExitStack, url: str, subscriptions: Sequence[Sequence[str]]) -> None:
+    """A connection for each, that reads what comes."""
+    for channels in subscriptions:
+        connection: Any = redis.asyncio.Redis.from_url(url, protocol=2)
+        pubsub = connection.pubsub()
+        await pubsub.subscribe(*channels)
+        task = asyncio.create_task(_drink(pubsub))
+        stack.push_async_callback(connection.aclose)
+        stack.push_async_callback(end_task, task)
+
+
+async def _drink(pubsub: Any) -> None:
+    async for _ in pubsub.listen():
+        pass
+
+
+_JOB: dict[str, Any] = {"prompt": "calibration " * 20, "max_tokens": 128}
+
+
+def _append(delivery: Delivery, index: int, cutting: Cutting) -> Append:
+    tokens = tuple(17_000 + index + n for n in range(cutting.tokens))
+    chunk = Chunk(job_id=delivery.job_id, index=index, token_ids=tokens, text=" word" * cutting.tokens)
+    return Append(delivery.token, chunk, checkpoint=not cutting.is_published)
 
 
 def _finished(delivery: Delivery) -> Finished:
-    usage = Usage(prompt_tokens=50, completion_tokens=NUM_STEPS)
-    result = JobResult(job_id=delivery.job_id, status=JobStatus.SUCCEEDED, usage=usage)
+    usage = Usage(prompt_tokens=50, completion_tokens=180)
+    result = JobResult(job_id=delivery.job_id, status=JobStatus.SUCCEEDED, text=" word" * 180, usage=usage)
     final = Chunk(
         job_id=delivery.job_id,
-        index=2 * NUM_STEPS,
+        index=10_000,
         finish_reason=FinishReason.LENGTH,
         status=JobStatus.SUCCEEDED,
         usage=usage,

@@ -1,67 +1,90 @@
 """One queue server and many workers, as events in virtual time: when does the server become the limit?
 
-The server is one thread that serves scripts one after the other. Each worker ends a step every so often
-and sends one append for all its sequences; it does not wait for the reply, but has only one append under
-way, so that a slow server shows as late tokens first and as slow workers then.
+The backlog never ends: every finished job is replaced by a submitted one, and every free place is claimed for. What
+the devices could do by themselves is known, so what is missing is the queue's doing.
 """
 
-import heapq
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 
+from ops.benchmarks.figures import percentile
+from ops.benchmarks.simulation.costs import CostModel
+from ops.benchmarks.simulation.queue_server import Clock, QueueServer, ScriptCosts
+from ops.benchmarks.simulation.queue_worker import Cutting, Mix, Observations, Worker
 
-@dataclass(frozen=True, slots=True)
-class ScriptCosts:
-    """Seconds of the server's thread, as `calibrate` measures them on the real one."""
-
-    append_call: float
-    append_chunk: float
-    job: float  # submit, claim and finish of one job together
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """What one worker does. `tokens_per_chunk` above 1: chunks are gathered, or only checkpoints are logged."""
-
-    step_s: float
-    num_sequences: int
-    mean_answer: float
-    tokens_per_chunk: float = 1.0
+CUTTINGS = (
+    Cutting("token chunks", 1),  # stream: true
+    Cutting("chunks of 8", 8),  # were they gathered: no setting does that today
+    Cutting("checkpoints", 32, is_published=False),  # stream: false
+)
+MIXES = (Mix("short prompts", 64, 220), Mix("long prompts", 1_350, 1_500))
+SETTLE_S, SETTLE_PER_WORKER_S = 4.0, 0.4  # not counted: workers of an overloaded queue fill their buffers first
+NO_COSTS = ScriptCosts(0.0, dict.fromkeys((cutting.name for cutting in CUTTINGS), 0.0), *(0.0,) * 8)
 
 
 @dataclass(frozen=True, slots=True)
 class QueueResult:
+    """Times in seconds. `offered_tokens_s` is what the devices would make beside a queue that takes no time."""
+
     num_workers: int
-    utilisation: float  # of the server's thread
-    speed: float  # share of the tokens per second that the workers' devices could give
-    added_s: tuple[float, ...]  # per append: from the end of the step to the publication
+    tokens_s: float
+    offered_tokens_s: float
+    jobs_s: float
+    busy: dict[str, float] = field(default_factory=dict)  # share of the server's thread, by script
+    claims_s: tuple[float, ...] = ()
+    added_s: tuple[float, ...] = ()  # per append: from the step's end to its chunks' publication
+    beats_s: tuple[float, ...] = ()
+
+    @property
+    def utilisation(self) -> float:
+        return sum(self.busy.values())
+
+    @property
+    def speed(self) -> float:
+        """Share of what the devices could do."""
+        return self.tokens_s / self.offered_tokens_s
+
+    def times_ms(self) -> dict[str, float]:
+        kinds = {"claim": self.claims_s, "added": self.added_s, "heartbeat": self.beats_s}
+        return {
+            f"{kind}_p{share}_ms": 1e3 * percentile(times, share / 100)
+            for kind, times in kinds.items()
+            for share in (50, 99)
+        }
 
 
-def simulate(num_workers: int, load: Load, costs: ScriptCosts, num_steps: int = 300, seed: int = 0) -> QueueResult:
-    """Steps vary by a fifth either way, so that the workers do not stay in step with one another."""
-    source = random.Random(seed)
-    chunks = load.num_sequences / load.tokens_per_chunk
-    jobs = load.num_sequences / load.mean_answer  # that end, and are replaced, per step
-    service = costs.append_call + costs.append_chunk * chunks + costs.job * jobs
-    events = [(load.step_s * (1 + worker / num_workers), worker) for worker in range(num_workers)]
-    heapq.heapify(events)
-    done_steps = [0] * num_workers
-    server_free = busy = now = 0.0
-    added = []
-    while events:
-        now, worker = heapq.heappop(events)
-        server_free = max(now, server_free) + service
-        busy += service
-        added.append(server_free - now)
-        # The next step runs meanwhile; it counts as ended late only where the previous append is still under way.
-        next_end = max(now + load.step_s * source.uniform(0.8, 1.2), server_free)
-        done_steps[worker] += 1
-        if done_steps[worker] < num_steps:
-            heapq.heappush(events, (next_end, worker))
-    total = max(server_free, now)
+def simulate(
+    num_workers: int, mix: Mix, cutting: Cutting, costs: ScriptCosts, seconds: float = 8.0, seed: int = 0
+) -> QueueResult:
+    """`seconds` of virtual time are counted."""
+    source = random.Random(f"queue/{seed}")
+    clock, device = Clock(), CostModel()
+    since = SETTLE_S + SETTLE_PER_WORKER_S * num_workers
+    server = QueueServer(clock, since, since + seconds)
+    seen = Observations(since)
+
+    def replace(finished: int) -> None:
+        for _ in range(finished):
+            server.call("submit", costs.submit + num_workers * costs.bell)
+
+    for number in range(num_workers):
+        worker = Worker(server, costs, device, mix, cutting, seen, source, replace)
+        worker.start(0.02 * number / num_workers)
+    clock.run(since + seconds)
     return QueueResult(
-        num_workers=num_workers,
-        utilisation=busy / total,
-        speed=sum(done_steps) * load.step_s / (num_workers * total),
-        added_s=tuple(added),
+        num_workers,
+        tokens_s=seen.tokens / seconds,
+        offered_tokens_s=num_workers * device_tokens_s(mix) if costs is not NO_COSTS else seen.tokens / seconds,
+        jobs_s=seen.jobs / seconds,
+        busy={script: busy / seconds for script, busy in sorted(server.busy.items())},
+        claims_s=tuple(seen.claims_s),
+        added_s=tuple(seen.added_s),
+        beats_s=tuple(seen.beats_s),
     )
+
+
+@cache
+def device_tokens_s(mix: Mix) -> float:
+    """Of one worker beside a server that takes no time."""
+    return simulate(4, mix, CUTTINGS[0], NO_COSTS, seconds=24.0).tokens_s / 4

@@ -40,10 +40,14 @@ def _arrival(at: float, source: random.Random) -> Arrival:
     return Arrival(
         at=at,
         num_prompt_tokens=_length(source, 1_020 * longer, 0.8, MAX_PROMPT),
-        num_output_tokens=_length(source, 129 * longer, 0.9, MAX_ANSWER),
+        num_output_tokens=answer_length(source, longer),
         rank=rank,
         tenant=f"tenant-{min(int(source.paretovariate(1.2)), 20)}",
     )
+
+
+def answer_length(source: random.Random, factor: float = 1.0) -> int:
+    return _length(source, 129 * factor, 0.9, MAX_ANSWER)
 
 
 def _length(source: random.Random, median: float, sigma: float, limit: int) -> int:

@@ -1,0 +1,88 @@
+"""What else the cores did during a round, from /proc: time that the host kept (stolen), time of other processes.
+
+The measured engine's own time is that of its whole tree of processes. Where there is no /proc, nothing is known
+and nothing is said.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+DISTURBED_SHARE = 0.1  # of all cores' time, stolen and others' together: from here on a round is called disturbed
+SHORTEST_TICKS = 40  # of all cores together: less says nothing
+_IDLE, _IOWAIT, _STEAL = 3, 4, 7  # places in the first line of /proc/stat
+
+
+@dataclass(frozen=True, slots=True)
+class Disturbance:
+    """Shares of all cores' time."""
+
+    others: float
+    stolen: float
+
+    @property
+    def is_large(self) -> bool:
+        return self.others + self.stolen > DISTURBED_SHARE
+
+    def __str__(self) -> str:
+        return f"others {self.others:.0%}, stolen {self.stolen:.0%}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """Clock ticks since the machine's start; `own` of one tree of processes."""
+
+    total: int
+    busy: int
+    stolen: int
+    own: int
+
+
+class CoreWatch:
+    """Between the constructor and `read()`. `pid` is the root of the tree that is being measured."""
+
+    def __init__(self, pid: int, proc: Path = Path("/proc")) -> None:
+        self._pid, self._proc = pid, proc
+        self._before = self._take()
+
+    def read(self) -> Disturbance | None:
+        before, after = self._before, self._take()
+        if before is None or after is None or after.total < before.total + SHORTEST_TICKS:
+            return None
+        total = after.total - before.total
+        others = (after.busy - before.busy) - (after.own - before.own)
+        return Disturbance(max(0.0, others / total), (after.stolen - before.stolen) / total)
+
+    def _take(self) -> _Reading | None:
+        try:
+            first = (self._proc / "stat").read_text(encoding="ascii").splitlines()[0]
+        except (OSError, IndexError):
+            return None
+        ticks = [int(word) for word in first.split()[1:9]]
+        if len(ticks) <= _STEAL:
+            return None
+        waiting = ticks[_IDLE] + ticks[_IOWAIT] + ticks[_STEAL]
+        return _Reading(sum(ticks), sum(ticks) - waiting, ticks[_STEAL], self._own())
+
+    def _own(self) -> int:
+        """Of the tree's living processes, with what those have waited for."""
+        parents: dict[int, int] = {}
+        ticks: dict[int, int] = {}
+        for entry in os.scandir(self._proc):
+            if entry.name.isdigit() and (fields := _fields(Path(entry.path) / "stat")):
+                parents[int(entry.name)] = int(fields[1])
+                ticks[int(entry.name)] = sum(int(value) for value in fields[11:15])
+        return sum(ticks[pid] for pid in ticks if self._is_ours(pid, parents))
+
+    def _is_ours(self, pid: int, parents: dict[int, int]) -> bool:
+        while pid != self._pid and pid in parents:
+            pid = parents[pid]
+        return pid == self._pid
+
+
+def _fields(path: Path) -> list[str]:
+    """From the state on: the command before it, in brackets, may hold anything. Empty when the process is gone."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []

@@ -1,0 +1,21 @@
+"""What we set ourselves: our tokens per second over another's, by workload, in float32 (and per quantised floor)."""
+
+GOALS = {
+    ("decode", "transformers"): 4.5,
+    ("decode", "vllm"): 1.6,
+    ("decode", "floor mkl"): 0.85,
+    ("decode", "floor int8"): 0.65,
+    ("mixed", "transformers"): 8.0,
+    ("mixed", "vllm"): 2.0,
+    ("mixed", "floor mkl"): 0.75,
+    ("prefix", "vllm"): 1.8,
+    ("prefill", "vllm"): 1.05,
+    ("prefill", "floor mkl"): 0.9,
+    ("single", "transformers"): 2.0,
+    ("single", "vllm"): 2.0,
+    ("single", "floor mkl"): 0.9,
+    ("single", "floor int8"): 0.9,
+    ("single", "floor int4"): 0.7,
+    ("decode", "tokenmill"): 0.95,
+    ("mixed", "tokenmill"): 0.95,
+}

@@ -1,0 +1,36 @@
+"""Pictures of what the commands measured, from the same record that `--json` writes.
+
+matplotlib is imported when something is drawn; it comes with the extra `bench`.
+"""
+
+import importlib
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+COMMANDS = {"engine": "bars", "service": "bars", "queue": "bars", "simulate": "curves"}
+FORMATS = (".png", ".svg", ".pdf")
+
+
+class PictureError(ValueError):
+    """Nothing can be drawn; one sentence for the person who asked."""
+
+
+def check(path: Path) -> None:
+    """Before the measurement, so that its end is no disappointment."""
+    if path.suffix not in FORMATS:
+        raise PictureError(f"{path}: a picture's name ends in {', '.join(FORMATS)}")
+    if not path.parent.is_dir():
+        raise PictureError(f"there is no folder {path.parent}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise PictureError("drawing needs matplotlib: pip install 'tokenmill[bench]'")
+
+
+def draw(record: dict[str, Any], path: Path) -> Path:
+    check(path)
+    command = record["command"]
+    if command not in COMMANDS:
+        raise PictureError(f"there is no picture of {command}; there is one of {', '.join(COMMANDS)}")
+    figure = importlib.import_module(f"ops.benchmarks.pictures.{COMMANDS[command]}").figure_of(record)
+    figure.savefig(path, dpi=150)
+    return path

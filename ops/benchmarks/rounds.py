@@ -1,0 +1,92 @@
+"""Rounds in turn: every engine has its turn in each, the order turns around, and each turn is told as it ends.
+
+A measurement may be looked at after any turn, so that an interrupted run has what was finished.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ops.benchmarks.disturbance import CoreWatch, Disturbance
+from ops.benchmarks.figures import of_round
+from ops.benchmarks.peers.child import Child
+from ops.benchmarks.peers.environments import Waiting
+from ops.benchmarks.peers.protocol import Round
+from ops.benchmarks.workload_files import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One engine's part of a round."""
+
+    measured: Round
+    figures: dict[str, float]
+    disturbance: Disturbance | None
+
+
+@dataclass(slots=True)
+class Measurement:
+    """Per engine its turns, in the order in which the engines were named; the first is compared with the others.
+
+    `floors` have no tokens of their own.
+    """
+
+    workload: Workload
+    names: tuple[str, ...]
+    floors: frozenset[str] = frozenset()
+    turns: dict[str, list[Turn]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.turns = self.turns or {name: [] for name in self.names}
+
+    @property
+    def num_rounds(self) -> int:
+        """Finished by all."""
+        return min(len(turns) for turns in self.turns.values())
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        return self.names[1:]
+
+    def figures(self, name: str) -> list[dict[str, float]]:
+        """Of the rounds that all have finished."""
+        return [turn.figures for turn in self.turns[name][: self.num_rounds]]
+
+    def ratios(self, name: str) -> list[float]:
+        """The first engine's tokens per second over this one's, round by round: they drift less than the figures."""
+        pairs = zip(self.figures(self.names[0]), self.figures(name), strict=True)
+        return [mine["output_tok_s"] / theirs["output_tok_s"] for mine, theirs in pairs]
+
+    def pairs(self, name: str) -> list[tuple[Round, Round]]:
+        """The first engine's rounds and this one's."""
+        turns = zip(self.turns[self.names[0]], self.turns[name], strict=False)
+        return [(mine.measured, theirs.measured) for mine, theirs in turns]
+
+
+def run_rounds(
+    children: Sequence[Child],
+    measurement: Measurement,
+    count: int,
+    waiting: Waiting,
+    told: Callable[[str, Turn], None],
+) -> None:
+    """Warm-up, then `count` rounds; `told` hears of every turn."""
+    workload = measurement.workload
+    for child in children:
+        waiting(f"{workload.name}: {child.kind.name} warms up")
+        child.run(workload.first(4, 8))
+    for number in range(count):
+        for child in children if number % 2 == 0 else reversed(children):
+            waiting(f"{workload.name}: round {number + 1} of {count}, {child.kind.name}")
+            turn = _turn(child, workload)
+            measurement.turns[child.kind.name].append(turn)
+            told(child.kind.name, turn)
+
+
+def _turn(child: Child, workload: Workload) -> Turn:
+    watch = CoreWatch(child.pid)
+    measured = child.run(workload)
+    disturbance = watch.read()
+    figures = of_round(workload, measured)
+    if disturbance is not None:
+        figures |= {"others_share": disturbance.others, "stolen_share": disturbance.stolen}
+    return Turn(measured, figures, disturbance)

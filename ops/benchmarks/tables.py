@@ -1,0 +1,8 @@
+"""Tables as all commands print them: no frame, one space between columns, so that ten fit in 80 columns."""
+
+from rich import box
+from rich.table import Table
+
+
+def plain_table() -> Table:
+    return Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)

@@ -1,0 +1,96 @@
+"""Pictures of what was measured: drawn from records, as files that are images; what cannot be drawn is one sentence."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ops.benchmarks.__main__ import main
+from ops.benchmarks.pictures import PictureError, draw
+
+FIGURES = {
+    "output_tok_s": 100.0,
+    "prompt_tok_s": 50.0,
+    "ttft_p50_ms": 20.0,
+    "ttft_p99_ms": 40.0,
+    "tpot_p50_ms": 5.0,
+    "tpot_p99_ms": 8.0,
+}
+NO_TPOT = {name: value for name, value in FIGURES.items() if not name.startswith("tpot")}
+
+
+def engines(figures: dict[str, float], output_tokens: int) -> dict[str, Any]:
+    rounds = {name: [figures, {**figures, "output_tok_s": 120.0}] for name in ("tokenmill", "vllm", "floor mkl")}
+    return {
+        "workload": "decode",
+        "requests": 4,
+        "prompt_tokens": 16,
+        "output_tokens": output_tokens,
+        "rounds": rounds,
+        "summary": {name: {"output_tok_s": {"median": 110.0, "spread": 0.1}} for name in rounds},
+    }
+
+
+SIMULATED = {
+    "engine": {
+        "rows": [
+            {"load": load, "policy": policy, "goodput": load, "offered": load, "ttft_p50_s": 0.1, "ttft_p99_s": last}
+            | {"tpot_p50_ms": 9.0, "tpot_p99_ms": 20.0}
+            for load, last in ((0.5, 0.2), (1.2, None))
+            for policy in ("fifo", "priority")
+        ]
+    },
+    "queue": {
+        "rows": [
+            {"mix": mix, "kind": "token chunks", "workers": workers, "tokens_s": 1e4, "offered_tokens_s": 1e4 * workers}
+            | {"utilisation": 0.5, "claim_p50_ms": 1.0, "claim_p99_ms": 2.0}
+            for mix in ("short prompts", "long prompts")
+            for workers in (1, 2, 4)
+        ]
+    },
+}
+QUEUES = {"tokenmill": [{"jobs_s": 10.0, "bytes_per_job": 900.0}], "celery": [{"jobs_s": 5.0, "bytes_per_job": 90.0}]}
+RECORDS: dict[str, dict[str, Any]] = {
+    "engine": {"command": "engine", "results": [engines(FIGURES, 64), engines(NO_TPOT, 4)]},
+    "queue": {"command": "queue", "rounds": QUEUES},
+    "simulate": {"command": "simulate", **SIMULATED},
+    "simulate, the queue alone": {"command": "simulate", "queue": SIMULATED["queue"]},
+}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_each_kind_has_a_picture(name: str, tmp_path: Path) -> None:
+    path = draw(RECORDS[name], tmp_path / "picture.png")
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert path.stat().st_size > 10_000
+
+
+def test_the_command_draws_a_file(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(RECORDS["engine"]))
+    assert main(["plot", str(tmp_path / "a.json"), "-o", str(tmp_path / "a.svg")]) == 0
+    assert "floor mkl" in (tmp_path / "a.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "cannot be read"),
+        ("[]", "not written by ops/bench"),
+        ('{"command": "sampler"}', "no picture of sampler"),
+        ('{"command": "engine", "results": [{"summary": {}}]}', "no finished round"),
+        ('{"command": "simulate"}', "no simulation"),
+    ],
+)
+def test_what_cannot_be_drawn(text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.json").write_text(text)
+    assert main(["plot", str(tmp_path / "a.json"), "-o", str(tmp_path / "a.png")]) == 1
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "a.png").exists()
+
+
+def test_a_bad_name_is_said_before_anything_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["engine", "--workload", "/nowhere.json", "--plot", str(tmp_path / "a.bmp")]) == 1
+    assert ".png, .svg, .pdf" in capsys.readouterr().err
+    with pytest.raises(PictureError, match="no folder"):
+        draw(RECORDS["engine"], tmp_path / "nowhere" / "a.png")

@@ -1,0 +1,141 @@
+"""What a comparison prints and writes: tables of 80 columns, figures of rounds that all finished, disturbed rounds."""
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from ops.benchmarks.disturbance import CoreWatch, Disturbance
+from ops.benchmarks.figures import of_round
+from ops.benchmarks.journal import Journal
+from ops.benchmarks.peers.protocol import Round
+from ops.benchmarks.report import record, show_summary, turn_line
+from ops.benchmarks.rounds import Measurement, Turn
+from ops.benchmarks.workload_files import Workload, WorkloadRequest
+
+WORKLOAD = Workload("decode", (WorkloadRequest((1, 2, 3), 4), WorkloadRequest((4,), 4)))
+NAMES = ("tokenmill", "transformers", "vllm", "llamacpp", "floor mkl", "floor packed")
+
+
+def turn(seconds: float, tokens: tuple[int, ...] = (1, 2, 3, 4), disturbance: Disturbance | None = None) -> Turn:
+    answers = [list(tokens), list(tokens)]
+    measured = Round(seconds, answers, [0.25 * seconds] * 2, [seconds] * 2, steps=4, computed_tokens=8, batch_sizes=[2])
+    return Turn(measured, of_round(WORKLOAD, measured), disturbance)
+
+
+def measurement(**seconds: list[float]) -> Measurement:
+    found = Measurement(WORKLOAD, NAMES, frozenset(NAMES[4:]))
+    for name in NAMES:
+        found.turns[name] = [turn(each) for each in seconds.get(name.replace(" ", "_"), [4.0, 4.0])]
+    return found
+
+
+@pytest.fixture
+def console() -> Console:
+    return Console(width=80, file=io.StringIO())
+
+
+def text_of(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+class TestRecord:
+    def test_ratios_are_of_rounds_and_only_of_those_that_all_finished(self) -> None:
+        found = record(measurement(tokenmill=[2.0, 1.0, 0.5], vllm=[4.0, 4.0]))
+        assert found["comparisons"]["vllm"]["ratios"] == [2.0, 4.0]
+        assert found["comparisons"]["vllm"]["ratio"] == 3.0
+        assert len(found["rounds"]["tokenmill"]) == 3, "what was measured is kept"
+        assert found["summary"]["tokenmill"]["wall_s"]["median"] == 1.5
+
+    def test_a_difference_in_any_round_counts(self) -> None:
+        both = measurement()
+        assert record(both)["equal"]
+        both.turns["vllm"][1] = turn(4.0, tokens=(1, 2, 9, 4))
+        found = record(both)
+        assert not found["equal"]
+        assert found["comparisons"]["vllm"]["equal_requests"] == 0
+        assert found["comparisons"]["vllm"]["equal_tokens"] == 0.5
+
+    def test_floors_have_no_tokens_to_compare(self) -> None:
+        both = measurement()
+        both.turns["floor mkl"][0] = turn(4.0, tokens=(100, 100, 100, 100))
+        assert record(both)["equal"]
+        assert "equal_requests" not in record(both)["comparisons"]["floor mkl"]
+
+    def test_before_the_first_round_ends_there_is_no_summary(self) -> None:
+        early = measurement(vllm=[])
+        assert record(early)["summary"] == {} == record(early)["comparisons"]
+
+
+class TestTables:
+    def test_six_engines_fit_in_80_columns(self, console: Console) -> None:
+        kept: list[dict[str, Any]] = []
+        journal = Journal(console, kept.append, rounds=2)
+        whole = measurement(tokenmill=[0.01, 0.02], transformers=[1234.5, 1000.0])
+        journal.begin(whole)("tokenmill", whole.turns["tokenmill"][0])
+        journal.show()
+        text = text_of(console)
+        assert "…" not in text
+        table = text[text.index("decode: ") : text.index(" by round")].splitlines()
+        assert max(map(len, table[:-1])) <= 80
+        rows = [line for line in table[:-1] if line.startswith(NAMES)]
+        assert [row[:13].strip() for row in rows] == list(NAMES), "a row each, none of them wrapped"
+        assert kept[-1]["complete"] is False
+        assert kept[-1]["results"][0]["workload"] == "decode"
+
+    def test_an_interrupted_workload_shows_its_finished_rounds(self, console: Console) -> None:
+        journal = Journal(console, lambda _: None, rounds=9)
+        part = measurement(vllm=[4.0])
+        journal.begin(part)("vllm", part.turns["vllm"][0])
+        journal.close()
+        assert "medians of 1 round\n" in text_of(console)
+
+    def test_the_summary_says_whether_goals_are_reached(self, console: Console) -> None:
+        show_summary([record(measurement(tokenmill=[1.0, 1.0], vllm=[1.7, 1.7], floor_mkl=[0.5, 0.5]))], console)
+        text = text_of(console)
+        assert "1.70 ≥ 1.6" in text
+        assert "0.50 < 0.85" in text
+        assert max(map(len, text.splitlines())) <= 80
+
+    def test_a_turn_is_told_with_its_disturbance(self) -> None:
+        both = measurement()
+        calm, loud = turn(4.0, disturbance=Disturbance(0.01, 0.0)), turn(4.0, disturbance=Disturbance(0.3, 0.02))
+        assert turn_line(both, "vllm", calm, 3).endswith("others 1%, stolen 0%")
+        assert turn_line(both, "vllm", loud, 3).endswith("others 30%, stolen 2%  DISTURBED")
+
+
+class TestCoreWatch:
+    @staticmethod
+    def write(proc: Path, cores: str, processes: dict[int, tuple[int, str]]) -> None:
+        (proc / "stat").write_text(f"cpu  {cores} 0 0\ncpu0 1 1 1\n")
+        for pid, (parent, ticks) in processes.items():
+            (proc / str(pid)).mkdir(exist_ok=True)
+            (proc / str(pid) / "stat").write_text(f"{pid} (a ) name) S {parent} 0 0 0 0 0 0 0 0 0 {ticks} 20 0\n")
+
+    def test_own_time_is_the_tree_s_and_the_rest_is_others(self, tmp_path: Path) -> None:
+        self.write(tmp_path, "0 0 0 0 0 0 0 0", {7: (1, "0 0 0 0"), 8: (7, "0 0 0 0"), 9: (1, "0 0 0 0")})
+        watch = CoreWatch(7, tmp_path)
+        # Of 1,000 ticks: 500 idle, 100 waiting, 20 stolen, 380 busy; ours 200 + 80 of a child.
+        self.write(
+            tmp_path, "300 0 80 500 100 0 0 20", {7: (1, "150 50 0 0"), 8: (7, "40 20 10 10"), 9: (1, "100 0 0 0")}
+        )
+        assert watch.read() == Disturbance(others=pytest.approx(0.1), stolen=pytest.approx(0.02))
+
+    def test_without_proc_nothing_is_known(self, tmp_path: Path) -> None:
+        assert CoreWatch(7, tmp_path).read() is None
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+    def test_a_real_process_is_found(self) -> None:
+        busy = "import time\nend = time.monotonic() + 0.4\nwhile time.monotonic() < end: pass"
+        watch = CoreWatch(os.getpid())
+        subprocess.run([sys.executable, "-c", busy], check=True)
+        found = watch.read()
+        assert found is not None
+        assert 0 <= found.others <= 1
+        assert 0 <= found.stolen <= 1
