@@ -1,23 +1,23 @@
 """`ops/bench bulk`: what a bulk file beside them costs interactive jobs, and what it leaves of the file's own speed.
 
 One worker, private servers. First interactive jobs alone, one after the other; then the same beside a file that
-`run_batch` works on; then what is left of the file alone. Interactive jobs are streamed and measured at the client. The
-way to the first token is taken apart by what their results say: until a worker claimed the job (`queue_ms`), from there
-until it had a token (`engine_ms`), and the rest, which is submitting and being told (`wire_ms`).
+`tokenmill bulk run` works on in a process of its own; then the file alone. Interactive jobs are streamed and measured at
+the client. The way to the first token is taken apart by what their results say: until a worker claimed the job
+(`queue_ms`), from there until it had a token (`engine_ms`), and the rest, submitting and being told (`wire_ms`).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import tempfile
-import threading
+import subprocess
+import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Self
 
 from api_client import Client
-from api_client.bulk import Pacing, Paths, Progress, open_store, run_batch
+from api_client.bulk import open_store
 from ops.demonstration.stack import DemoStack
 from schemas.result import JobResult
 
@@ -34,11 +34,12 @@ class Sample:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="synthetic")
-    parser.add_argument("--lines", type=int, default=4000)
+    parser.add_argument("--lines", type=int, default=20_000)
     parser.add_argument("--bulk-tokens", type=int, default=32, help="of each line's answer")
     parser.add_argument("--jobs", type=int, default=60, help="interactive ones, in each phase")
     parser.add_argument("--pause", type=float, default=0.1, help="seconds between the end of one and the next")
     parser.add_argument("--tokens", type=int, default=16, help="of each interactive answer")
+    parser.add_argument("--rest", type=float, default=15.0, help="seconds of the file alone")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, object]:
@@ -46,55 +47,68 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
         stack.start(lambda _: None)
         _interactive(stack, arguments, count=5)  # warm
         alone = _interactive(stack, arguments)
-        watched = _Watched()
-        bulk = threading.Thread(target=_bulk, args=(stack, arguments, watched))
-        bulk.start()
-        watched.is_running.wait(120)
-        before, since = watched.tokens, time.monotonic()
-        beside = _interactive(stack, arguments)
-        during = (watched.tokens - before) / (time.monotonic() - since)
-        is_bulk_left = bulk.is_alive()
-        before, since = watched.tokens, time.monotonic()
-        bulk.join()
-        after = (watched.tokens - before) / max(time.monotonic() - since, 1e-9)
+        with _BulkFile(stack, arguments) as bulk:
+            bulk.wait_for_answers()
+            before, since = bulk.tokens, time.monotonic()
+            beside = _interactive(stack, arguments)
+            during = (bulk.tokens - before) / (time.monotonic() - since)
+            before, since, is_bulk_left = bulk.tokens, time.monotonic(), bulk.is_running
+            time.sleep(arguments.rest)
+            after = (bulk.tokens - before) / (time.monotonic() - since)
+            is_full_rest = bulk.is_running
     report: dict[str, object] = {
         "interactive alone": _figures(alone),
         "interactive beside bulk": _figures(beside),
         "bulk tok/s beside interactive": round(during, 1),
-        "bulk tok/s alone": round(after, 1) if is_bulk_left else None,
+        "bulk tok/s alone": round(after, 1) if is_full_rest else None,
         "bulk ended before the interactive jobs did": not is_bulk_left,
-        "bulk lines": watched.ended,
     }
     print(json.dumps(report, indent=2))
     return report
 
 
-class _Watched:
-    """How far the file is, as `run_batch` tells it."""
+class _BulkFile:
+    """`tokenmill bulk run` in a process of its own, as a user has it; killed at the end."""
 
-    def __init__(self) -> None:
-        self.is_running = threading.Event()
-        self.tokens = 0
-        self.ended = 0
-
-    def __call__(self, stand: Progress) -> None:
-        self.tokens, self.ended = stand.totals.output_tokens, stand.totals.ended
-        if self.ended:
-            self.is_running.set()
-
-
-def _bulk(stack: DemoStack, arguments: argparse.Namespace, watched: _Watched) -> None:
-    with tempfile.TemporaryDirectory() as name:
-        source = Path(name) / "in.jsonl"
+    def __init__(self, stack: DemoStack, arguments: argparse.Namespace) -> None:
+        source = stack.directory / "in.jsonl"
         with source.open("w") as file:
             for number in range(arguments.lines):
                 body = {"model": arguments.model, "prompt": f"Number {number} is", "max_tokens": arguments.bulk_tokens}
                 line = {"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": body}
                 file.write(json.dumps(line) + "\n")
-        with Client(stack.redis_url, queue=stack.queue, database=stack.database_url) as client:
-            store = open_store(client)
-            run_batch(client, store, source, Paths.of(Path(name) / "out.jsonl"), pacing=Pacing(watch=watched))
-            store.close()
+        where = ["--redis-url", stack.redis_url, "--queue", stack.queue, "--database-url", stack.database_url]
+        output = ["-o", str(stack.directory / "out.jsonl")]
+        command = [sys.executable, "-m", "api_client.cli", "bulk", "run", str(source), *output, *where]
+        self._process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        self._client = Client(stack.redis_url, queue=stack.queue, database=stack.database_url)
+        self._store = open_store(self._client)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._store.close()
+        self._client.close()
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    @property
+    def tokens(self) -> int:
+        """Of the answers in the file; as of the last second."""
+        batches = self._store.newest(1)
+        return batches[0].totals.output_tokens if batches else 0
+
+    def wait_for_answers(self) -> None:
+        until = time.monotonic() + 120
+        while not self.tokens:
+            if not self.is_running or time.monotonic() > until:
+                raise RuntimeError("the bulk file has no answers")
+            time.sleep(0.2)
 
 
 def _interactive(stack: DemoStack, arguments: argparse.Namespace, count: int | None = None) -> list[Sample]:
