@@ -1,8 +1,8 @@
 """`ops/bench bulk`: what a bulk file beside them costs interactive jobs, and what it leaves of the file's own speed.
 
 One worker, private servers. First interactive jobs alone, one after the other; then the same beside a file that
-`tokenmill bulk run` works on in a process of its own; then the file alone. Interactive jobs are streamed and measured at
-the client. The way to the first token is taken apart by what their results say: until a worker claimed the job
+`tokenmill bulk run` works on in a process of its own; then the file alone. Interactive jobs are streamed and measured
+at the client. The way to the first token is taken apart by what their results say: until a worker claimed the job
 (`queue_ms`), from there until it had a token (`engine_ms`), and the rest, submitting and being told (`wire_ms`).
 """
 
