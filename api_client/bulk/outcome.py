@@ -41,17 +41,23 @@ def refresh(client: Client, store: BatchStore, batch_id: str) -> Batch:
     batch = store.get(batch_id)
     if batch.state.is_final or batch.state is BatchState.VALIDATING:
         return batch
-    runs = not all(queries.standing(client, _unsettled(batch)).values())
-    if runs or not _may_end(batch):
+    if not _may_end(batch) or any(_running(client, batch)):
         totals = _counted(client, store, batch, with_tokens=False)
         return msgspec.structs.replace(batch, totals=totals)
     return conclude(store, batch, _counted(client, store, batch, with_tokens=True))
 
 
-def _unsettled(batch: Batch) -> list[str]:
+def _running(client: Client, batch: Batch) -> Iterator[bool]:
+    """Of page after page of those that may be open: is one of them?"""
+    for page in _unsettled(batch):
+        yield not all(queries.standing(client, page).values())
+
+
+def _unsettled(batch: Batch) -> Iterator[list[str]]:
     """Jobs that may be open: those behind the last that is known to be over, and what was handed in since."""
     last = min(batch.last_line, batch.submitted + 2 * WINDOW)
-    return [job_id(batch.id, line) for line in range(batch.over_line + 1, last + 1)]
+    for lines in _pages(range(batch.over_line + 1, last + 1)):
+        yield [job_id(batch.id, line) for line in lines]
 
 
 def _may_end(batch: Batch) -> bool:
@@ -93,7 +99,8 @@ def cancel_batch(client: Client, store: BatchStore, batch_id: str) -> Batch:
     store.move(batch_id, BatchState.CANCELLING, open_states)
     batch = store.get(batch_id)
     if batch.state is BatchState.CANCELLING:
-        queries.cancel(client, _unsettled(batch))
+        for page in _unsettled(batch):
+            queries.cancel(client, page)
     return refresh(client, store, batch_id)
 
 

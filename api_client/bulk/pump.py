@@ -35,7 +35,7 @@ WINDOW: Final = 2_000
 WINDOW_BYTES: Final = 64 * 1024 * 1024
 GROUP: Final = 250
 IDLE_LOOKS: Final = 3
-POLL_S: Final = 0.2
+POLL_S: Final = 0.2  # between two looks at the open jobs; up to LOOK_S where few of many end meanwhile
 LOOK_S: Final = 1.0  # how often the batch's record is written and read
 PATIENCE_S: Final = 600.0
 
@@ -87,6 +87,7 @@ class Pump:
         self._state = BatchState.IN_PROGRESS
         self._looked_at = 0.0
         self._polled_at = 0.0
+        self._pause_s = POLL_S
         self._waits = ""
         self._has_given_up = False
         self._lost: list[JobRequest] = []
@@ -232,7 +233,7 @@ class Pump:
 
     def _has_room(self) -> bool:
         """Waits for it. False when nothing more is to be handed in."""
-        if time.monotonic() - self._polled_at >= POLL_S:
+        if time.monotonic() - self._polled_at >= self._pause_s:
             self._turn()
         while self.goes_on and self._is_full():
             self._turn()
@@ -243,7 +244,7 @@ class Pump:
         return len(self._collector.jobs) > self._pacing.window - group or self._collector.num_bytes > WINDOW_BYTES
 
     def _turn(self) -> None:
-        time.sleep(max(0.0, self._polled_at + POLL_S - time.monotonic()))
+        time.sleep(max(0.0, self._polled_at + self._pause_s - time.monotonic()))
         self._polled_at = time.monotonic()
         self._collect()
         self._look()
@@ -253,6 +254,8 @@ class Pump:
         names = {job.job_id: line for line, job in self._collector.jobs.items()}
         standing = self._patience.ask(lambda: queries.standing(self._client, list(names)))
         over = [name for name, is_over in standing.items() if is_over]
+        is_worth_it = len(names) <= GROUP or 8 * len(over) >= len(names)  # asking costs the server, and a core here
+        self._pause_s = POLL_S if is_worth_it else min(LOOK_S, 1.5 * self._pause_s)
         if over:
             results = self._patience.ask(lambda: list(queries.results(self._client, over)))
             self._collector.take([self._in_time(result) for result in results])
