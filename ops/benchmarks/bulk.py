@@ -18,6 +18,7 @@ from typing import Self
 
 from api_client import Client
 from api_client.bulk import open_store
+from ops.benchmarks import bulk_memory
 from ops.demonstration.stack import DemoStack
 from schemas.result import JobResult
 
@@ -39,10 +40,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jobs", type=int, default=60, help="interactive ones, in each phase")
     parser.add_argument("--pause", type=float, default=0.1, help="seconds between the end of one and the next")
     parser.add_argument("--tokens", type=int, default=16, help="of each interactive answer")
+    parser.add_argument("--memory", type=int, metavar="LINES", help="instead: memory needed for so many")
+    parser.add_argument("--only-file", action="store_true", help="with --memory: not through the worker")
     parser.add_argument("--rest", type=float, default=15.0, help="seconds of the file alone")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, object]:
+    if arguments.memory:
+        return bulk_memory.run(arguments)
     with DemoStack(arguments.model, "bench") as stack:
         stack.start(lambda _: None)
         _interactive(stack, arguments, count=5)  # warm

@@ -1,0 +1,249 @@
+"""`ops/bench bulk --memory LINES`: a large file in constant memory, from its validation to its export.
+
+Three passes, each by a process of its own, whose resident memory is sampled as it goes: the file alone (survey, and a
+job made of each line), the whole way through a model-free worker (`tokenmill bulk run`; the worker and Valkey are
+watched too), and the export of a batch that stands in SQL. Told at every tenth of the way: what grows shows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import redis
+import sqlalchemy
+
+from api_client import Client
+from api_client.bulk import Batch, BatchState, Paths, export_batch, new_batch, open_store
+from api_client.bulk.lines import Order, read, survey, to_request
+from ops.demonstration.stack import DemoStack
+from schemas.chunk import Chunk
+from schemas.codec import encode
+from schemas.generation import FinishReason
+from schemas.job import JobRequest
+from schemas.openai import COMPLETIONS_URL
+from schemas.result import ChoiceResult, JobResult, JobStatus, Usage
+from worker.jobs import Finished
+from worker.record.rows import JobRow
+from worker.record.tables import jobs
+
+_STEP_S = 0.2
+_PAGE = 2_000
+
+
+class Meter:
+    """Resident MiB of a process, sampled until it is told to stop; `at` is the way done so far, 0 to 1."""
+
+    def __init__(self, pid: int, at: Callable[[], float]) -> None:
+        self.mib: dict[int, float] = {}  # by tenths of the way
+        self.peak = 0.0
+        self._pid, self._at = pid, at
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> dict[str, object]:
+        self._over.set()
+        self._thread.join()
+        told = [f"{10 * tenth} %: {mib:.1f}" for tenth, mib in sorted(self.mib.items())]
+        return {"peak MiB": round(self.peak, 1), "MiB on the way": ", ".join(told)}
+
+    def _run(self) -> None:
+        while not self._over.wait(_STEP_S):
+            mib = resident_mib(self._pid)
+            self.peak = max(self.peak, mib)
+            self.mib[min(10, int(10 * self._at()))] = mib
+
+
+def resident_mib(pid: int) -> float:
+    """0 for a process that is gone."""
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except (OSError, IndexError):
+        return 0.0
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def run(arguments: argparse.Namespace) -> dict[str, object]:
+    report: dict[str, object] = {}
+    with DemoStack("synthetic", "bench") as stack:
+        stack.start(lambda _: None)
+        source = stack.directory / "in.jsonl"
+        write_lines(source, arguments.memory, arguments.bulk_tokens)
+        report["lines"] = arguments.memory
+        report["file MiB"] = round(source.stat().st_size / 2**20, 1)
+        for name in ("survey", "jobs"):
+            report[name] = _apart(name, source, arguments.memory)
+        if not arguments.only_file:
+            report["whole way"] = _whole_way(stack, source, arguments.memory)
+        report["export"] = _apart("export", source, arguments.memory, stack.redis_url, stack.database_url)
+    print(json.dumps(report, indent=2))
+    return report
+
+
+def write_lines(path: Path, count: int, tokens: int) -> None:
+    with path.open("w") as file:
+        for number in range(count):
+            body = {"model": "synthetic", "prompt": f"Number {number} is", "max_tokens": tokens, "ignore_eos": True}
+            line = {"custom_id": f"line-{number}", "method": "POST", "url": COMPLETIONS_URL, "body": body}
+            file.write(json.dumps(line) + "\n")
+
+
+# ── each part in a process of its own ──
+
+
+def _apart(*words: object) -> dict[str, object]:
+    command = [sys.executable, "-m", "ops.benchmarks.bulk_memory", *map(str, words)]
+    reply = subprocess.run(command, stdout=subprocess.PIPE, check=True)
+    told: dict[str, object] = json.loads(reply.stdout)
+    return told
+
+
+@contextmanager
+def _metered(told: dict[str, object], at: Callable[[], float]) -> Iterator[None]:
+    told["MiB before"] = round(resident_mib(os.getpid()), 1)
+    meter, began = Meter(os.getpid(), at), time.monotonic()
+    yield
+    told["seconds"] = round(time.monotonic() - began, 1)
+    told |= meter.stop()
+
+
+def _survey(source: Path, count: int) -> dict[str, object]:
+    told: dict[str, object] = {}
+    seen = [0]
+    with _metered(told, lambda: seen[0] / count):
+        survey(source, lambda lines: seen.__setitem__(0, lines))
+    return told
+
+
+def _jobs(source: Path, count: int) -> dict[str, object]:
+    told: dict[str, object] = {}
+    order, done = Order("batch_x"), 0
+    with _metered(told, lambda: done / count):
+        for line in read(source):
+            encode(to_request(line, order))  # type: ignore[arg-type]
+            done += 1
+    return told
+
+
+def _export(source: Path, count: int, redis_url: str, database: str) -> dict[str, object]:
+    """Of a batch whose jobs have all ended; the rows are written here, as the worker would."""
+    told: dict[str, object] = {}
+    paths = Paths.of(source.with_name("exported.jsonl"))
+    with Client(redis_url, queue="bench", database=database) as client:
+        store = open_store(client)
+        batch = _ended_batch(client, source, count)
+        store.create(batch)
+        store.describe(batch)
+        _write_rows(database, batch, count)
+        store.move(batch.id, BatchState.COMPLETED, [BatchState.VALIDATING])
+        with _metered(told, lambda: _num_bytes(paths.output) / (count * 420)):
+            _, missing = export_batch(client, store, batch.id, paths)
+        told["lines without an answer"] = missing
+        store.close()
+    return told
+
+
+def _ended_batch(client: Client, source: Path, count: int) -> Batch:
+    return msgspec.structs.replace(
+        new_batch(client, source), total=count, last_line=count, submitted=count, over_line=count
+    )
+
+
+def _write_rows(database: str, batch: Batch, count: int) -> None:
+    engine = sqlalchemy.create_engine(database)
+    with engine.begin() as connection:
+        for start in range(1, count + 1, _PAGE):
+            rows = [_row(batch, line) for line in range(start, min(start + _PAGE, count + 1))]
+            connection.execute(jobs.insert(), [row.job for row in rows])
+    engine.dispose()
+
+
+def _row(batch: Batch, line: int) -> JobRow:
+    name, now = f"{batch.id}-{line}", 1_700_000_000_000
+    ids = tuple(range(8))
+    choice = ChoiceResult(
+        text="abcdefgh", token_ids=ids, text_ends=tuple(range(1, 9)), finish_reason=FinishReason.LENGTH
+    )
+    used, metadata = Usage(prompt_tokens=12, completion_tokens=8), {"custom_id": name, "endpoint": COMPLETIONS_URL}
+    result = JobResult(
+        job_id=name, status=JobStatus.SUCCEEDED, model="synthetic", choices=(choice,), created_ms=now,
+        finished_ms=now + line, usage=used, metadata=metadata,
+    )  # fmt: skip
+    request = JobRequest(job_id=name, batch_id=batch.id, prompt="x", metadata=metadata)
+    chunk = Chunk(job_id=name, index=8, finish_reason=FinishReason.LENGTH, status=JobStatus.SUCCEEDED, usage=used)
+    return JobRow.of(Finished(1, result, chunk, request=request), queue="bench")
+
+
+def _num_bytes(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+# ── the whole way ──
+
+
+def _whole_way(stack: DemoStack, source: Path, count: int) -> dict[str, object]:
+    output = source.with_name("out.jsonl")
+    where = ["--redis-url", stack.redis_url, "--queue", stack.queue, "--database-url", stack.database_url]
+    command = [sys.executable, "-m", "api_client.cli", "bulk", "run", str(source), "-o", str(output), *where]
+    size = [1.0]
+
+    def at() -> float:
+        return min(1.0, _num_bytes(output) / (count * size[0]))
+
+    began = time.monotonic()
+    with redis.Redis.from_url(stack.redis_url) as server, subprocess.Popen(command, stderr=subprocess.DEVNULL) as child:
+        while not _num_bytes(output) and child.poll() is None:
+            time.sleep(_STEP_S)
+        with output.open("rb") as file:
+            size[0] = float(len(file.readline()))
+        meters = {"tokenmill bulk run": Meter(child.pid, at)}
+        info = server.info("server")
+        meters |= {"Valkey": Meter(int(info["process_id"]), at)}
+        meters |= {name: Meter(pid, at) for name, pid in worker_pids(stack).items()}
+        status = child.wait()
+        seconds = time.monotonic() - began
+    told: dict[str, object] = {"status": status, "seconds": round(seconds, 1), "lines/s": round(count / seconds, 1)}
+    told |= {name: meter.stop() for name, meter in meters.items()}
+    with output.open("rb") as file:
+        told["lines answered"] = sum(1 for _ in file)
+    return told
+
+
+def worker_pids(stack: DemoStack) -> dict[str, int]:
+    """The worker's process, and its engine's."""
+    found: dict[str, int] = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+            place = (entry / "cwd").resolve()
+        except OSError:
+            continue
+        if place == stack.directory.resolve() and b"worker" in words:
+            found["worker"] = int(entry.name)
+        elif place == stack.directory.resolve() and b"worker.engine.child" in words:
+            found["engine"] = int(entry.name)
+    return found
+
+
+def main(words: list[str]) -> None:
+    """One part, told as JSON."""
+    part, source, count = words[0], Path(words[1]), int(words[2])
+    if part == "export":
+        told = _export(source, count, words[3], words[4])
+    else:
+        told = {"survey": _survey, "jobs": _jobs}[part](source, count)
+    print(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
