@@ -1,7 +1,7 @@
 // Linear layers over weights packed once, with what stands next to them in a decoder fused in.
 //
-// A weight [n, k] is packed into panels of NR columns, [n / NR][k][NR], so that a product streams it
-// from memory once and in order. Each output is one chain of fused multiply-adds over k: a row's result
+// A weight [n, k] is packed into panels of NR columns, so that a product streams it from memory once and in
+// order (float_tile.h). Each output is one chain of fused multiply-adds over k: a row's result
 // depends neither on how many rows are in the batch nor on the thread that computes it, bit for bit.
 
 #include "float_tile.h"
@@ -16,31 +16,6 @@ struct NormArguments {
 };
 
 namespace {
-
-// Panels of one row: four at a time, since one chain of additions per column would wait on its own latency.
-void one_row(const LinearArguments &a, const Output &whole, int64_t first, int64_t last) {
-    const float *weight = (const float *)a.weight;
-    const int64_t panel_size = a.k * NR;
-    int64_t p = first;
-    for (; p + 4 <= last && (p + 4) * NR <= a.n; p += 4) {
-        vf acc[4][2];
-        for (int q = 0; q < 4; ++q) acc[q][0] = acc[q][1] = vf{};
-        const float *w = weight + p * panel_size;
-        for (int64_t i = 0; i < a.k; ++i, w += NR) {
-            const vf x = splat(a.x[i]);
-#pragma GCC unroll 4
-            for (int q = 0; q < 4; ++q) {
-                const float *column = w + q * panel_size;
-                __builtin_prefetch(column + 32 * NR);
-                __builtin_prefetch(column + 32 * NR + 16);
-                acc[q][0] = fma(x, load(column), acc[q][0]);
-                acc[q][1] = fma(x, load(column + VW), acc[q][1]);
-            }
-        }
-        for (int q = 0; q < 4; ++q) finish_row(at_panel(whole, p + q, a.n), acc[q][0], acc[q][1], 0);
-    }
-    for (; p < last; ++p) all_rows(a, weight + p * panel_size, at_panel(whole, p, a.n), weight + p * panel_size, 0);
-}
 
 void normalise(const NormArguments &a, int64_t row) {
     const int64_t outer = row / a.inner, within = row % a.inner * a.k;
@@ -69,28 +44,32 @@ void normalise(const NormArguments &a, int64_t row) {
 
 extern "C" int tokenmill_panel_width() { return NR; }
 
+extern "C" int64_t tokenmill_packed_floats(int64_t n, int64_t k) { return (n + STEP - 1) / STEP * STEP * k; }
+
 // weight [n, k] with a row stride → panels; columns past n are zero
 extern "C" void tokenmill_pack(const float *weight, float *packed, int64_t n, int64_t k, int64_t stride) {
-    const int64_t panels = (n + NR - 1) / NR;
+    const int64_t sides = (n + STEP - 1) / STEP;
 #pragma omp parallel for schedule(static)
-    for (int64_t p = 0; p < panels; ++p)
+    for (int64_t side = 0; side < sides; ++side)
         for (int64_t i = 0; i < k; ++i)
-            for (int64_t j = 0; j < NR; ++j) {
-                const int64_t row = p * NR + j;
-                packed[(p * k + i) * NR + j] = row < n ? weight[row * stride + i] : 0.0f;
+            for (int64_t j = 0; j < STEP; ++j) {
+                const int64_t row = side * STEP + j;
+                packed[(side * k + i) * STEP + j] = row < n ? weight[row * stride + i] : 0.0f;
             }
 }
 
 // y = epilogue(x · weightᵀ + bias). Gated epilogues want panels of VW gate columns beside VW up columns.
 extern "C" int64_t tokenmill_linear_member(const LinearArguments *arguments, const Team *team) {
     const LinearArguments &a = *arguments;
-    const Output whole = whole_output(a);
-    const Share mine = share((a.n + NR - 1) / NR, team->part, team->parts);
-    if (a.m == 1) return one_row(a, whole, mine.first, mine.last), 0;
-    const int64_t size = a.k * NR;
-    const float *panel = (const float *)a.weight + mine.first * size;
-    for (int64_t p = mine.first; p < mine.last; ++p, panel += size)
-        all_rows(a, panel, at_panel(whole, p, a.n), panel + size, p + 1 < mine.last ? size * sizeof(float) : 0);
+    const Turns turns(a.n, team->parts);
+    const auto weights = [&](const Columns &c) {
+        return (const float *)a.weight + c.panel / SIDE * a.k * STEP + c.panel % SIDE * NR;
+    };
+    for (int64_t turn = team->take(1), next; turn < turns.count(); turn = next) {
+        next = team->take(1);  // early, to know what to fetch meanwhile
+        const Columns mine = turns[turn], then = turns[next < turns.count() ? next : turn];
+        all_rows(a, mine, weights(mine), weights(then), next < turns.count() ? then.count * NR * a.k * sizeof(float) : 0);
+    }
     return 0;
 }
 

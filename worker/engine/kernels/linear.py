@@ -148,13 +148,15 @@ class LinearKernels:
             library.tokenmill_rms_norm_member,
         )
         self._norm.restype = self._pack.restype = None
+        self._packed_floats = library.tokenmill_packed_floats
+        self._packed_floats.restype = c_int64
         self.panel_width: int = library.tokenmill_panel_width()
         self._arena = Arena()
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> PackedWeight:
         rows = weight.detach().float().contiguous()
         n, k = rows.shape
-        panels = self._arena.take(-(-n // self.panel_width) * self.panel_width * k, torch.float32)
+        panels = self._arena.take(self._packed_floats(c_int64(n), c_int64(k)), torch.float32)
         self._pack(c_void_p(rows.data_ptr()), c_void_p(panels.data_ptr()), c_int64(n), c_int64(k), c_int64(k))
         return PackedWeight(self._library, (n, k), panels, None, padded_bias(bias, self.panel_width))
 

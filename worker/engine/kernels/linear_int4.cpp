@@ -83,15 +83,20 @@ const DirectFunction DIRECT_ROWS[] = {nullptr, direct<1>, direct<2>,
 #endif
 };
 
-void panel_times_rows(const LinearArguments &a, int64_t p, bool last, float *scratch) {
-    const Panel panel = panel_at(a, p);
-    const Output out = at_panel(whole_output(a), p, a.n);
-    if (a.m <= DIRECT) return DIRECT_ROWS[a.m](a, panel, out);
-    each_step(panel, a.k, [&](int64_t i, vf left, vf right) __attribute__((always_inline)) {
-        store(scratch + i * NR, left);
-        store(scratch + i * NR + VW, right);
-    });
-    all_rows(a, scratch, out, panel_at(a, p + 1).codes, last ? 0 : a.k / CODES * NR * sizeof(uint32_t));
+void few_rows(const LinearArguments &a, const Columns &columns) {
+    for (int64_t p = columns.panel; p < columns.panel + columns.count; ++p)
+        DIRECT_ROWS[a.m](a, panel_at(a, p), at_panel(whole_output(a), p, a.n));
+}
+
+void many_rows(const LinearArguments &a, const Columns &columns, const Columns *next, float *scratch) {
+    for (int q = 0; q < columns.count; ++q)
+        each_step(panel_at(a, columns.panel + q), a.k, [&](int64_t i, vf left, vf right) __attribute__((always_inline)) {
+            store(scratch + i * STEP + q * NR, left);
+            store(scratch + i * STEP + q * NR + VW, right);
+        });
+    const Columns &then = next ? *next : columns;
+    all_rows(a, columns, scratch, panel_at(a, then.panel).codes,
+             next ? next->count * (a.k / CODES) * NR * sizeof(uint32_t) : 0);
 }
 
 }  // namespace
@@ -99,7 +104,7 @@ void panel_times_rows(const LinearArguments &a, int64_t p, bool last, float *scr
 extern "C" int tokenmill_panel_width() { return NR; }
 
 // Bytes that each thread takes of the workspace.
-extern "C" int64_t tokenmill_thread_bytes(int64_t k) { return k * NR * 4; }
+extern "C" int64_t tokenmill_thread_bytes(int64_t k) { return k * STEP * 4; }
 
 // Codes [n, k], 0 to 15, and scales and zeros [n, k / 32] as half floats → panels; k is a multiple of 32
 extern "C" void tokenmill_pack(const uint8_t *codes, const uint16_t *scale, const uint16_t *zero, uint32_t *panels,
@@ -127,8 +132,13 @@ extern "C" void tokenmill_pack(const uint8_t *codes, const uint16_t *scale, cons
 extern "C" int64_t tokenmill_linear_member(const LinearArguments *arguments, const Team *team) {
     const LinearArguments &a = *arguments;
     float *scratch = (float *)(a.workspace + team->part * tokenmill_thread_bytes(a.k));
-    const Share mine = share((a.n + NR - 1) / NR, team->part, team->parts);
-    for (int64_t p = mine.first; p < mine.last; ++p) panel_times_rows(a, p, p + 1 == mine.last, scratch);
+    const Turns turns(a.n, team->parts);
+    for (int64_t turn = team->take(1), next; turn < turns.count(); turn = next) {
+        next = team->take(1);
+        const Columns mine = turns[turn], then = turns[next];
+        if (a.m <= DIRECT) few_rows(a, mine);
+        else many_rows(a, mine, next < turns.count() ? &then : nullptr, scratch);
+    }
     return 0;
 }
 

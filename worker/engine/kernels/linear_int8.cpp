@@ -153,6 +153,8 @@ struct Tile {
     const Row *rows;
     int64_t stride;
     Output out;
+    const u8 *ahead;  // what this tile fetches: `ahead_stride` bytes for each step of k (as in float_tile.h)
+    int64_t ahead_stride;
 };
 
 template <int R>
@@ -161,14 +163,17 @@ void tile(const Tile &t) {
     vi acc[CHAINS][R][2];
     for (int c = 0; c < CHAINS; ++c)
         for (int r = 0; r < R; ++r) acc[c][r][0] = acc[c][r][1] = vi{};
-    const u8 *w = t.panel;
+    const u8 *w = t.panel, *ahead = t.ahead;
     int64_t i = 0;
     for (; i + CHAINS <= t.stride; i += CHAINS) {
 #pragma GCC unroll 4
         for (int c = 0; c < CHAINS; ++c, w += NR * DEPTH) {
             const Columns left = columns(w), right = columns(w + VW * DEPTH);
-            __builtin_prefetch(w + 32 * NR * DEPTH);
-            __builtin_prefetch(w + 32 * NR * DEPTH + 64);
+            __builtin_prefetch(w + 8 * NR * DEPTH);
+            __builtin_prefetch(w + 8 * NR * DEPTH + 64);
+            __builtin_prefetch(ahead, 0, 2);
+            __builtin_prefetch(ahead + 64, 0, 2);
+            ahead += t.ahead_stride;
 #pragma GCC unroll 16
             for (int r = 0; r < R; ++r) {
                 const Quad x = t.x[r * t.stride + i + c];
@@ -203,14 +208,19 @@ const TileFunction TILES[] = {nullptr, tile<1>, tile<2>, tile<3>, tile<4>,
 #endif
 };
 
-void panel_times_rows(const LinearArguments &a, const Rows &rows, int64_t p) {
+// Panel `p`, while panel `next` is fetched (none: −1).
+void panel_times_rows(const LinearArguments &a, const Rows &rows, int64_t p, int64_t next) {
     const int64_t tiles = (a.m + MR - 1) / MR, base = a.m / tiles, extra = a.m % tiles;
-    Tile t{rows.values, (const u8 *)a.weight + p * rows.stride * NR * DEPTH, (const float *)a.scale + p * 2 * NR,
-           rows.rows, rows.stride, at_panel(whole_output(a), p, a.n)};
+    const int64_t size = rows.stride * NR * DEPTH, steps = tiles * rows.stride;
+    const u8 *weight = (const u8 *)a.weight;
+    Tile t{rows.values, weight + p * size, (const float *)a.scale + p * 2 * NR, rows.rows, rows.stride,
+           at_panel(whole_output(a), p, a.n), weight + (next < 0 ? p : next) * size,
+           next < 0 ? 0 : (size + steps - 1) / steps};
     for (int64_t index = 0; index < tiles; ++index) {
         const int64_t count = base + (index < extra);
         TILES[count](t);
         t.x += count * t.stride, t.rows += count;
+        t.ahead += rows.stride * t.ahead_stride;
         t.out = below(t.out, count);
     }
 }
@@ -242,11 +252,15 @@ extern "C" void tokenmill_pack(const i8 *weight, u8 *packed, int64_t n, int64_t 
 extern "C" int64_t tokenmill_linear_member(const LinearArguments *arguments, const Team *team) {
     const LinearArguments &a = *arguments;
     const Rows rows = rows_of(a);
-    const Share some = share(a.m, team->part, team->parts), mine = share((a.n + NR - 1) / NR, team->part, team->parts);
+    const Share some = share(a.m, team->part, team->parts);
     for (int64_t r = some.first; r < some.last; ++r)
         rows.rows[r] = quantise(a.x + r * a.x_stride, a.k, rows.values + r * rows.stride);
     team->wait();
-    for (int64_t p = mine.first; p < mine.last; ++p) panel_times_rows(a, rows, p);
+    const int64_t panels = (a.n + NR - 1) / NR;
+    for (int64_t p = team->take(1), next; p < panels; p = next) {
+        next = team->take(1);  // early, to know what to fetch meanwhile
+        panel_times_rows(a, rows, p, next < panels ? next : -1);
+    }
     return 0;
 }
 

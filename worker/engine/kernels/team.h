@@ -1,4 +1,4 @@
-// Threads that run a row of kernels together: each takes its share of every kernel and waits for the others between
+// Threads that run a row of kernels together: each takes its part of every kernel and waits for the others between
 // two, so that a row of kernels opens one parallel region and not one each.
 //
 // A wait spins shortly, since the others are as good as there when every thread has a core; then it sleeps in the
@@ -25,6 +25,7 @@ struct Gate {
     alignas(64) int32_t generation;
     int32_t sleepers;
     alignas(64) int64_t number;  // what member 0 tells the others; they read it after the next wait
+    alignas(64) int64_t taken;   // turns of the kernel that is running
 };
 
 struct Team {
@@ -32,6 +33,10 @@ struct Team {
     int32_t part, parts;
 
     void wait() const;
+
+    // The next `count` turns: the first of them. Counted from 0 after every wait. A thread that lost its core leaves
+    // its turns to the others.
+    int64_t take(int64_t count) const { return __atomic_fetch_add(&gate->taken, count, __ATOMIC_RELAXED); }
 };
 
 static inline int64_t now_ns() {
@@ -49,11 +54,15 @@ static inline void relax() {
 }
 
 inline void Team::wait() const {
-    if (parts == 1) return;
     Gate &g = *gate;
+    if (parts == 1) {
+        g.taken = 0;
+        return;
+    }
     const int32_t seen = __atomic_load_n(&g.generation, __ATOMIC_RELAXED);
     if (__atomic_add_fetch(&g.arrived, 1, __ATOMIC_ACQ_REL) == parts) {
         __atomic_store_n(&g.arrived, 0, __ATOMIC_RELAXED);
+        __atomic_store_n(&g.taken, 0, __ATOMIC_RELAXED);
         __atomic_store_n(&g.generation, seen + 1, __ATOMIC_SEQ_CST);
 #ifdef __linux__
         if (__atomic_load_n(&g.sleepers, __ATOMIC_SEQ_CST))
