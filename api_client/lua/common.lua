@@ -23,6 +23,7 @@ local function whole(value) return string.format('%.0f', value) end
 local function exact(value) return string.format('%.17g', value) end
 local function job_key(id) return base .. 'job:' .. id end
 local function log_key(id) return base .. 'log:' .. id end
+local function idem_key(name) return base .. 'idem:' .. name end
 local function tenant_key(tenant) return base .. 'tenant:' .. tenant end
 local function lanes_key(class) return base .. 'lanes:' .. class end
 
@@ -55,6 +56,14 @@ local function pack_end(id, index, state, code, message)
   if not code then return packed end
   return packed .. pack_text('error') .. string.char(0x82)
     .. pack_text('code') .. pack_text(code) .. pack_text('message') .. pack_text(message)
+end
+
+-- A job is over: its idempotency key stays for its time, and for as long as the job may be redriven.
+local function start_key_clock(id, redrive_s)
+  local idem = redis.call('HMGET', job_key(id), 'idem', 'idem_ms')
+  if not idem[1] then return end
+  local lives_s = math.ceil(number(idem[2], 86400000) / 1000)
+  redis.call('EXPIRE', idem_key(idem[1]), whole(math.max(1, lives_s, redrive_s)))
 end
 
 local function publish_chunk(id, bytes) redis.call(announce, base .. 'chunks:' .. id, bytes) end

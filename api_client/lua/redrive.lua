@@ -11,12 +11,13 @@ for _, entry in ipairs(redis.call('XRANGE', base .. 'dead', '-', '+')) do
   end
   if id and (any or wanted[id]) then
     local key = job_key(id)
-    local job = redis.call('HMGET', key, 'state', 'settled', 'class', 'tenant', 'cost', 'request')
+    local job = redis.call('HMGET', key, 'state', 'settled', 'class', 'tenant', 'cost', 'request', 'idem')
     if job[1] == 'dead' and job[2] and job[6] then
       redis.call('HDEL', key, 'settled', 'result', 'doomed', 'crashes', 'solo_crashes', 'orphaned', 'cancel', 'finished_ms',
         'worker', 'end', 'mark', 'deadline_ms', 'error', 'error_code')
       redis.call('HSET', key, 'state', 'queued', 'attempt', '1')
       redis.call('PERSIST', key)
+      if job[7] then redis.call('PERSIST', idem_key(job[7])) end
       redis.call('DEL', log_key(id))
       for _, field in ipairs(redis.call('HKEYS', key)) do  -- what the log told of its choices is gone with it
         if string.sub(field, 1, 6) == 'ended:' then redis.call('HDEL', key, field) end

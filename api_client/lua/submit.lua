@@ -1,5 +1,6 @@
 -- submit: store many jobs, or none of them.
--- ARGV[3] largest backlog the caller accepts  [4] idempotency TTL ms; 0: the queue's own setting, as JobStream.open left it
+-- ARGV[3] largest backlog the caller accepts  [4] idempotency TTL ms, counted from the job's end; 0: the queue's own setting,
+-- as JobStream.open left it
 -- then per job: id, class, tenant, fingerprint, idempotency key, request, created ms, deadline ms, due ms, cost
 -- reply: {'ok', id, 'new'|'known', ...} or {'conflict', id, place} or {'large', size, limit} or {'full', depth, limit}
 --        or {'rate', tenant, wait ms}
@@ -32,7 +33,8 @@ for first = FIRST, #ARGV, FIELDS do
   }
   if ARGV[first + 4] ~= '' then
     local owner = string.gsub(string.gsub(job.tenant, '%%', '%%25'), ':', '%%3A')  -- as Keys.idempotency
-    job.idem = base .. 'idem:' .. owner .. ':' .. ARGV[first + 4]
+    job.idem_name = owner .. ':' .. ARGV[first + 4]
+    job.idem = idem_key(job.idem_name)
   end
   local id, print = known_as(job)
   if id then
@@ -84,9 +86,9 @@ for _, job in ipairs(jobs) do
     redis.call('HSET', job_key(job.id), 'request', job.request, 'state', waits and 'scheduled' or 'queued',
       'class', job.class, 'tenant', job.tenant, 'fingerprint', job.fingerprint, 'created_ms', job.created,
       'deadline_ms', job.deadline, 'cost', job.cost, 'due_ms', job.due)
-    if job.idem ~= '' then
-      local lives_ms = idempotency_ttl + math.max(0, tonumber(job.due) - now)
-      redis.call('SET', job.idem, job.fingerprint .. ' ' .. job.id, 'PX', whole(lives_ms))
+    if job.idem ~= '' then  -- for as long as the job lives; its end starts the clock
+      redis.call('SET', job.idem, job.fingerprint .. ' ' .. job.id)
+      redis.call('HSET', job_key(job.id), 'idem', job.idem_name, 'idem_ms', whole(idempotency_ttl))
     end
     if tonumber(job.deadline) > 0 then redis.call('ZADD', base .. 'deadlines', job.deadline, job.id) end
     count_queued(job.class, 1, tonumber(job.cost))

@@ -50,6 +50,17 @@ def _why_leaked(client: "redis.Redis", raw: bytes, name: str) -> str | None:
         if state in _LIVE_STATES or waits_for_record:
             return None
         return f"is a job in state {state!r} without a time to live"
+    if rest.startswith("idem:"):
+        return _why_key_leaked(client, raw, name.removesuffix(rest))
     if any(pattern.fullmatch(rest) for pattern in _LASTING):
         return None
     return "has no time to live and is not on the list of lasting keys"
+
+
+def _why_key_leaked(client: "redis.Redis", raw: bytes, base: str) -> str | None:
+    """It lasts while its job is not recorded."""
+    value = cast("bytes | None", client.get(raw)) or b""
+    job = base.encode() + b"job:" + value.partition(b" ")[2]
+    if client.exists(job) and not client.hexists(job, "settled"):
+        return None
+    return f"has no time to live, and its job {job!r} is over"

@@ -33,10 +33,11 @@ local function finish(id, token, state, result, chunk, served)
   redis.call('HINCRBY', meta, 'finished:' .. state, 1)
   redis.call('DEL', log_key(id))
   settle_cost(class, tenant, number(job[8], 0), served)
+  start_key_clock(id, state == 'dead' and tonumber(dead_ttl) or 0)
   if state == 'dead' then
     bury_job(id, key)
   else
-    redis.call('HDEL', key, 'request', 'history')
+    redis.call('HDEL', key, 'request', 'history', 'idem', 'idem_ms')
     redis.call('EXPIRE', key, result_ttl)
   end
   publish_chunk(id, chunk)
