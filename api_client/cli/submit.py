@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,9 +11,10 @@ import msgspec
 import typer
 
 from api_client.cli.follow import follow
-from api_client.cli.output import emit, say
-from api_client.cli.target import Job, Json, Target, connected
-from api_client.errors import InvalidRequest
+from api_client.cli.output import complain, emit, say
+from api_client.cli.target import Job, Json, Target, connected, was_typed
+from api_client.client import Client
+from api_client.errors import InvalidRequest, TokenmillError
 from schemas.job import Priority
 
 _PROMPT, _SAMPLING, _ORDER = "Prompt", "Sampling", "Order"
@@ -33,6 +35,7 @@ def _order(help_text: str, *names: str) -> Any:
 
 def submit(
     target: Target,
+    context: typer.Context,
     prompt: Annotated[str | None, typer.Argument(help="Text to continue; from stdin without it, or with '-'.")] = None,
     *,
     chat: Annotated[
@@ -83,6 +86,8 @@ def submit(
 
     tokenmill submit "Once upon a time" -n 40 --stream
     echo "Why is the sky blue?" | tokenmill submit --chat --wait
+
+    Without --queue, --model names the queue. With it, --model is who answers there: the model, an alias or an adapter.
     """
     given = locals()
     arguments: dict[str, Any] = {name: given[name] for name in _PLAIN if _is_given(given[name])}
@@ -95,14 +100,25 @@ def submit(
         arguments["metadata"] = dict(_pair(item) for item in metadata)
     if delay is not None:
         arguments["not_before"] = _in_seconds(delay)
+    if target.queue and was_typed(context, "model"):
+        arguments["model"] = target.model
     with target.client() as client:
         job = client.submit(**arguments)
+        if stream or wait or sys.stderr.isatty():
+            _tell_if_nobody_works(client)
         if stream or wait:
             follow(client, str(job), quiet=wait and not stream, as_json=json, timeout=timeout)
         elif json:
             emit({"job_id": str(job), "queue": client.queue})
         else:
             say(f"{job}\n")
+
+
+def _tell_if_nobody_works(client: Client) -> None:
+    """The job is stored whatever comes of this question."""
+    with contextlib.suppress(TokenmillError):
+        if not client.workers():
+            complain(f"no worker serves the queue {client.queue!r} now; the job waits for one", "note")
 
 
 def _is_given(value: object) -> bool:

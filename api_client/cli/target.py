@@ -49,7 +49,7 @@ class Target:
     ] = ""
     model: Annotated[
         str,
-        typer.Option(envvar="TOKENMILL_MODEL", help="Model, if it names the queue.", rich_help_panel=_PANEL),
+        typer.Option(envvar="TOKENMILL_MODEL", help="Model; names the queue without --queue.", rich_help_panel=_PANEL),
     ] = DEFAULT_MODEL
     key_prefix: Annotated[
         str, typer.Option(envvar="TOKENMILL_KEY_PREFIX", help="First part of every key.", rich_help_panel=_PANEL)
@@ -81,6 +81,12 @@ class Target:
             yield results
         finally:
             results.close()
+
+
+def was_typed(context: typer.Context, option: str) -> bool:
+    """On the command line, and not in a variable."""
+    source = context.get_parameter_source(option)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def _tell_trouble(trouble: TokenmillError) -> None:

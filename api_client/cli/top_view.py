@@ -82,7 +82,7 @@ def _alarm(queue: QueueState) -> list[tuple[str, str] | str]:
     if not queue.workers:
         words = "and jobs are waiting" if queue.waiting else "nothing is waiting either"
         marks += [(" NO WORKER IS ALIVE ", "bold white on red"), f" {words}"]
-    elif any(worker.problems for worker in queue.workers):
+    elif any(worker.problems for worker in queue.workers if worker.model):  # one that loads is not in trouble
         marks += [(" TROUBLE ", "bold black on yellow")]
     else:
         marks += [("●", "green"), f" {count(len(queue.workers), 'worker')}"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
-import re
 from collections.abc import Sequence
+from datetime import date
 from typing import Annotated, cast
 
 import typer
@@ -38,7 +38,7 @@ def usage(
         raise ConfigurationError("give --json or --csv, not both")
     columns = tuple(word.strip() for word in by.split(",") if word.strip())
     for day in (since, until):
-        if day is not None and not re.fullmatch(r"\d{4}-\d{2}-\d{2}", day):
+        if day is not None and not _is_day(day):
             raise ConfigurationError(f"a day is written YYYY-MM-DD, not {day!r}")
     with target.results() as results:
         rows = results.usage(
@@ -61,6 +61,14 @@ def usage(
         table([*(name.upper() for name in columns), *((name, "right") for name in numbers)], lines)
     else:
         err().print("[dim]no finished jobs[/dim]")
+
+
+def _is_day(text: str) -> bool:
+    """One that the calendar has, in the one spelling that days have in SQL."""
+    try:
+        return date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False
 
 
 def _as_object(row: UsageRow, columns: Sequence[str]) -> dict[str, object]:

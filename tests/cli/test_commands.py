@@ -4,13 +4,17 @@ import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from api_client import Client
 from api_client.cli import app
+from schemas.codec import decode_request
+from schemas.keys import Keys
 from tests.record.support import failed, finished
+from tests.support.valkey import ValkeyServer
 from worker.record import ResultStore
 from worker.record.migrate import upgrade
 
@@ -26,8 +30,8 @@ class Shell:
         }
         self._runner = CliRunner()
 
-    def __call__(self, *arguments: str, stdin: str | None = None) -> Result:
-        return self._runner.invoke(app, list(arguments), env=self._where, input=stdin)
+    def __call__(self, *arguments: str, stdin: str | None = None, environment: dict[str, str] | None = None) -> Result:
+        return self._runner.invoke(app, list(arguments), env=self._where | (environment or {}), input=stdin)
 
 
 @pytest.fixture
@@ -82,6 +86,30 @@ def test_the_prompt_may_come_from_stdin_a_file_or_json(shell: Shell, tmp_path: P
         assert json.loads(done.stdout)["queue"] == "q"
 
 
+def test_a_model_is_who_answers_where_the_queue_is_named(shell: Shell, valkey: ValkeyServer) -> None:
+    def model_of(done: Result) -> str:
+        with valkey.client() as redis:
+            raw = cast("bytes", redis.hget(Keys("q").job(done.stdout.strip()), "request"))
+        return decode_request(raw).model
+
+    assert model_of(shell("submit", "x", "--model", "poet")) == "poet"
+    assert model_of(shell("submit", "x")) == ""
+    assert model_of(shell("submit", "x", environment={"TOKENMILL_MODEL": "/models/base"})) == "", "it is the worker's"
+
+
+def test_a_model_alone_names_the_queue(shell: Shell, allowed_keys: list[str]) -> None:
+    allowed_keys.append("tm:{base}:*")
+    done = shell("submit", "x", "--model", "/models/Base", "--json", environment={"TOKENMILL_QUEUE": ""})
+    assert json.loads(done.stdout)["queue"] == "base"
+
+
+def test_who_waits_is_told_that_nobody_works(shell: Shell) -> None:
+    done = shell("submit", "x", "--wait", "--timeout", "0.1")
+    assert "no worker serves the queue 'q' now" in done.stderr
+    assert done.exit_code == 1
+    assert "no worker" not in shell("submit", "x").stderr, "a script reads the id only"
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -96,6 +124,7 @@ def test_the_prompt_may_come_from_stdin_a_file_or_json(shell: Shell, tmp_path: P
         (("status", "nope"), "no job nope"),
         (("jobs", "--status", "succeeded", "--database-url", "sqlite:////no/such.db"), "no database at"),
         (("usage", "--since", "yesterday"), "YYYY-MM-DD"),
+        (("usage", "--until", "2026-02-30"), "not '2026-02-30'"),
         (("usage", "--by", "mood"), "grouped by mood"),
         (("dead", "redrive"), "--all"),
         (("dead", "redrive", "nope"), "nope is not a dead job"),

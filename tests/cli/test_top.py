@@ -104,6 +104,13 @@ def test_what_is_wrong_with_a_worker_is_said_in_words(changes: dict[str, object]
     assert words not in shown(msgspec.structs.replace(EMPTY, workers=[WORKER]), 80)
 
 
+def test_a_worker_that_loads_is_not_in_trouble() -> None:
+    loading = msgspec.structs.replace(WORKER, model="", problems=("the engine is not ready",))
+    assert "TROUBLE" not in shown(msgspec.structs.replace(EMPTY, workers=[loading]), 80)
+    broken = msgspec.structs.replace(WORKER, problems=("SQL: connection refused",))
+    assert "TROUBLE" in shown(msgspec.structs.replace(EMPTY, workers=[loading, broken]), 80).splitlines()[0]
+
+
 def test_the_last_look_is_kept_and_marked_as_old() -> None:
     text = shown(BUSY, 80, last=True)
     assert (
