@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from schemas.generation import SamplingParams
 from tests.engine.sampling.helpers import CPU, ToyModel, generate, make_sampler, make_sequence, plan_item
-from worker.engine.sampling.batch import to_device
 from worker.engine.sampling.penalties import Histories, Places
+from worker.engine.sampling.transfer import to_device
 from worker.engine.sequence import Sequence
 
 VOCAB = 30

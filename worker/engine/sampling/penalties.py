@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from worker.engine.sampling.batch import Indices, to_device
+from worker.engine.sampling.transfer import Indices, to_device
 from worker.engine.sequence import Sequence
 
 

@@ -21,7 +21,6 @@ GREEDY_BELOW = 1e-5  # a lower temperature would only overflow
 class Trait(IntFlag):
     """What a row needs beyond a plain draw."""
 
-    NONE = 0
     GREEDY = 1
     TRUNCATED = 2  # top-k or top-p; min-p alone needs no order
     MIN_P = 4

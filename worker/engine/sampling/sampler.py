@@ -16,14 +16,14 @@ from torch import Tensor
 
 from worker.engine.kernels.draw import DrawKernel
 from worker.engine.plan import ScheduledSequence
-from worker.engine.sampling import truncation
-from worker.engine.sampling.batch import Batch, Group, Indices, build, to_device
+from worker.engine.sampling.batch import Batch, build
 from worker.engine.sampling.compilation import GrammarCompiler
-from worker.engine.sampling.noise import argmax, race, row_keys
+from worker.engine.sampling.draws import Drawer, KernelDrawer, TorchDrawer
 from worker.engine.sampling.penalties import Histories, Places
 from worker.engine.sampling.rows import NUMBERS, RowTable
 from worker.engine.sampling.sampled import RawLogprobs, Sampled, Share
 from worker.engine.sampling.structured import Grammars, Masks
+from worker.engine.sampling.transfer import Indices, to_device
 from worker.engine.sequence import Sequence
 
 
@@ -43,12 +43,15 @@ class Sampler:
     ) -> None:
         """`kernel` draws instead of torch where the logits are on the CPU."""
         self.vocab_size = vocab_size
-        self._kernel = kernel if device.type == "cpu" else None
         self._device = device
         self._table = RowTable(vocab_size, eos_token_ids)
         self._histories = Histories(device)
         self._grammars = Grammars(grammars)
-        self._vocabulary = torch.arange(vocab_size, dtype=torch.int32, device=device)
+        self._drawer: Drawer
+        if kernel is not None and device.type == "cpu":
+            self._drawer = KernelDrawer(kernel)
+        else:
+            self._drawer = TorchDrawer(vocab_size, device)
         self._cached: tuple[int, bytes, Batch] | None = None
 
     def prepare(self, items: Seq[ScheduledSequence]) -> None:
@@ -80,7 +83,7 @@ class Sampler:
         if batch.is_edited:
             work = raw.clone()
             errors = self._edit(work, batch, items, positions, places)
-        token_ids, peaks = self._draw(work, batch, positions)
+        token_ids, peaks = batch.draws.draw(work, positions)
         if places is not None:
             self._histories.record(token_ids, to_device(batch.penalised, self._device), places)
         chosen = raw_logprobs.choose(token_ids, batch) if raw_logprobs is not None else None
@@ -106,36 +109,8 @@ class Sampler:
     def _batch(self, slots: Indices) -> Batch:
         signature = slots.tobytes()
         if self._cached is None or self._cached[:2] != (self._table.version, signature):
-            self._cached = (self._table.version, signature, build(self._table, slots, self._device))
+            self._cached = (self._table.version, signature, build(self._table, slots, self._drawer, self._device))
         return self._cached[2]
-
-    def _draw(self, logits: Tensor, batch: Batch, positions: Indices) -> tuple[Tensor, Tensor]:
-        """Token ids [rows] and each row's highest logit [rows], which is finite in a good row."""
-        if self._kernel is not None:
-            return self._kernel.draw(logits, batch.drawing, row_keys(batch.seeds, positions))
-        if batch.all_greedy:
-            token_ids = argmax(logits)
-            return token_ids, logits.gather(1, token_ids[:, None]).squeeze(1)
-        peaks = logits.amax(dim=1)
-        keys = to_device(row_keys(batch.seeds, positions), self._device)
-        if batch.greedy is None and batch.groups[0].rows is None:
-            return self._draw_group(logits, peaks, keys, batch.groups[0]), peaks
-        token_ids = torch.empty(batch.num_rows, dtype=torch.int64, device=self._device)
-        if batch.greedy is not None:
-            token_ids[batch.greedy] = argmax(logits[batch.greedy])
-        for group in batch.groups:
-            rows = group.rows
-            if rows is not None:
-                token_ids[rows] = self._draw_group(logits[rows], peaks[rows], keys[rows], group)
-        return token_ids, peaks
-
-    def _draw_group(self, logits: Tensor, peaks: Tensor, keys: Tensor, group: Group) -> Tensor:
-        scaled = (logits - peaks[:, None]).mul_(group.inverse_temperature)
-        if group.limits is not None:
-            return truncation.draw(scaled, group.limits, keys, self._vocabulary)
-        if group.log_min_p is not None:
-            scaled.masked_fill_(scaled < group.log_min_p, -torch.inf)
-        return race(scaled, keys, self._vocabulary)
 
     # ── edits ──
 

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from worker.engine.plan import ScheduledSequence
-from worker.engine.sampling.batch import to_device
 from worker.engine.sampling.compilation import GrammarCompiler, GrammarError, sentence
 from worker.engine.sampling.sampled import Sampled
+from worker.engine.sampling.transfer import to_device
 from worker.engine.sequence import Sequence
 
 _CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
