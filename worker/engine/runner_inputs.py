@@ -56,8 +56,8 @@ class InputBuilder:
         self._width = -(-max_model_len // cache.block_size) + 1
         self._rows: dict[Sequence, int] = {}
         self._free: list[int] = []
-        self._epochs = np.full(0, -1, np.int64)
-        self._filled = np.zeros((len(cache.groups), 0), np.int64)  # entries of each row that are up to date
+        self._epochs: list[int] = []
+        self._filled: list[list[int]] = [[] for _ in cache.groups]  # entries of each row that are up to date
         self._tables = [np.zeros((0, self._width), np.int32) for _ in cache.groups]
         self._grow(num_rows)
 
@@ -71,37 +71,34 @@ class InputBuilder:
         return len(self._rows)
 
     def build(self, plan: StepPlan, previous: PreviousTokens | None = None) -> StepInputs:
-        items = plan.scheduled
-        starts = np.fromiter((item.start for item in items), np.int64, len(items))
-        query_lens = np.fromiter((item.num_tokens for item in items), np.int64, len(items))
-        rows = np.fromiter((self._row(item) for item in items), np.int64, len(items))
-        ends = starts + query_lens
-        query_start = np.concatenate([[0], np.cumsum(query_lens)])
-        num_tokens = int(query_start[-1])
-        owner = np.repeat(np.arange(len(items)), query_lens)
-        positions = np.arange(num_tokens) + (starts - query_start[:-1])[owner]
-        token_ids, missing = self._token_ids(items, query_start, previous)
-        slots = [self._slots(group, rows[owner], positions) for group in range(len(self._tables))]
-        sampled = _sampled_rows(items, query_start)
-        longs = self._to_device([token_ids, positions, sampled, *slots, *missing], torch.int64)
-        num_blocks = int(-(-ends.max() // self._cache.block_size))
+        items, size = plan.scheduled, self._cache.block_size
+        packing = _pack(items)
+        rows = self._update_rows(items)
+        token_ids, missing = self._token_ids(items, packing.query_start, previous)
+        blocks, offsets = np.divmod(packing.positions, size)
+        owners = rows if packing.owner is None else rows[packing.owner]
+        slots = [table[owners, blocks].astype(np.int64) * size + offsets for table in self._tables]
+        longs = self._to_device([token_ids, packing.positions, packing.sampled, *slots, *missing], np.int64)
+        max_seq_len = int(packing.ends.max())
+        num_blocks = -(-max_seq_len // size)
         tables = [table[rows, :num_blocks] for table in self._tables]
-        shorts = self._to_device([query_start, ends, *tables], torch.int32)
+        shorts = self._to_device([packing.query_start, packing.ends, *tables], np.int32)
         input_ids = longs[0]
-        if previous is not None and len(missing[0]):
+        if previous is not None and missing:
             input_ids.index_copy_(0, longs[-2], previous.token_ids.index_select(0, longs[-1]))
+        max_query_len, seq_lens = max(packing.query_lens), tuple(packing.ends.tolist())
         metadata = tuple(
             AttentionMetadata(
                 query_start=shorts[0],
                 seq_lens=shorts[1],
                 block_table=shorts[2 + group],
                 slot_mapping=longs[3 + group],
-                max_query_len=int(query_lens.max()),
-                max_seq_len=int(ends.max()),
-                block_size=self._cache.block_size,
+                max_query_len=max_query_len,
+                max_seq_len=max_seq_len,
+                block_size=size,
                 window=self._cache.groups[group].window,
-                query_lens_host=tuple(query_lens.tolist()),
-                seq_lens_host=tuple(ends.tolist()),
+                query_lens_host=packing.query_lens,
+                seq_lens_host=seq_lens,
             )
             for group in range(len(tables))
         )
@@ -111,8 +108,8 @@ class InputBuilder:
 
     def _token_ids(
         self, items: Seq[ScheduledSequence], query_start: Ints, previous: PreviousTokens | None
-    ) -> tuple[Ints, tuple[Ints, Ints]]:
-        """Ids in packed order, and (packed row, row of the previous step's sampled tensor) of those not on the host."""
+    ) -> tuple[Ints, list[Ints]]:
+        """Ids in packed order; and of those not on the host, if any, packed rows and rows of the last step's tokens."""
         token_ids: list[int] = []
         packed: list[int] = []
         sampled: list[int] = []
@@ -130,13 +127,36 @@ class InputBuilder:
                 sampled.append(previous.rows[item.sequence])
                 token_ids.append(0)
             token_ids.extend(item.draft_ids)
-        return np.array(token_ids, np.int64), (np.array(packed, np.int64), np.array(sampled, np.int64))
+        missing = [np.array(packed, np.int64), np.array(sampled, np.int64)] if packed else []
+        return np.array(token_ids, np.int64), missing
 
     # ── blocks ──
 
-    def _row(self, item: ScheduledSequence) -> int:
-        """The sequence's row, with its tables brought up to date."""
-        sequence = item.sequence
+    def _update_rows(self, items: Seq[ScheduledSequence]) -> Ints:
+        """The sequences' rows, with their tables brought up to date."""
+        rows = [self._row(item.sequence) for item in items]
+        size, width = self._cache.block_size, self._width
+        for group, (table, filled) in enumerate(zip(self._tables, self._filled, strict=True)):
+            changed: list[int] = []  # rows that get one entry each, as all do in most steps: written in one go
+            indices: list[int] = []
+            blocks: list[int] = []
+            for item, row in zip(items, rows, strict=True):
+                entries = item.sequence.block_tables[group]
+                end = len(entries)
+                start = min(filled[row], item.start // size)
+                if end > width:
+                    raise RuntimeError(f"{item.sequence.request_id} holds more blocks than the model's length needs")
+                if end - start == 1:
+                    changed.append(row)
+                    indices.append(start)
+                    blocks.append(entries[start])
+                else:
+                    table[row, start:end] = entries[start:]
+                filled[row] = end
+            table[changed, indices] = blocks
+        return np.array(rows, np.int64)
+
+    def _row(self, sequence: Sequence) -> int:
         row = self._rows.get(sequence)
         if row is None:
             if not self._free:
@@ -145,38 +165,26 @@ class InputBuilder:
             self._epochs[row] = -1
         if self._epochs[row] != sequence.epoch:
             self._epochs[row] = sequence.epoch
-            self._filled[:, row] = 0
-        first = item.start // self._cache.block_size
-        for group, table in enumerate(self._tables):
-            entries = sequence.block_tables[group]
-            start = min(int(self._filled[group, row]), first)
-            if len(entries) > self._width:
-                raise RuntimeError(f"{sequence.request_id} holds more blocks than the model's length needs")
-            if len(entries) - start == 1:
-                table[row, start] = entries[start]
-            else:
-                table[row, start : len(entries)] = entries[start:]
-            self._filled[group, row] = len(entries)
+            for filled in self._filled:
+                filled[row] = 0
         return row
-
-    def _slots(self, group: int, rows: Ints, positions: Ints) -> Ints:
-        blocks, offsets = np.divmod(positions, self._cache.block_size)
-        slots: Ints = self._tables[group][rows, blocks].astype(np.int64) * self._cache.block_size + offsets
-        return slots
 
     def _grow(self, count: int) -> None:
         old = len(self._epochs)
         self._free.extend(range(old + count - 1, old - 1, -1))
-        self._epochs = np.concatenate([self._epochs, np.full(count, -1, np.int64)])
-        self._filled = np.concatenate([self._filled, np.zeros((len(self._tables), count), np.int64)], axis=1)
+        self._epochs.extend([-1] * count)
+        for filled in self._filled:
+            filled.extend([0] * count)
         self._tables = [np.concatenate([t, np.zeros((count, self._width), np.int32)]) for t in self._tables]
 
     # ── to the device ──
 
-    def _to_device(self, arrays: Seq[npt.NDArray[Any]], kind: torch.dtype) -> list[Tensor]:
+    def _to_device(self, arrays: Seq[npt.NDArray[Any]], kind: type[np.int64 | np.int32]) -> list[Tensor]:
         """One copy for all arrays. Pinned memory is torch's to recycle: it waits for the copy to be done."""
+        if self._device.type == "cpu":
+            return [torch.from_numpy(array.astype(kind, copy=False)) for array in arrays]
         total = sum(array.size for array in arrays)
-        staging = torch.empty(total, dtype=kind, pin_memory=self._device.type == "cuda")
+        staging = torch.empty(total, dtype=_TORCH[kind], pin_memory=self._device.type == "cuda")
         flat = staging.numpy()
         offset = 0
         for array in arrays:
@@ -185,6 +193,37 @@ class InputBuilder:
         moved = staging.to(self._device, non_blocking=True)
         parts = torch.split(moved, [array.size for array in arrays])
         return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
+
+
+_TORCH = {np.int64: torch.int64, np.int32: torch.int32}
+
+
+@dataclass(frozen=True, slots=True)
+class _Packing:
+    """How the items' tokens lie in the step, one item after the other."""
+
+    query_lens: tuple[int, ...]
+    query_start: Ints  # [items + 1]
+    positions: Ints  # [tokens]
+    ends: Ints  # [items]
+    owner: Ints | None  # [tokens]: whose each is; None: every item has one
+    sampled: Ints  # the tokens whose logits are wanted: of each item that samples the last, and before it its drafts
+
+
+def _pack(items: Seq[ScheduledSequence]) -> _Packing:
+    """Most steps are decodes alone and need none of the arithmetic."""
+    count = len(items)
+    starts = np.array([item.start for item in items], np.int64)
+    query_lens = tuple([item.num_tokens for item in items])
+    if max(query_lens) == 1:
+        sampled = np.array([row for row, item in enumerate(items) if item.samples], np.int64)
+        return _Packing(query_lens, np.arange(count + 1), starts, starts + 1, None, sampled)
+    lens = np.array(query_lens, np.int64)
+    query_start = np.zeros(count + 1, np.int64)
+    np.cumsum(lens, out=query_start[1:])
+    owner = np.repeat(np.arange(count), lens)
+    positions = np.arange(len(owner)) + (starts - query_start[:-1])[owner]
+    return _Packing(query_lens, query_start, positions, starts + lens, owner, _sampled_rows(items, query_start))
 
 
 def _sampled_rows(items: Seq[ScheduledSequence], query_start: Ints) -> Ints:

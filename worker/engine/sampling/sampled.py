@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -22,9 +23,8 @@ NOTHING_ALLOWED = "no token is allowed here: masks and biases exclude the whole 
 Finished = tuple[tuple[tuple[int, ...], ...], tuple[tuple[TokenLogprob, ...] | None, ...], dict[int, str]]
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
-    """The rows of one item: [first, first + 1 + len(draft_ids))."""
+class Share(msgspec.Struct, frozen=True, gc=False):
+    """The rows of one item: [first, first + 1 + len(draft_ids)). One is built per sequence and step: no dataclass."""
 
     first: int
     draft_ids: tuple[int, ...]
@@ -121,6 +121,9 @@ class Sampled:
         if self._ready is not None:
             self._ready.synchronize()
         ids, peaks = self._ids.tolist(), self._peaks.tolist()
+        is_plain = self._logprobs is None and not self._errors and len(ids) == len(self._shares)
+        if is_plain and all(map(math.isfinite, peaks)):
+            return tuple(zip(ids, strict=True)), (None,) * len(ids), {}
         logprobs = _Table(self._logprobs) if self._logprobs is not None else None
         errors = dict(self._errors)
         tokens: list[tuple[int, ...]] = []

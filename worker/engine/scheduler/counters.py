@@ -1,6 +1,6 @@
 """Running counters of the scheduler; `EngineStats` is their snapshot together with the gauges of now."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 
 
 @dataclass(slots=True)
@@ -20,4 +20,7 @@ class Counters:
     finished: int = 0
 
     def as_dict(self) -> dict[str, int]:
-        return asdict(self)
+        return {name: getattr(self, name) for name in _NAMES}  # asdict would copy deeply, in every step
+
+
+_NAMES = tuple(field.name for field in fields(Counters))
