@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from tests.engine.support import ChunkingPlanner, make_sequence
-from tests.engine.truth import tiny_models
 from worker.engine.attention import AttentionMetadata
 from worker.engine.config import EngineConfig
 from worker.engine.graph_inputs import StaticInputs, padded_batch, padded_shape
@@ -186,8 +185,8 @@ def test_a_step_that_samples_nothing_gives_no_rows() -> None:
 
 @pytest.mark.parametrize("attention", ["reference", "cpu"])
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_padded_steps_give_the_same_tokens(family: str, attention: str, tmp_path: Path) -> None:
-    folder = tiny_models.save(family, tmp_path)
+def test_padded_steps_give_the_same_tokens(family: str, attention: str, folder_of: Callable[[str], Path]) -> None:
+    folder = folder_of(family)
     settings: dict[str, object] = {
         "model": str(folder), "dtype": "float32", "device": "cpu", "attention": attention, "block_size": 4,
         "num_blocks": 300, "max_num_seqs": 8, "q_padding_interval": 16, "kv_padding_interval": 32,
@@ -218,10 +217,10 @@ def answers(runner: ModelRunner) -> list[list[int]]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_captured_graphs_give_the_eager_tokens_on_cuda(family: str, tmp_path: Path) -> None:
+def test_captured_graphs_give_the_eager_tokens_on_cuda(family: str, folder_of: Callable[[str], Path]) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    folder = tiny_models.save(family, tmp_path)
+    folder = folder_of(family)
     settings: dict[str, object] = {
         "model": str(folder), "dtype": "float32", "device": "cuda", "attention": "triton", "block_size": 4,
         "num_blocks": 300, "max_num_seqs": 8, "q_padding_interval": 16, "kv_padding_interval": 32,

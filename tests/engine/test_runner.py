@@ -8,16 +8,10 @@ import pytest
 import torch
 
 from tests.engine.support import ChunkingPlanner, make_sequence
-from tests.engine.truth import tiny_models
 from worker.engine.config import EngineConfig, EngineConfigError
 from worker.engine.plan import BlockCopy, ScheduledSequence, StepPlan
 from worker.engine.runner import ModelRunner
 from worker.engine.sequence import Sequence
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.save("llama", tmp_path_factory.mktemp("llama"))
 
 
 def load(folder: Path, **changes: object) -> ModelRunner:
@@ -170,10 +164,9 @@ def test_what_was_decided_is_told(llama: Path) -> None:
     assert f"{runner.cache_config.num_blocks[0]} blocks of 4 tokens" in runner.description
 
 
-def test_a_context_that_the_memory_cannot_hold_is_refused_or_shortened(tmp_path: Path) -> None:
-    folder = tiny_models.save("llama", tmp_path)
+def test_a_context_that_the_memory_cannot_hold_is_refused_or_shortened(llama: Path) -> None:
     per_token = 4 * 2 * 2 * 16 * 4  # layers, keys and values, heads, head size, bytes
     with pytest.raises(EngineConfigError, match=r"holds sequences of \d+ tokens, not 256"):
-        load(folder, num_blocks=None, max_model_len=256, max_memory_gib=200 * per_token / 2**30)
+        load(llama, num_blocks=None, max_model_len=256, max_memory_gib=200 * per_token / 2**30)
     with pytest.raises(EngineConfigError, match="holds sequences of"):  # too short to be worth running
-        load(folder, num_blocks=None, max_memory_gib=200 * per_token / 2**30)
+        load(llama, num_blocks=None, max_memory_gib=200 * per_token / 2**30)

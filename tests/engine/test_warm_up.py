@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.engine.lora.support import engine_with, greedy
-from tests.engine.truth import tiny_models
 from worker.engine import Engine
 from worker.engine.loop import EngineLoop
 from worker.engine.mailbox import Broken, Mailbox, Progress, Ready, Report, Stop
@@ -18,8 +18,8 @@ PROMPT = list(range(5, 25))
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma3"])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.save(request.param, tmp_path_factory.mktemp(request.param))
+def folder(request: pytest.FixtureRequest, folder_of: Callable[[str], Path]) -> Path:
+    return folder_of(request.param)
 
 
 def reports_of(engine: Engine) -> list[Report]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.engine.truth import tiny_models
 from worker.engine.attention.reference import ReferenceAttention
 from worker.engine.config import EngineConfig, LayerGroup
 from worker.engine.kv.cache_pool import KVCachePool
@@ -116,9 +117,9 @@ class PeakMemory(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3", "phi3"])
-def test_a_real_step_stays_within_the_estimate(name: str, tmp_path: Any) -> None:
+def test_a_real_step_stays_within_the_estimate(name: str, folder_of: Callable[[str], Path]) -> None:
     """The estimate of activations and logits bounds what a step allocates, and not by an absurd factor."""
-    folder = tiny_models.save(name, tmp_path)
+    folder = folder_of(name)
     config = EngineConfig(model=str(folder), device="cpu", fuse=False, max_num_batched_tokens=128, max_num_seqs=16)
     loaded = load_model(folder, config)
     shape = memory_shape(loaded, config, ReferenceAttention(), torch.float32, loaded.max_model_len)

@@ -15,12 +15,10 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
 
 from schemas.generation import SamplingParams
-from tests.engine.truth import tiny_models
 from worker.engine import Engine, EngineConfig
 from worker.engine.attention import AttentionMetadata, AttentionShape
 from worker.engine.attention.cpu import CpuAttention
 from worker.engine.config import EngineConfigError
-from worker.engine.kernels.linear import LinearKernels
 from worker.engine.kernels.toolchain import KernelUnavailableError
 from worker.engine.model.fused import Packing, optimise, swap_modules
 from worker.engine.model.fused.layer import FusedLayer
@@ -41,36 +39,7 @@ MODULES = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _compiler() -> None:
-    try:
-        LinearKernels()
-    except KernelUnavailableError as error:
-        pytest.skip(str(error))
-
-
-@pytest.fixture(scope="module")
-def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    made: dict[str, Path] = {}
-
-    def of(name: str) -> Path:
-        if name not in made:
-            folder = tmp_path_factory.mktemp(name)
-            made[name] = _save_partial_phi(folder) if name == "phi3_partial" else tiny_models.save(name, folder)
-        return made[name]
-
-    return of
-
-
-def _save_partial_phi(folder: Path) -> Path:
-    """Half of each head's dimensions are rotated."""
-    torch.manual_seed(5)
-    config = tiny_models.FAMILIES["phi3"].config()
-    config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
-    model = transformers.Phi3ForCausalLM(config)
-    assert model.model.rotary_emb.inv_freq.shape == (4,), "heads of 16 of which 8 are rotated"
-    model.save_pretrained(folder)
-    return folder
+pytestmark = pytest.mark.usefixtures("linear_kernels")
 
 
 def load(folder: Path) -> nn.Module:

@@ -17,11 +17,6 @@ from worker.engine.model.loader import load_model
 from worker.engine.model.paged import Probe
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.save("llama", tmp_path_factory.mktemp("llama"))
-
-
 def config(folder: Path, **changes: object) -> EngineConfig:
     return EngineConfig(**{"model": str(folder), "dtype": "float32", "device": "cpu", "fuse": False, **changes})  # type: ignore[arg-type]
 

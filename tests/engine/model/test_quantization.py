@@ -17,32 +17,12 @@ from schemas.generation import SamplingParams
 from tests.engine.truth import tiny_models
 from worker.engine import Engine, EngineConfig
 from worker.engine.config import EngineConfigError
-from worker.engine.kernels.linear import LinearKernels
-from worker.engine.kernels.toolchain import KernelUnavailableError
 from worker.engine.model.fused import Packing, optimise
 from worker.engine.model.fused.modules import FusedAttention, FusedMLP, PackedLinear
 from worker.engine.model.loader import load_model
 from worker.engine.model.store import ModelNotFoundError, resolve
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiler() -> None:
-    try:
-        LinearKernels()
-    except KernelUnavailableError as error:
-        pytest.skip(str(error))
-
-
-@pytest.fixture(scope="module")
-def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    made: dict[str, Path] = {}
-
-    def of(name: str) -> Path:
-        if name not in made:
-            made[name] = tiny_models.save(name, tmp_path_factory.mktemp(name))
-        return made[name]
-
-    return of
+pytestmark = pytest.mark.usefixtures("linear_kernels")
 
 
 def config(folder: Path, quantization: str | None, **changes: object) -> EngineConfig:

@@ -13,9 +13,9 @@ SEEDED = SamplingParams(max_tokens=24, temperature=0.8, top_p=0.9, seed=5, ignor
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma3"])
-def folder(request, tmp_path_factory):
+def folder(request, folder_of):
     """One model of full attention, one with sliding windows beside it."""
-    return tiny_models.save(request.param, tmp_path_factory.mktemp(request.param))
+    return folder_of(request.param)
 
 
 def engine_of(folder, **changes):

@@ -14,8 +14,8 @@ from worker.engine import Engine, EngineConfig
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma3"])
-def folder(request, tmp_path_factory):
-    return tiny_models.save(request.param, tmp_path_factory.mktemp(request.param))
+def folder(request, folder_of):
+    return folder_of(request.param)
 
 
 def engine_of(folder, **changes):

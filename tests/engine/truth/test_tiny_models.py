@@ -27,13 +27,13 @@ Answers = tuple[Path, list[Expected]]
 
 
 @pytest.fixture(scope="session")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Answers]:
+def answers(folder_of: Callable[[str], Path]) -> Callable[[str], Answers]:
     """A family's folder and what `generate` says there; made once."""
     made: dict[str, Answers] = {}
 
     def of(name: str) -> Answers:
         if name not in made:
-            folder = tiny_models.save(name, tmp_path_factory.mktemp(name))
+            folder = folder_of(name)
             model = expected.load(folder, FAMILIES[name].attention)
             pairs = zip(LENGTHS, ANSWERS, strict=True)
             wanted = [expected.clear_answer(model, length, count, tiny_models.VOCAB) for length, count in pairs]

@@ -91,10 +91,20 @@ FAMILIES = {
 }
 
 
+def _partial_phi() -> Any:
+    """Half of each head's dimensions are rotated."""
+    config = FAMILIES["phi3"].config()
+    config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    return config
+
+
+VARIANTS = {"phi3_partial": Family(_partial_phi)}  # for single tests
+
+
 def save(name: str, folder: Path, seed: int = 0) -> Path:
     """Draw the family's weights and save them; the folder."""
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(FAMILIES[name].config(), dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_config((FAMILIES | VARIANTS)[name].config(), dtype=torch.float32)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter.dim() > 1:

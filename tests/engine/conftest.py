@@ -1,0 +1,37 @@
+"""What tests of the engine share: tiny models on disk, each saved once for the whole run, and the compiled kernels."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.engine.truth import tiny_models
+from worker.engine.kernels.linear import LinearKernels
+from worker.engine.kernels.toolchain import KernelUnavailableError
+
+
+@pytest.fixture(scope="session")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a family's tiny model. Nobody writes there."""
+    made: dict[str, Path] = {}
+
+    def of(name: str) -> Path:
+        if name not in made:
+            made[name] = tiny_models.save(name, tmp_path_factory.mktemp(name))
+        return made[name]
+
+    return of
+
+
+@pytest.fixture(scope="session")
+def llama(folder_of: Callable[[str], Path]) -> Path:
+    return folder_of("llama")
+
+
+@pytest.fixture(scope="session")
+def linear_kernels() -> None:
+    """For tests that need a compiler."""
+    try:
+        LinearKernels()
+    except KernelUnavailableError as error:
+        pytest.skip(str(error))
