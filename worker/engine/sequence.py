@@ -78,11 +78,6 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
-    def num_new_tokens(self) -> int:
-        """Tokens that a step still has to compute, in-flight ones included."""
-        return len(self.token_ids) + self.num_inflight - self.num_computed_tokens
-
-    @property
     def is_finished(self) -> bool:
         return self.status is SequenceStatus.FINISHED
 

@@ -13,8 +13,6 @@ from worker.engine.scheduler.preemption import PROTECTED_AFTER, victims_first
 from worker.engine.scheduler.queues import Place
 from worker.engine.sequence import Sequence, SequenceStatus
 
-ENDLESS = SamplingParams(max_tokens=200, ignore_eos=True)
-
 
 def prompt(seed: int, length: int) -> list[int]:
     return [(seed * 13 + position * 5 + seed * position) % 48 + 1 for position in range(length)]

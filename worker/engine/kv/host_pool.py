@@ -24,10 +24,6 @@ class HostPool:
         """Blocks that a sequence could take now, those kept by hash included."""
         return len(self._free) + len(self._kept) - sum(1 for block in self._pins if block in self._hash_of)
 
-    @property
-    def num_kept(self) -> int:
-        return len(self._kept)
-
     def take(self) -> int | None:
         """A block for a preempted sequence; None if there is none."""
         block = self._free.pop() if self._free else self._evict()

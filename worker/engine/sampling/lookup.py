@@ -99,8 +99,6 @@ class _State:
     quiet_until: int = 0  # length of the sequence before which nothing is proposed
     draft: tuple[int, ...] = ()
     drafted_at: int = 0  # length of the sequence when the draft was made
-    proposed: int = 0
-    accepted: int = 0
 
 
 @dataclass(slots=True)
@@ -141,8 +139,6 @@ class PromptLookup:
         if not draft or not came:
             return
         accepted = next((i for i, (a, b) in enumerate(zip(draft, came, strict=False)) if a != b), len(came))
-        state.proposed += len(draft)
-        state.accepted += accepted
         if accepted == len(draft):
             state.budget, state.pause = min(self.max_tokens, 2 * state.budget), 1
         elif 2 * accepted >= len(draft):
