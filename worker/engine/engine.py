@@ -59,7 +59,11 @@ class Engine:
 
         Raises EngineConfigError for settings that cannot work, OSError where the model is not found.
         """
-        runner = load_runner(config, cache_dir, on_progress)
+        return cls.around(load_runner(config, cache_dir, on_progress))
+
+    @classmethod
+    def around(cls, runner: Runner) -> Engine:
+        """An engine with a batch of its own."""
         scheduler = Scheduler(
             runner.config,
             runner.cache_config,

@@ -22,7 +22,9 @@ def sentence_of(error: BaseException) -> str:
 
 
 def is_device_lost(error: Exception) -> bool:
-    """After a device-side assert or an illegal access every later call on the device fails too."""
+    """After a device-side assert or an illegal access every later call on the device fails too; and a group of ranks
+    of which one has failed inside a step runs no other step."""
     text = str(error).lower()
-    signs = ("device-side assert", "illegal memory access", "unspecified launch failure", "device lost", "ecc error")
+    signs = ("device-side assert", "illegal memory access", "unspecified launch failure", "device lost", "ecc error",
+             "failed in a step")  # fmt: skip
     return any(sign in text for sign in signs)

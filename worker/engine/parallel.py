@@ -4,19 +4,21 @@ The model is split by Transformers' own plan (`tp_plan="auto"`), each rank holdi
 Before each step rank 0 broadcasts what the plan says, as MessagePack in a tensor: positions, token ids,
 block tables, block moves. A follower keeps no policy; it builds the same inputs, runs the same forward
 pass (whose collectives meet rank 0's) and drops the logits. Steps are synchronous: a follower needs the
-sampled tokens, and they come with the next plan. Start it with torchrun, on every rank the same call.
+sampled tokens, and they come with the next plan. A step that fails on one rank ends all of them: the others
+are inside it, and no step can be repeated. Start it with torchrun, on every rank the same call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Self
 
 import msgspec
 
 from schemas.generation import SamplingParams
-from worker.engine import ranks
 from worker.engine.config import EngineConfig
-from worker.engine.plan import BlockCopy, ScheduledSequence, StepPlan
+from worker.engine.plan import BlockCopy, ScheduledSequence, StepOutput, StepPlan
+from worker.engine.ranks import Ranks
 from worker.engine.runner import InFlightStep, ModelRunner
 from worker.engine.sequence import Sequence
 
@@ -56,39 +58,51 @@ _decoder = msgspec.msgpack.Decoder(_Message)
 class LeadingRunner(ModelRunner):
     """Rank 0's runner."""
 
+    ranks: Ranks
     _keys: dict[Sequence, int]
     _next_key: int
 
     @classmethod
     def load(
         cls, config: EngineConfig, cache_dir: str | None = None, on_progress: Callable[[str, float], None] | None = None
-    ) -> LeadingRunner:
+    ) -> Self:
         """On every rank the same call: ranks above 0 follow until rank 0 closes, then exit."""
-        if ranks.join(config.device) != 0:
-            follow(ModelRunner.load(config, cache_dir, on_progress))
+        ranks = Ranks.join(config.device)
+        if ranks.rank != 0:
+            follow(ModelRunner.load(config, cache_dir, on_progress), ranks)
             raise SystemExit(0)
         loaded = super().load(config, cache_dir, on_progress)
-        if not isinstance(loaded, LeadingRunner):
-            raise TypeError("the loaded runner does not lead")
+        loaded.ranks = ranks
         loaded._keys, loaded._next_key = {}, 0
         return loaded
 
     def launch(self, plan: StepPlan) -> InFlightStep:
-        if not plan.is_empty:
-            ranks.broadcast(_encoder.encode(self._describe(plan)))
-        return super().launch(plan)
+        """Raises GroupLostError: what fails here has left the other ranks in the middle of the step."""
+        try:
+            if not plan.is_empty:
+                self.ranks.broadcast(_encoder.encode(self._describe(plan)))
+            return super().launch(plan)
+        except Exception as error:
+            raise self.ranks.fail(error) from error
+
+    def finish(self, step: InFlightStep) -> StepOutput:
+        try:
+            return super().finish(step)
+        except Exception as error:
+            raise self.ranks.fail(error) from error
 
     def release(self, sequences: Iterable[Sequence]) -> None:
         gone = list(sequences)
         super().release(gone)
         keys = tuple(self._keys.pop(sequence) for sequence in gone if sequence in self._keys)
         if keys:
-            ranks.broadcast(_encoder.encode(_Release(keys)))
+            self.ranks.broadcast(_encoder.encode(_Release(keys)))
 
     def close(self) -> None:
-        ranks.broadcast(_encoder.encode(_End()))
+        if not self.ranks.is_lost:
+            self.ranks.broadcast(_encoder.encode(_End()))
         super().close()
-        ranks.leave()
+        self.ranks.leave()
 
     def _describe(self, plan: StepPlan) -> _Step:
         return _Step(
@@ -116,20 +130,19 @@ class LeadingRunner(ModelRunner):
         )
 
 
-def follow(runner: ModelRunner) -> None:
-    """Run rank 0's plans until it closes."""
+def follow(runner: ModelRunner, ranks: Ranks) -> None:
+    """Run rank 0's plans until it closes. Raises GroupLostError when a step fails here or the group is gone."""
     sequences: dict[int, Sequence] = {}
-    while True:
-        message = _decoder.decode(ranks.broadcast(None))
-        match message:
-            case _Step():
+    try:
+        while not isinstance(message := _decoder.decode(ranks.broadcast(None)), _End):
+            if isinstance(message, _Step):
                 runner.follow(_rebuild(message, sequences))
-            case _Release():
+            else:
                 runner.release(sequences.pop(key) for key in message.keys if key in sequences)
-            case _End():
-                runner.close()
-                ranks.leave()
-                return
+    except Exception as error:
+        raise ranks.fail(error) from error
+    runner.close()
+    ranks.leave()
 
 
 def _rebuild(step: _Step, sequences: dict[int, Sequence]) -> StepPlan:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -21,7 +21,7 @@ from worker.engine.config import CacheConfig, EngineConfig, EngineConfigError
 from worker.engine.graphs import Capture, CudaCapture, GraphRunner
 from worker.engine.kernels.draw import draw_kernel
 from worker.engine.kv.cache_pool import KVCachePool
-from worker.engine.kv.offloader import Offloader
+from worker.engine.kv.offloader import Offloader, PinnedPool
 from worker.engine.model import store
 from worker.engine.model.loader import LoadedModel, load_model
 from worker.engine.model.lora import AdapterError, Adapters
@@ -76,6 +76,9 @@ class ModelRunner:
         self._pool = pool
         self._layers = _bind(loaded, pool)
         self._offloader = Offloader(pool, host_pool)
+        self._pinned: PinnedPool | None = None
+        if host_pool is not None and loaded.device.type == "cuda":
+            self._pinned = PinnedPool(host_pool, torch.cuda.cudart())  # type: ignore[no-untyped-call]
         self._inputs = InputBuilder(cache_config, self.max_model_len, loaded.device, config.max_num_seqs)
         self._sampler = Sampler(
             loaded.vocab_size, loaded.device, loaded.eos_token_ids, grammars, draw_kernel(loaded.device)
@@ -86,7 +89,7 @@ class ModelRunner:
     @classmethod
     def load(
         cls, config: EngineConfig, cache_dir: str | None = None, on_progress: Callable[[str, float], None] | None = None
-    ) -> ModelRunner:
+    ) -> Self:
         """Find (and convert) the model, load it, choose the attention backend, size and allocate the cache.
 
         Raises EngineConfigError for what cannot work here, OSError where the model is not found.
@@ -96,7 +99,14 @@ class ModelRunner:
             torch.set_num_threads(config.num_threads)
         path = store.resolve(config.model, cache_dir, report)
         report(f"loading {config.model}", 0.0)
-        loaded = load_model(path, config)
+        return cls.around(load_model(path, config), config, report)
+
+    @classmethod
+    def around(
+        cls, loaded: LoadedModel, config: EngineConfig, on_progress: Callable[[str, float], None] | None = None
+    ) -> Self:
+        """Serve a model that is there already. Raises EngineConfigError."""
+        report = on_progress or (lambda _what, _fraction: None)
         adapters = _adapters(loaded, config, report)
         may_shorten = config.max_model_len is None
         config = _resolved(config, loaded)
@@ -112,10 +122,9 @@ class ModelRunner:
         host_pool = None
         if any(cache_config.num_host_blocks):
             host_pool = KVCachePool.allocate(
-                loaded.groups, cache_config.num_host_blocks, config.block_size, backend, kv_dtype,
-                torch.device("cpu"), pinned=loaded.device.type == "cuda",
-            )  # fmt: skip
-        info = tokenizer_info(path, loaded.vocab_size, loaded.eos_token_ids, config.trust_remote_code)
+                loaded.groups, cache_config.num_host_blocks, config.block_size, backend, kv_dtype, torch.device("cpu")
+            )
+        info = tokenizer_info(loaded.path, loaded.vocab_size, loaded.eos_token_ids, config.trust_remote_code)
         grammars = GrammarCompiler(info) if info is not None else None
         report(f"loading {config.model}", 1.0)
         runner = cls(loaded, config, cache_config, backend, pool, host_pool, grammars, adapters)
@@ -208,6 +217,8 @@ class ModelRunner:
 
     def close(self) -> None:
         self._offloader.synchronize()
+        if self._pinned is not None:
+            self._pinned.close()
         if self._adapters is not None:
             self._adapters.close()
 
@@ -242,7 +253,8 @@ def _resolved(config: EngineConfig, loaded: LoadedModel) -> EngineConfig:
         kv_dtype=dtype if config.kv_dtype == "auto" else config.kv_dtype,
         device=str(loaded.device),
         max_model_len=loaded.max_model_len,
-        cuda_graphs=is_cuda if config.cuda_graphs is None else config.cuda_graphs,
+        cuda_graphs=(is_cuda if config.cuda_graphs is None else config.cuda_graphs)
+        and not config.tensor_parallel,  # a capture runs the pass several times; the other ranks run it once
         async_batching=(is_cuda if config.async_batching is None else config.async_batching)
         and not config.tensor_parallel,  # the other ranks learn of a token with the next plan
     )

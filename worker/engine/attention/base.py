@@ -67,6 +67,13 @@ class AttentionBackend(ABC):
     def block_shape(self, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         """The layout of one layer's keys (and likewise values) in one block."""
 
+    def token_and_head_strides(self, cache: Tensor) -> tuple[int, int] | None:
+        """Elements between tokens and between heads of a block in a layer's view, a head's dimensions being together.
+
+        None where blocks are laid out otherwise: then only `write` knows how.
+        """
+        return None
+
     def workspace_bytes(self, shape: AttentionShape, max_num_tokens: int, max_model_len: int, element_size: int) -> int:
         """The most memory that one call of `attend` takes beside its output; 0 for one that reads in place."""
         return 0

@@ -30,6 +30,9 @@ class TokenMajorBackend(AttentionBackend):
         cache[:, 0].index_put_((block, offset), key.to(cache.dtype))
         cache[:, 1].index_put_((block, offset), value.to(cache.dtype))
 
+    def token_and_head_strides(self, cache: Tensor) -> tuple[int, int]:
+        return cache.stride(2), cache.stride(3)
+
 
 def refusal(
     library: str, device: torch.device, dtype: torch.dtype, shape: AttentionShape, block_size: int, multiple: int
@@ -65,8 +68,16 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
 
 
 def without_garbage(out: Tensor, metadata: AttentionMetadata) -> Tensor:
-    """Rows of padding, which FlashAttention leaves unwritten, become zeros."""
-    used = sum(metadata.query_lens_host)
-    if metadata.query_lens_host and used < out.shape[0]:
-        out[used:] = 0
+    """Rows of padding, which FlashAttention leaves unwritten, become zeros.
+
+    Garbage there would reach the null block with the next layer's keys and values, and what a kernel multiplies by a
+    weight of zero (a block that left its window) must at least be finite. In a graph only the device knows the rows.
+    """
+    if metadata.query_lens_host:
+        used = sum(metadata.query_lens_host)
+        if used < out.shape[0]:
+            out[used:] = 0
+    elif metadata.max_query_len != 1:  # each row of a padded decode is some sequence's
+        rows = torch.arange(out.shape[0], device=out.device)
+        out.masked_fill_((rows >= metadata.query_start[-1])[:, None, None], 0)
     return out

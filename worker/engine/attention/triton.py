@@ -103,8 +103,15 @@ class TritonAttention(AttentionBackend):
     def block_shape(self, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         return num_kv_heads, block_size, head_dim
 
+    def workspace_bytes(self, shape: AttentionShape, max_num_tokens: int, max_model_len: int, element_size: int) -> int:
+        """Of split contexts: values, and a maximum and a sum beside at least 16 of them."""
+        return MAX_PARTIAL_BYTES + MAX_PARTIAL_BYTES // 8
+
     def write(self, key: Tensor, value: Tensor, cache: Tensor, metadata: AttentionMetadata) -> None:
         write_blocks(key, value, cache, metadata, token_stride=cache.stride(3), head_stride=cache.stride(2))
+
+    def token_and_head_strides(self, cache: Tensor) -> tuple[int, int]:
+        return cache.stride(3), cache.stride(2)
 
     def attend(
         self,
@@ -116,8 +123,8 @@ class TritonAttention(AttentionBackend):
     ) -> Tensor:
         query = _rows(query)
         num_tokens = query.shape[0]
-        is_padded = sum(metadata.query_lens_host) != num_tokens  # rows of no sequence: no program writes them
-        out = (torch.zeros if is_padded else torch.empty)(query.shape, dtype=query.dtype, device=query.device)
+        new = torch.zeros if _has_rows_of_nobody(metadata, num_tokens) else torch.empty
+        out = new(query.shape, dtype=query.dtype, device=query.device)
         launch = plan_launch(
             shape,
             metadata,
@@ -212,6 +219,14 @@ def write_blocks(
 def is_interpreted() -> bool:
     """Does this process run Triton kernels in Python (TRITON_INTERPRET=1)?"""
     return not isinstance(attend_kernel, triton.runtime.JITFunction)
+
+
+def _has_rows_of_nobody(metadata: AttentionMetadata, num_tokens: int) -> bool:
+    """Rows of padding, which no program writes. In a graph the lengths are not known here: there each row of a decode
+    is some sequence's, and a mixed step may be padded."""
+    if metadata.query_lens_host:
+        return sum(metadata.query_lens_host) != num_tokens
+    return metadata.max_query_len != 1
 
 
 def _partials(query: Tensor, num_splits: int, head_pad: int) -> tuple[Tensor | None, Tensor | None]:

@@ -101,7 +101,8 @@ def store_rows(
 
 
 # A 1 would otherwise become a constant of the kernel, and every other batch size a build of its own.
-@triton.jit(do_not_specialize=["num_seqs", "num_tokens"])
+# So would the width of the block table, which grows with the longest sequence.
+@triton.jit(do_not_specialize=["num_seqs", "num_tokens", "table_stride"])
 def attend_kernel(
     query,  # [num_tokens, NUM_HEADS, HEAD_DIM]
     cache,  # the layer's view; keys of block b at b · block_stride, values value_offset further

@@ -3,17 +3,19 @@
 On CUDA the host pool is pinned and the transfers run on a stream of their own: leaving blocks are first
 gathered on the compute stream (so that the step may overwrite them at once), arriving ones are waited for
 by the compute stream. All transfers share the one stream, hence a host block that is read, then reused,
-is safe without further fences.
+is safe without further fences. Block ids travel from pinned memory too: the host never waits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from worker.engine.config import EngineConfigError
 from worker.engine.kv.cache_pool import KVCachePool
 from worker.engine.plan import BlockCopy, StepPlan
 
@@ -36,18 +38,21 @@ class Offloader:
 
     def run(self, plan: StepPlan) -> None:
         """Do a plan's moves in its order: out, copies, in. Call it before the step's forward pass."""
-        for group, sources, targets in self._parts(plan.swap_out):
+        for group, sources, targets in self._parts(plan.swap_out, _target):
             self._move_out(self._device_pool.tensors[group], self._host(group), sources, targets)
-        for group, sources, targets in self._parts(plan.copies):
+        for group, sources, targets in self._parts(plan.copies, _target):
             pool = self._device_pool.tensors[group]
             pool.index_copy_(0, _ids(targets, pool), pool.index_select(0, _ids(sources, pool)))
-        for group, sources, targets in self._parts(plan.swap_in):
+        for group, sources, targets in self._parts(plan.swap_in, _source):
             self._move_in(self._device_pool.tensors[group], self._host(group), sources, targets)
 
-    def _parts(self, copies: Seq[BlockCopy]) -> Iterator[tuple[int, list[int], list[int]]]:
-        """Per group, in parts that fit the staging memory, sorted by host block to find runs."""
+    def _parts(
+        self, copies: Seq[BlockCopy], place: Callable[[BlockCopy], int]
+    ) -> Iterator[tuple[int, list[int], list[int]]]:
+        """Per group, in parts that fit the staging memory, sorted by `place` (the host's block) to find runs."""
         for group in sorted({copy.group for copy in copies}):
-            pairs = [(copy.source, copy.target) for copy in copies if copy.group == group]
+            own = sorted((copy for copy in copies if copy.group == group), key=place)
+            pairs = [(copy.source, copy.target) for copy in own]
             tensor = self._device_pool.tensors[group]
             per_part = max(1, self._max_staging_bytes // (tensor[0].numel() * tensor.element_size()))
             for start in range(0, len(pairs), per_part):
@@ -98,5 +103,39 @@ def runs(block_ids: list[int]) -> Iterator[tuple[int, int]]:
             start = index
 
 
+class PinnedPool:
+    """Lets the device read and write a host pool directly, for as long as this lives unclosed.
+
+    Torch's own pinned allocations are rounded up to powers of two, which for a large pool is up to twice its memory:
+    the pool's pages are registered with the driver instead. `runtime` is the CUDA runtime.
+    """
+
+    def __init__(self, pool: KVCachePool, runtime: Any) -> None:
+        self._runtime = runtime
+        self._registered: list[int] = []
+        for tensor in pool.tensors:
+            size = tensor.numel() * tensor.element_size()
+            status = int(runtime.cudaHostRegister(tensor.data_ptr(), size, 0)) if size else 0
+            if status:
+                self.close()
+                reason = f"the driver cannot pin {size / 2**30:.1f} GiB of host memory (CUDA error {status})"
+                raise EngineConfigError([f"cpu_offload_gib: {reason}"])
+            self._registered.append(tensor.data_ptr())
+
+    def close(self) -> None:
+        """Before the memory is freed: whoever gets its pages next could not register them."""
+        while self._registered:
+            self._runtime.cudaHostUnregister(self._registered.pop())
+
+
+def _source(copy: BlockCopy) -> int:
+    return copy.source
+
+
+def _target(copy: BlockCopy) -> int:
+    return copy.target
+
+
 def _ids(block_ids: list[int], pool: Tensor) -> Tensor:
-    return torch.tensor(block_ids, dtype=torch.int64, device=pool.device)
+    ids = torch.tensor(block_ids, dtype=torch.int64)
+    return ids.pin_memory().to(pool.device, non_blocking=True) if pool.is_cuda else ids

@@ -19,6 +19,7 @@ from transformers.utils import logging as progress_bars
 
 from worker.engine.attention import AttentionShape
 from worker.engine.config import EngineConfig, EngineConfigError, LayerGroup
+from worker.engine.model.device import fuse_where_possible
 from worker.engine.model.fused import optimise
 from worker.engine.model.layers import describe_layers, group_layers
 from worker.engine.model.paged import IMPLEMENTATION, AttentionStep, Probe, register
@@ -54,11 +55,12 @@ def load_model(path: Path, config: EngineConfig) -> LoadedModel:
     """Raises EngineConfigError where the model cannot be served, OSError where there is none."""
     register()
     device = pick_device(config.device)
+    if device.index is not None and device.type == "cuda":
+        torch.cuda.set_device(device)  # kernels of our own are launched on this thread's device
     remote = config.trust_remote_code
     full_config = AutoConfig.from_pretrained(path, trust_remote_code=remote)
-    text_config = full_config.get_text_config()
     dtype = pick_dtype(config.dtype, device, getattr(full_config, "dtype", None))
-    max_model_len = resolve_length(text_config, config.max_model_len)
+    resolve_length(full_config.get_text_config(), config.max_model_len)  # refuses before the weights are read
     progress_bars.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(
@@ -68,7 +70,19 @@ def load_model(path: Path, config: EngineConfig) -> LoadedModel:
         raise EngineConfigError([f"{config.model} cannot be loaded as a causal language model: {error}"]) from error
     if not config.tensor_parallel:  # a split model is on its devices already
         model = model.to(device)
+    return describe_model(model, path, config)
+
+
+def describe_model(model: Any, path: Path, config: EngineConfig) -> LoadedModel:
+    """A model of Transformers that is on its device, with our attention; `path` holds its configuration.
+
+    Raises EngineConfigError where it cannot be served.
+    """
+    weight = next(model.parameters())
+    device, dtype = weight.device, weight.dtype
+    text_config = model.config.get_text_config()
     model = optimise(model.eval().requires_grad_(False), config)
+    fuse_where_possible(model, config)
     keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
     probe = _probe(model, keeps_rows, device, config.model)
     traits = describe_layers(probe, text_config, config.model)
@@ -81,7 +95,7 @@ def load_model(path: Path, config: EngineConfig) -> LoadedModel:
         shapes=tuple(trait.shape for trait in traits),
         groups=group_layers(traits),
         eos_token_ids=eos_token_ids(path, text_config),
-        max_model_len=max_model_len,
+        max_model_len=resolve_length(text_config, config.max_model_len),
         keeps_rows=keeps_rows,
     )
 

@@ -1,0 +1,74 @@
+"""One of two ranks, for test_failing_ranks: its forward pass fails in the middle of the third step, or never.
+
+Started without torchrun, which would end the other rank by itself. Rank 0 stays alive after its engine has failed, as
+a program that handles the error would.
+"""
+
+import os
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from worker.engine import Engine, EngineConfig, SamplingParams
+from worker.engine.engine import EngineError
+from worker.engine.model.paged import PagedStep
+from worker.engine.parallel import LeadingRunner, follow
+from worker.engine.ranks import Ranks
+from worker.engine.runner import ModelRunner
+from worker.engine.runner_inputs import StepInputs
+
+
+class _Fails(ModelRunner):
+    """After the first layer of its third step, so that the other rank waits in the next layer's collective."""
+
+    steps = 0
+
+    def _forward(self, inputs: StepInputs) -> torch.Tensor:
+        self.steps += 1
+        if self.steps < 3:
+            return super()._forward(inputs)
+        step: Any = _Breaking(PagedStep(self._backend, self._layers, inputs.metadata))
+        return self._loaded.logits(inputs.input_ids, inputs.positions, inputs.rows, step)
+
+
+class FailingLeader(_Fails, LeadingRunner):
+    pass
+
+
+class _Breaking:
+    def __init__(self, step: PagedStep) -> None:
+        self._step = step
+
+    def attend(self, module: Any, *arguments: Any) -> torch.Tensor:
+        if module.layer_idx == 1:
+            raise RuntimeError("this rank is broken")
+        return self._step.attend(module, *arguments)
+
+
+def main(path: str, guilty: int) -> None:
+    config = EngineConfig(
+        model=path, dtype="float32", device="cpu", num_blocks=24, block_size=4, attention="reference",
+        tensor_parallel=True, num_threads=1,
+    )  # fmt: skip
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 1:
+        ranks = Ranks.join("cpu")
+        follow((_Fails if guilty == 1 else ModelRunner).load(config), ranks)
+        return
+    engine = Engine.around((FailingLeader if guilty == 0 else LeadingRunner).load(config))
+    try:
+        engine.generate_batch([[3, 4, 5]], SamplingParams(max_tokens=12, temperature=0, ignore_eos=True))
+    except EngineError as error:
+        sys.stdout.write(f"LOST {error}\n")
+        sys.stdout.flush()
+        engine.runner.close()
+        if guilty == 0:
+            time.sleep(300)
+        os._exit(9)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

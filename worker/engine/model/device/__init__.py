@@ -1,0 +1,29 @@
+"""Fused stand-ins for a decoder's modules on a CUDA device: norms with additions, rotation with the cache write, gated
+activations, and one product for queries, keys and values. Only what is imported from here needs Triton.
+"""
+
+from __future__ import annotations
+
+import logging
+from importlib.util import find_spec
+
+from torch import nn
+
+from worker.engine.config import EngineConfig
+
+log = logging.getLogger(__name__)
+
+
+def fuse_where_possible(model: nn.Module, config: EngineConfig) -> None:
+    """Swap a loaded model's modules in place, where its device and the settings allow.
+
+    Adapters and ranks act on the layers that Transformers made: with them a model stays as it is.
+    """
+    if not config.fuse or config.tensor_parallel or config.adapters or not next(model.parameters()).is_cuda:
+        return
+    if find_spec("triton") is None:
+        log.warning("the model runs on Transformers' own modules: Triton is not installed")
+        return
+    from worker.engine.model.device.swap import fuse_on_device
+
+    fuse_on_device(model)
