@@ -58,3 +58,17 @@ def test_pinned_blocks_are_taken_as_they_are(tmp_path: Path) -> None:
     )
     assert cache.num_blocks == (17, 17)
     assert cache.num_host_blocks == (0, 0)
+
+
+def test_captured_graphs_take_their_share(tmp_path: Path) -> None:
+    """Each keeps its logits, and all together keep the activations of the largest one."""
+    folder = tiny_models.save("llama", tmp_path)
+    config = EngineConfig(model=str(folder), device="cpu", fuse=False, max_num_seqs=20, cuda_graphs=True)
+    loaded = load_model(folder, config)
+    shapes = [
+        runner_memory.memory_shape(loaded, config.replace(**change), ReferenceAttention(), torch.float32, 256)
+        for change in ({}, {"cuda_graphs": False}, {"max_cached_graphs": 2})
+    ]
+    assert [shape.graph_rows for shape in shapes] == [1 + 2 + 4 + 8 + 16 + 24, 0, 16 + 24]
+    kept = shapes[0].graph_rows * loaded.vocab_size * 4
+    assert shapes[0].fixed - shapes[1].fixed == kept + shapes[0].activations * 1024 // config.max_num_batched_tokens

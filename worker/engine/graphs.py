@@ -1,7 +1,8 @@
 """Runs steps by replaying captured graphs: one per padded shape, the least recently used forgotten first.
 
 A decode's graph is captured when its shape is first seen. A mixed step's shape must come twice: most never
-do, and a capture costs many eager steps. Where capturing fails, steps run eagerly and the log says why.
+do, and a capture costs many eager steps; large ones stay eager. Where capturing fails, steps run eagerly and
+the log says why.
 
 One set of inputs a shape is enough for launching ahead: copies, replay and whatever reads the output are
 queued on one stream in that order. An output is good until the same shape runs again.
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 
 Forward = Callable[[StepInputs], Tensor]
 REMEMBERED_SHAPES = 1024  # mixed shapes that were seen once
+LARGEST_MIXED = 1024  # tokens; larger steps keep a device busy longer than it takes to launch them
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +59,12 @@ class CudaCapture:
             run()
         torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            output = run()
+        stream = torch.cuda.current_stream()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                output = run()
+        finally:
+            torch.cuda.set_stream(stream)  # a capture that fails leaves its own stream current
         return CapturedGraph(graph.replay, output)
 
 
@@ -103,7 +109,7 @@ class GraphRunner:
         return entry.graph.output[: inputs.rows.shape[0]]
 
     def _is_worth_capturing(self, shape: PaddedShape) -> bool:
-        if self.refusal is not None:
+        if self.refusal is not None or not (shape.is_decode or shape.num_tokens <= LARGEST_MIXED):
             return False
         if shape.is_decode or shape in self._seen_once:
             self._seen_once.pop(shape, None)

@@ -13,6 +13,8 @@ import torch
 
 from worker.engine.attention import AttentionBackend
 from worker.engine.config import CacheConfig, EngineConfig, EngineConfigError
+from worker.engine.graph_inputs import padded_batch
+from worker.engine.graphs import LARGEST_MIXED
 from worker.engine.kv.sizing import DoesNotFitError, MemoryShape, host_blocks, solve
 from worker.engine.model.loader import LoadedModel
 from worker.engine.model.paged import Probe
@@ -59,6 +61,7 @@ def memory_shape(
     experts = getattr(text, "num_experts_per_tok", None) or 1
     expert_size = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", None)
     inner = experts * (expert_size or getattr(text, "n_inner", None) or 4 * text.hidden_size)
+    graphed = _graphed_batches(config)
     rows = min(config.max_num_batched_tokens, config.max_num_seqs * (1 + config.speculative_tokens))
     return MemoryShape(
         groups=loaded.groups,
@@ -78,7 +81,16 @@ def memory_shape(
             for shape in set(loaded.shapes)
         ),
         num_buffer_sets=2 if config.async_batching else 1,
+        graph_rows=sum(graphed),
+        graph_tokens=max(LARGEST_MIXED, *graphed) if graphed else 0,
     )
+
+
+def _graphed_batches(config: EngineConfig) -> list[int]:
+    """The sizes of the decodes that may be captured at once, the largest ones."""
+    if not config.cuda_graphs:
+        return []
+    return sorted({padded_batch(n) for n in range(1, config.max_num_seqs + 1)})[-config.max_cached_graphs :]
 
 
 def free_memory(device: torch.device) -> int:

@@ -41,6 +41,8 @@ class MemoryShape:
     max_model_len: int
     workspace_bytes: int = 0  # of the attention backend
     num_buffer_sets: int = 1  # 2 with asynchronous batching: inputs and logits of two steps live at once
+    graph_rows: int = 0  # of logits, that captured graphs keep; 0: no graphs
+    graph_tokens: int = 0  # of the largest captured step
 
     # ── one block, one sequence ──
 
@@ -63,10 +65,19 @@ class MemoryShape:
     @property
     def activations(self) -> int:
         """Peak of one layer: residual, normed input, output, beside queries, keys, values, or the MLP's inner rows."""
+        return self.max_num_tokens * self._token_bytes
+
+    @property
+    def graphs(self) -> int:
+        """Captured steps have a memory of their own: activations that they share, and outputs that each one keeps."""
+        return self.graph_tokens * self._token_bytes + self.graph_rows * self.vocab_size * self.activation_bytes
+
+    @property
+    def _token_bytes(self) -> int:
         kv_size = max(group.num_kv_heads * group.head_dim for group in self.groups)
         attention = 3 * self.query_size + 4 * kv_size
         mlp = 5 * self.intermediate_size  # a gelu written out keeps several rows
-        return self.max_num_tokens * self.activation_bytes * (5 * self.hidden_size + max(attention, mlp))
+        return self.activation_bytes * (5 * self.hidden_size + max(attention, mlp))
 
     @property
     def logits(self) -> int:
@@ -82,7 +93,7 @@ class MemoryShape:
 
     @property
     def fixed(self) -> int:
-        return self.activations + self.logits + self.bookkeeping + self.workspace_bytes
+        return self.activations + self.graphs + self.logits + self.bookkeeping + self.workspace_bytes
 
 
 def solve(shape: MemoryShape, budget_bytes: int, pool_cap_bytes: int | None = None) -> tuple[int, ...]:
