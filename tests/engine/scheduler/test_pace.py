@@ -30,9 +30,10 @@ def test_what_costs_none_goes_along() -> None:
 
 
 def test_steps_that_nobody_notices_may_be_filled() -> None:
-    room = taught(0.0, fixed=0.001, each=0.0001).room_beside(1)
+    room = taught(0.0, fixed=0.001, each=0.001).room_beside(1)
     assert room is not None
-    assert 0.0011 + room * 0.0001 == pytest.approx(SHORT_S, rel=0.05)
+    assert 0.002 + room * 0.001 == pytest.approx(SHORT_S, rel=0.05)
+    assert taught(0.0, fixed=0.001, each=0.0001).room_beside(1) is None
 
 
 def test_nothing_is_held_back_before_anything_is_known() -> None:
@@ -41,6 +42,15 @@ def test_nothing_is_held_back_before_anything_is_known() -> None:
     for _ in range(50):
         pace.note(64, 0.5)  # all of one size: what a token costs cannot be told
     assert pace.room_beside(1) is None
+
+
+def test_smaller_steps_than_any_seen_are_foreseen() -> None:
+    pace = Pace(0.5)
+    for _ in range(50):
+        pace.note(64, 0.1 + 0.64)
+        pace.note(200, 0.1 + 2.0)
+    room = pace.room_beside(1)  # 0.11 s alone
+    assert room == pytest.approx(5, abs=1)
 
 
 def test_one_disturbed_step_does_not_change_the_picture() -> None:
