@@ -1,7 +1,7 @@
 """`ops/demo bulk`: a file of requests through the whole service with the command that a user would type.
 
 It uses the same private servers and worker as the other demonstration; what is shown is `tokenmill bulk run` itself,
-then the first answers, the errors, and what stands in SQL.
+killed on the way and called again, then the first answers, the errors, and what stands in SQL.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,9 @@ def show(stack: DemoStack, model: str, count: int, console: Console) -> None:
     }
     command = [sys.executable, "-m", "api_client.cli", "bulk"]
     run = [*command, "run", source.name, "-o", output.name]
+    survived = _killed_on_the_way(run, folder, os.environ | where, count // 5)
+    console.show_cursor()
+    console.print(f"\nkilled (SIGKILL) with {survived} answers in out.jsonl; the same command again:", style="bold")
     if subprocess.run(run, cwd=folder, env=os.environ | where, check=False).returncode:
         raise DemoError("`tokenmill bulk run` did not complete the batch")
     errors = folder / "out.errors.jsonl"
@@ -77,6 +81,22 @@ def show(stack: DemoStack, model: str, count: int, console: Console) -> None:
     if sorted(names) != sorted(f"demo-{number}" for number in range(count)):
         raise DemoError(f"{len(names)} lines were answered, of {count}")
     console.print(f"{count} lines in, answers: {len(answers)}, errors: {len(failures)}; each line once")
+
+
+def _killed_on_the_way(command: list[str], folder: Path, environment: dict[str, str], after: int) -> int:
+    """Ended without warning once there are so many answers; how many there were. One that is done before is let be."""
+    output = folder / "out.jsonl"
+    with subprocess.Popen(command, cwd=folder, env=environment) as child:
+        try:
+            while child.poll() is None and len(_raw_lines(output)) < after:
+                time.sleep(0.1)
+        finally:
+            child.kill()
+    return len(_raw_lines(output))
+
+
+def _raw_lines(path: Path) -> list[bytes]:
+    return path.read_bytes().splitlines() if path.exists() else []
 
 
 def _lines(path: Path) -> list[dict[str, str]]:

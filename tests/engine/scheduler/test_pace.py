@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from schemas.generation import SamplingParams
@@ -98,7 +100,7 @@ def test_urgent_prompts_without_end_leave_bulk_its_part() -> None:
     loop.assert_truth()
 
 
-def forever(name: str, seed: int, max_tokens: int, length: int = 5, **fields: object) -> Sequence:
+def forever(name: str, seed: int, max_tokens: int, length: int = 5, **fields: Any) -> Sequence:
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     return make_sequence(name, prompt(seed, length), max_tokens, params=params, **fields)
 
