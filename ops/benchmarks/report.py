@@ -20,12 +20,12 @@ COLUMNS = {
     "ttft_p99_ms": "\np99",
     "tpot_p50_ms": "TPOT\np50 ms",
     "tpot_p99_ms": "\np99",
-    "batch_mean": "mean\nbatch",
 }
 DETAILS = {
     "steps": "{:,.0f} steps",
     "tokens_per_step": "{:,.1f} tokens a step",
-    "batch_max": "batches up to {:.0f}",
+    "batch_mean": "batches of {:.1f}",
+    "batch_max": "up to {:.0f}",
     "cached_tokens": "{:,.0f} tokens from the prefix cache",
     "latency_p50_ms": "added latency p50 {:.1f} ms",
     "latency_p99_ms": "p99 {:.1f} ms",
@@ -83,18 +83,20 @@ def show(result: dict[str, Any], console: Console) -> None:
         f"{result['output_tokens']:,} output tokens; medians of {num_rounds} round{'s' * (num_rounds > 1)}"
     )
     ours, *others = names
+    if others:
+        console.print(f"ratio: tok/s of {ours} over this one's, median of the rounds' ratios")
     table = plain_table()
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for heading in COLUMNS.values():
         table.add_column(heading, justify="right", no_wrap=True)
     if others:
-        table.add_column(f"{ours}\n/ this", justify="right", no_wrap=True)
+        table.add_column("\nratio", justify="right", no_wrap=True)
         table.add_column("same\ntokens", justify="right", no_wrap=True)
     for name in names:
         comparison = result["comparisons"].get(name, {})
         table.add_row(name, *_cells(result["summary"][name]), *(_comparison_cells(comparison) if others else ()))
     console.print(table)
-    for line in _lines(result, ours, others):
+    for line in _lines(result):
         console.print(line, soft_wrap=True)
 
 
@@ -110,19 +112,18 @@ def _comparison_cells(comparison: dict[str, Any]) -> tuple[str, str]:
     return f"{comparison['ratio']:.2f}", same
 
 
-def _lines(result: dict[str, Any], ours: str, others: Sequence[str]) -> list[str]:
-    """What has no column: ratios by round, differing tokens, details, disturbed rounds."""
+def _lines(result: dict[str, Any]) -> list[str]:
+    """What has no column: an engine's ratios by round, its details, tokens that differ."""
     lines = []
-    for name in others:
-        found = result["comparisons"][name]
-        line = f"{ours} / {name} by round: {', '.join(f'{ratio:.2f}' for ratio in found['ratios'])}"
-        if found.get("equal_requests", 0) != found.get("requests", 0):
-            line += f"; {found['equal_tokens']:.1%} of the tokens come before a first difference"
-        lines.append(line)
     for name, figures in result["summary"].items():
+        found = result["comparisons"].get(name, {})
         said = [text.format(figures[key]["median"]) for key, text in DETAILS.items() if key in figures]
+        if found:
+            said.insert(0, f"ratio by round {', '.join(f'{ratio:.2f}' for ratio in found['ratios'])}")
+        if found.get("equal_requests") != found.get("requests"):
+            said.append(f"{found['equal_tokens']:.1%} of the tokens come before a first difference")
         if said:
-            lines.append(f"{name}: {', '.join(said)}")
+            lines.append(f"{name}: {'; '.join(said)}")
     return lines
 
 
@@ -132,10 +133,10 @@ def show_summary(results: Sequence[dict[str, Any]], console: Console) -> None:
     if not others:
         return
     table = plain_table()
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     table.add_column(f"{ours}\ntok/s", justify="right", no_wrap=True)
     for name in others:
-        table.add_column(f"/ {name.replace(' ', chr(10), 1)}", justify="right", no_wrap=True)
+        table.add_column(name.replace(" ", "\n", 1), justify="right", no_wrap=True)
     for result in results:
         is_reading = result["output_tokens"] == result["requests"]  # one token each: what counts is the prompts
         speed = result["summary"][ours]["prompt_tok_s" if is_reading else "output_tok_s"]["median"]
@@ -154,4 +155,6 @@ def _with_goal(workload: str, other: str, ratio: float) -> str:
 
 
 def _number(value: float) -> str:
+    if value >= 100_000:
+        return f"{value / 1e3:,.0f}k"
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"

@@ -48,7 +48,7 @@ def test_service(workload: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert 0 < whole["latency_p50_ms"] <= whole["latency_p99_ms"] < 5_000
     assert whole["calls_per_step"] >= 1
     assert whole["wall_s"] > 0 < bare["wall_s"]
-    assert "whole way / tokenmill" in capsys.readouterr().out
+    assert "tokenmill: ratio by round" in capsys.readouterr().out
 
 
 @pytest.mark.redis

@@ -4,14 +4,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 
 from ops.benchmarks import comparison
 from ops.benchmarks.__main__ import main
+from ops.benchmarks.figures import of_round
 from ops.benchmarks.linear_stack import KINDS, LinearStack, shapes_of
 from ops.benchmarks.peers.floor import Floor
 from ops.benchmarks.peers.protocol import EngineOptions, Round
-from ops.benchmarks.report import report
+from ops.benchmarks.report import record
+from ops.benchmarks.rounds import Measurement, Turn
 from ops.benchmarks.workload_files import Workload, WorkloadRequest
 from tests.engine.truth import tiny_models
 
@@ -53,12 +54,12 @@ def test_the_floor_takes_the_engines_steps(llama: Path) -> None:
 def test_a_floor_is_a_share_and_not_a_peer() -> None:
     ours = Round(2.0, [[1] * 5, [2] * 3], [1.0, 1.0], [2.0, 2.0])
     floor = Round(1.0, [[9] * 5, [9] * 3], [0.5, 0.5], [1.0, 1.0])
-    console = Console(record=True, width=200, file=open("/dev/null", "w", encoding="utf-8"))  # noqa: PTH123, SIM115
-    with console.file:
-        result = report(WORKLOAD, {"tokenmill": [ours], "floor mkl": [floor]}, console, frozenset({"floor mkl"}))
-    assert result["comparisons"]["floor mkl"] == {"ratio": 0.5}
+    both = Measurement(WORKLOAD, ("tokenmill", "floor mkl"), frozenset({"floor mkl"}))
+    for name, measured in (("tokenmill", ours), ("floor mkl", floor)):
+        both.turns[name].append(Turn(measured, of_round(WORKLOAD, measured), None))
+    result = record(both)
+    assert result["comparisons"]["floor mkl"] == {"ratio": 0.5, "ratios": [0.5]}
     assert result["equal"], "a floor says nothing about tokens"
-    assert "reaches 50.0% of the floor mkl" in console.export_text()
     assert comparison.is_floor("floor mkl")
     assert not comparison.is_floor("vllm")
 

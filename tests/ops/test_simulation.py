@@ -99,7 +99,8 @@ class TestFigures:
 
 class TestQueueServer:
     def test_calls_are_served_in_order_of_arrival_by_one_thread(self) -> None:
-        clock, ends = Clock(), []
+        clock = Clock()
+        ends: list[float] = []
         server = QueueServer(clock, measured_from=0.0, measured_to=10.0)
         for seconds in (0.5, 0.25):
             server.call("x", seconds, ends.append)

@@ -62,7 +62,8 @@ def _engines(record: dict[str, Any]) -> Figure:
             axes.set_xlim(left=0)
             plain(axes, "x")
             axes.spines["left"].set_visible(False)
-            axes.locator_params(axis="x", nbins=4)
+            if len(axes.get_xticks()):
+                axes.locator_params(axis="x", nbins=4)
     return figure
 
 
@@ -86,7 +87,9 @@ def _latency(
         if tail := _values(result, name, slow):
             axes.plot(scale * statistics.median(tail), place, marker="|", markersize=11, color=INK, markeredgewidth=1.6)
     if not any(values):
-        axes.text(0.02, 0.5, "one token each: none", transform=axes.transAxes, color=INK, va="center")
+        axes.text(0.02, 0.5, "none: one token each", transform=axes.transAxes, color=INK, va="center")
+        axes.set_xticks([])
+        axes.spines["bottom"].set_visible(False)
 
 
 def _values(result: dict[str, Any], name: str, key: str) -> list[float]:

@@ -7,6 +7,7 @@ replies, messages to subscribers and the log on disk are the thread's work too.
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 import redis.asyncio
@@ -20,7 +21,7 @@ from schemas.chunk import Chunk
 from schemas.control import WorkerStatus
 from schemas.generation import FinishReason
 from schemas.keys import Keys
-from schemas.result import JobResult, JobStatus, Usage
+from schemas.result import ChoiceResult, JobResult, JobStatus, Usage
 from worker.consume.job_stream import JobStream
 from worker.embedded import EmbeddedValkey
 from worker.jobs import Append, AppendReply, Delivery, Finished
@@ -108,10 +109,7 @@ async def _append_costs(
             raise RuntimeError("the server refused a chunk of the calibration")
 
     one = await meter.per_call(lambda: append(CUTTINGS[0], deliveries[:1]), NUM_STEPS)
-    many = {
-        cutting.name: await meter.per_call(lambda cutting=cutting: append(cutting, deliveries), NUM_STEPS)
-        for cutting in CUTTINGS
-    }
+    many = {cutting.name: await meter.per_call(partial(append, cutting, deliveries), NUM_STEPS) for cutting in CUTTINGS}
     first = (many[CUTTINGS[0].name] - one) / (len(deliveries) - 1)
     call = max(0.0, one - first)
     return call, {name: (seconds - call) / len(deliveries) for name, seconds in many.items()}
@@ -161,7 +159,10 @@ def _append(delivery: Delivery, index: int, cutting: Cutting) -> Append:
 
 def _finished(delivery: Delivery) -> Finished:
     usage = Usage(prompt_tokens=50, completion_tokens=180)
-    result = JobResult(job_id=delivery.job_id, status=JobStatus.SUCCEEDED, text=" word" * 180, usage=usage)
+    choices = (
+        ChoiceResult(text=" word" * 180, token_ids=tuple(range(17_000, 17_180)), finish_reason=FinishReason.LENGTH),
+    )
+    result = JobResult(job_id=delivery.job_id, status=JobStatus.SUCCEEDED, choices=choices, usage=usage)
     final = Chunk(
         job_id=delivery.job_id,
         index=10_000,
