@@ -1,9 +1,12 @@
-"""`top`: the queue, its workers and tenants as they are now, until Ctrl-C. How it looks is in top_view.py."""
+"""`top`: queues, their workers and tenants as they are now, until Ctrl-C. How it looks is in top_view.py and
+top_queues.py."""
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Annotated
 
@@ -14,7 +17,8 @@ from rich.live import Live
 
 from api_client.cli.output import emit, out
 from api_client.cli.target import Json, Target, connected
-from api_client.cli.top_view import Look, draw, trouble
+from api_client.cli.top_queues import draw_all, trouble
+from api_client.cli.top_view import Look
 from api_client.client import Client
 from api_client.errors import QueueUnavailable
 
@@ -27,39 +31,50 @@ def register(app: typer.Typer) -> None:
 
 def top(
     target: Target,
+    queues: Annotated[
+        list[str] | None, typer.Argument(help="Queues to watch (default: --queue).", metavar="QUEUE…")
+    ] = None,
     *,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
-    rows: Annotated[int, typer.Option(min=0, help="Jobs to show, if the screen has room.")] = 15,
+    rows: Annotated[int, typer.Option(min=0, help="Jobs to show, of one queue, if the screen has room.")] = 15,
     once: Annotated[bool, typer.Option("--once", help="One look. So it is in a pipe, and with --json.")] = False,
     json: Json = False,
 ) -> None:
-    """Watch the queue: what waits and for how long, which workers live, how busy, how fast, and for whom.
+    """Watch a queue, or several: what waits and for how long, which workers live, how busy, how fast, and for whom.
 
     Workers tell of themselves three times per lease, so their numbers are a few seconds old.
     """
-    with target.client() as client:
+    with ExitStack() as undo:
+        names = list(dict.fromkeys(queues or [target.queue_name]))
+        clients = [undo.enter_context(replace(target, queue=name).client()) for name in names]
+        rows = rows if len(clients) == 1 else 0
         if json:
-            state = client.overview()
-            queued = {name: one.waiting for name, one in state.classes.items()}
-            emit({"queued": queued, **msgspec.to_builtins(state)})
+            states = [_as_object(client) for client in clients]
+            emit(states[0] if len(states) == 1 else states)
         elif once or not sys.stdout.isatty():
             console = out()
-            console.print(draw(_look(client, rows), console.width))
+            console.print(draw_all([_look(client, rows) for client in clients], console.width))
         else:
-            _watch(client, interval, rows)
+            _watch(clients, interval, rows)
 
 
-def _watch(client: Client, interval: float, rows: int) -> None:
+def _as_object(client: Client) -> dict[str, object]:
+    state = client.overview()
+    return {"queued": {name: one.waiting for name, one in state.classes.items()}, **msgspec.to_builtins(state)}
+
+
+def _watch(clients: Sequence[Client], interval: float, rows: int) -> None:
     console = out()
-    last: Look | None = None
+    last: list[Look] = []
     since = ""
     try:
         with Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
                 try:
-                    look = _look(client, min(rows, _room(console, last)))
-                    last, since = _with_rates(look, last), ""
-                    live.update(draw(last, console.width), refresh=True)
+                    looks = [_look(client, min(rows, _room(console, last))) for client in clients]
+                    last = [_with_rates(look, before) for look, before in zip(looks, last or looks, strict=True)]
+                    since = ""
+                    live.update(draw_all(last, console.width), refresh=True)
                 except QueueUnavailable as error:
                     since = since or time.strftime("%H:%M:%S")
                     live.update(trouble(str(error), since, last, console.width), refresh=True)
@@ -74,16 +89,16 @@ def _look(client: Client, rows: int) -> Look:
     return Look(now_ms=int(time.time() * 1000), clock=time.strftime("%H:%M:%S"), queue=queue, jobs=jobs)
 
 
-def _room(console: Console, last: Look | None) -> int:
+def _room(console: Console, last: Sequence[Look]) -> int:
     """Lines that are left for jobs."""
-    if last is None:
+    if not last:
         return 0
-    others = len(last.queue.workers) + min(len(last.queue.tenants), 9)
+    others = len(last[0].queue.workers) + min(len(last[0].queue.tenants), 9)
     return max(0, console.height - FIXED_LINES - others)
 
 
-def _with_rates(look: Look, before: Look | None) -> Look:
-    if before is None or look.now_ms <= before.now_ms:
+def _with_rates(look: Look, before: Look) -> Look:
+    if look.now_ms <= before.now_ms:
         return look
     span_s = (look.now_ms - before.now_ms) / 1000
     submitted = max(0, look.queue.submitted - before.queue.submitted) / span_s

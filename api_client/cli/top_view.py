@@ -19,7 +19,7 @@ from schemas.control import WorkerStatus
 
 WIDE = 120  # columns from which on the rarer ones are shown
 MAX_TENANTS = 8
-_CLASS_STYLES = {"interactive": "bold cyan", "standard": "default", "bulk": "dim"}
+CLASS_STYLES = {"interactive": "bold cyan", "standard": "default", "bulk": "dim"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,22 +35,12 @@ class Look:
 
 
 def draw(look: Look, width: int) -> Group:
-    parts: list[RenderableType] = [_head(look, width), Text(), _classes(look, width), Text(), *_workers(look, width)]
+    parts: list[RenderableType] = [_head(look, width), Text(), _classes(look, width), Text(), *workers(look, width)]
     if look.queue.tenants and [tenant.tenant for tenant in look.queue.tenants] != [""]:
-        parts += [Text(), _tenants(look.queue.tenants, width)]
+        parts += [Text(), tenants(look.queue.tenants, width)]
     if look.jobs:
         parts += [Text(), _jobs(look, width)]
     return Group(*parts)
-
-
-def trouble(message: str, since: str, last: Look | None, width: int) -> Group:
-    """The server does not answer: say so, and keep the last look, marked as old."""
-    head = Text.assemble((" NO CONNECTION ", "bold white on red"), f"  since {since}, trying again")
-    words = Text(message, style="red", overflow="fold")
-    if last is None:
-        return Group(head, words)
-    old = Text(f"as it was at {last.clock}:", style="dim")
-    return Group(head, words, Text(), old, Text(), draw(last, width))
 
 
 # ── head ──
@@ -59,7 +49,7 @@ def trouble(message: str, since: str, last: Look | None, width: int) -> Group:
 def _head(look: Look, width: int) -> RenderableType:
     queue = look.queue
     pace = sum(worker.tokens_per_s for worker in queue.workers)
-    left = Text.assemble((queue.queue, "bold"), "  ", *_alarm(queue))
+    left = Text.assemble((queue.queue, "bold"), "  ", *alarm(queue))
     right = Text(look.clock, style="dim")
     line = Table.grid(expand=True)
     line.add_column(no_wrap=True, overflow="ellipsis")
@@ -76,7 +66,7 @@ def _head(look: Look, width: int) -> RenderableType:
     return Group(line, numbers)
 
 
-def _alarm(queue: QueueState) -> list[tuple[str, str] | str]:
+def alarm(queue: QueueState) -> list[tuple[str, str] | str]:
     """The one thing to know first."""
     marks: list[tuple[str, str] | str] = []
     if not queue.workers:
@@ -94,50 +84,48 @@ def _alarm(queue: QueueState) -> list[tuple[str, str] | str]:
 # ── tables ──
 
 
-def _table(width: int, *columns: tuple[str, str]) -> Table:
+def grid(width: int, *columns: tuple[str, str]) -> Table:
     """Columns are (title, justification)."""
-    grid = Table(box=None, header_style="bold dim", pad_edge=False, padding=(0, 2 if width >= WIDE else 1, 0, 0))
+    table = Table(box=None, header_style="bold dim", pad_edge=False, padding=(0, 2 if width >= WIDE else 1, 0, 0))
     for title, justify in columns:
-        grid.add_column(title, justify=justify, no_wrap=True, overflow="ellipsis")  # type: ignore[arg-type]
-    return grid
+        table.add_column(title, justify=justify, no_wrap=True, overflow="ellipsis")  # type: ignore[arg-type]
+    return table
 
 
 def _classes(look: Look, width: int) -> RenderableType:
     queue = look.queue
     most = max((one.waiting for one in queue.classes.values()), default=0)
-    grid = _table(
-        width, ("CLASS", "left"), ("WAITING", "right"), ("TOKENS", "right"), ("OLDEST", "right"), ("", "left")
-    )
+    table = grid(width, ("CLASS", "left"), ("WAITING", "right"), ("TOKENS", "right"), ("OLDEST", "right"), ("", "left"))
     for name, one in queue.classes.items():
-        style = _CLASS_STYLES.get(name, "") if one.waiting else "dim"
+        style = CLASS_STYLES.get(name, "") if one.waiting else "dim"
         oldest = seconds(one.oldest_ms) if one.oldest_ms else "–"
-        cells = (name, f"{one.waiting:,}", _short(one.waiting_tokens), Text(oldest, style=_age_style(name, one)))
-        grid.add_row(*cells, _bar(one.waiting, most, min(40, width - 50), "cyan") if most else "", style=style)
-    return grid
+        cells = (name, f"{one.waiting:,}", _short(one.waiting_tokens), Text(oldest, style=age_style(name, one)))
+        table.add_row(*cells, _bar(one.waiting, most, min(40, width - 50), "cyan") if most else "", style=style)
+    return table
 
 
-def _age_style(name: str, one: ClassState) -> str:
+def age_style(name: str, one: ClassState) -> str:
     """Red where the alert of this class would fire."""
     limit_ms = {"interactive": 15_000, "standard": 600_000, "bulk": 43_200_000}.get(name)
     return "bold red" if limit_ms is not None and one.oldest_ms > limit_ms else ""
 
 
-def _workers(look: Look, width: int) -> list[RenderableType]:
+def workers(look: Look, width: int) -> list[RenderableType]:
     if not look.queue.workers:
         return [Text("start one with: tokenmill worker", style="dim")]
     is_wide = width >= WIDE
     columns = [("WORKER", "left"), ("BATCH", "left"), ("CACHE", "left"), ("TOK/S", "right"), ("TTFT", "right")]
     columns += [("ITL", "right"), *([("QUEUED", "right"), ("TO SQL", "right")] if is_wide else [])]
     columns += [("HITS", "right"), ("UP", "right")]
-    grid = _table(width, *columns)
+    table = grid(width, *columns)
     notes: list[RenderableType] = []
     for worker in look.queue.workers:
-        grid.add_row(*_worker(worker, look.now_ms, is_wide))
+        table.add_row(*_worker(worker, look.now_ms, is_wide))
         notes += [
             Text.assemble((f"  {worker.worker_id}: ", "bold"), (words, style), overflow="fold")
             for words, style in _notes(worker)
         ]
-    return [grid, *notes]
+    return [table, *notes]
 
 
 def _worker(worker: WorkerStatus, now_ms: int, is_wide: bool) -> list[RenderableType]:
@@ -170,31 +158,31 @@ def _notes(worker: WorkerStatus) -> list[tuple[str, str]]:
     return notes
 
 
-def _tenants(tenants: Sequence[TenantState], width: int) -> RenderableType:
-    grid = _table(
+def tenants(states: Sequence[TenantState], width: int) -> RenderableType:
+    table = grid(
         width, ("TENANT", "left"), ("RUNNING", "right"), ("WAITING", "right"), ("TOK/S", "right"), ("", "left")
     )
-    most = max(tenant.tokens_per_s for tenant in tenants)
-    for tenant in tenants[:MAX_TENANTS]:
+    most = max(tenant.tokens_per_s for tenant in states)
+    for tenant in states[:MAX_TENANTS]:
         name = Text(tenant.tenant or "(none)", style="" if tenant.tenant else "dim")
         name.truncate(32, overflow="ellipsis")
         bar = _bar(tenant.tokens_per_s, most, min(40, width - 50), "green") if most else Text()
-        grid.add_row(name, f"{tenant.running:,}", f"{tenant.waiting:,}", f"{tenant.tokens_per_s:,.0f}", bar)
-    rest = len(tenants) - MAX_TENANTS
+        table.add_row(name, f"{tenant.running:,}", f"{tenant.waiting:,}", f"{tenant.tokens_per_s:,.0f}", bar)
+    rest = len(states) - MAX_TENANTS
     if rest > 0:
-        grid.add_row(Text(f"and {rest} more", style="dim"))
-    return grid
+        table.add_row(Text(f"and {rest} more", style="dim"))
+    return table
 
 
 def _jobs(look: Look, width: int) -> RenderableType:
     columns = [("JOB", "left"), ("STATUS", "left"), ("CLASS", "left"), ("TOKENS", "right"), ("AGE", "right")]
     columns += [("TENANT", "left"), ("WORKER", "left")] if width >= WIDE else [("TENANT", "left")]
-    grid = _table(width, *columns)
+    table = grid(width, *columns)
     for job in look.jobs:
         age = seconds(look.now_ms - job.created_ms) if job.created_ms else "–"
         cells: list[RenderableType] = [job.job_id, state(job.status.value), job.priority, f"{job.tokens or ''}", age]
-        grid.add_row(*cells, job.tenant, *([job.worker_id] if width >= WIDE else []))
-    return grid
+        table.add_row(*cells, job.tenant, *([job.worker_id] if width >= WIDE else []))
+    return table
 
 
 # ── small things ──

@@ -14,7 +14,8 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from api_client.cli.top_view import Look, draw, trouble
+from api_client.cli.top_queues import draw_all, trouble
+from api_client.cli.top_view import Look, draw
 from api_client.queue_state import ClassState, QueueState, TenantState
 from api_client.records import JobInfo
 from schemas import JobStatus
@@ -46,7 +47,7 @@ def shown(queue: QueueState, width: int, last: bool = False, **changes: object) 
     look = Look(now_ms=NOW_MS, clock="12:00:00", queue=queue, **changes)  # type: ignore[arg-type]
     console = Console(width=width, force_terminal=False, soft_wrap=False)
     with console.capture() as captured:
-        console.print(trouble("refused", "12:00:05", look, width) if last else draw(look, width))
+        console.print(trouble("refused", "12:00:05", [look], width) if last else draw(look, width))
     return captured.get()
 
 
@@ -102,6 +103,22 @@ def test_what_is_wrong_with_a_worker_is_said_in_words(changes: dict[str, object]
     troubled = msgspec.structs.replace(WORKER, **changes)
     assert words in shown(msgspec.structs.replace(EMPTY, workers=[troubled]), 80)
     assert words not in shown(msgspec.structs.replace(EMPTY, workers=[WORKER]), 80)
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_several_queues_are_a_line_each_and_then_their_workers(width: int) -> None:
+    queues = [BUSY, msgspec.structs.replace(EMPTY, queue="embeddings-with-a-long-name")]
+    looks = [Look(now_ms=NOW_MS, clock="12:00:00", queue=queue) for queue in queues]
+    console = Console(width=width, force_terminal=False)
+    with console.capture() as captured:
+        console.print(draw_all(looks, width))
+    text = captured.get()
+    assert max(map(len, text.splitlines())) <= width
+    assert re.search(r"chat +1 +120 +12 +0 +1,234,567 +", text)
+    assert re.search(r"embeddings\S* +0 +0 +0 +0 +0 +– +0 +0", text)
+    assert "58/64 +3" in text
+    assert "NO WORKER IS ALIVE" in text
+    assert text.index("QUEUE") < text.index("58/64") < text.index("NO WORKER")
 
 
 def test_a_worker_that_loads_is_not_in_trouble() -> None:
