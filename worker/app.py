@@ -98,7 +98,11 @@ class Worker:
             self.stream,
             worker_id=settings.worker_name,
             model=self._config.model,
-            limits=PublishLimits(checkpoint_tokens=settings.checkpoint_tokens),
+            limits=PublishLimits(
+                checkpoint_tokens=settings.checkpoint_tokens,
+                chunk_tokens=settings.chunk_tokens,
+                chunk_wait_s=settings.chunk_wait_seconds,
+            ),
         )
         self.service = Service(
             stream=self.stream,

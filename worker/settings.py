@@ -92,17 +92,17 @@ class Settings(_EngineFields):
     result_ttl_seconds: float = Field(3600, gt=0, description="Redis keeps a result this long; SQL keeps it for good")
     log_ttl_seconds: float = Field(3600, gt=0, description="Redis keeps the tokens of an unfinished job this long")
     idempotency_ttl_seconds: float = Field(
-        86_400, gt=0, description="a key is remembered this long after submit or not_before"
+        86_400, gt=0, description="an idempotency key is remembered this long after its job's end"
     )
     # limits
     queue_limit: int = Field(0, ge=0, description="submit refuses above this many waiting jobs; 0: no limit")
-    max_payload_bytes: int = Field(
-        MAX_PAYLOAD_BYTES, ge=1024, le=MAX_PAYLOAD_BYTES, description="largest job request, as it is stored"
-    )
+    max_payload_bytes: int = Field(MAX_PAYLOAD_BYTES, ge=1024, le=MAX_PAYLOAD_BYTES, description="largest job request")
     default_max_tokens: int | None = Field(None, ge=1, description="for jobs that set none (default: model's length)")
     tenant_max_running: int = Field(0, ge=0, description="jobs of one tenant that run at once; 0: no limit")
     tenant_jobs_per_minute: float = Field(0.0, ge=0, description="jobs of one tenant admitted a minute; 0: no limit")
     bulk_share: float = Field(0.1, ge=0, le=1, description="share of new places kept for bulk jobs while any wait")
+    chunk_tokens: int = Field(1, ge=1, description="tokens a chunk of a stream waits for; the first does not wait")
+    chunk_wait_seconds: float = Field(0.1, ge=0, description="no token waits longer than this for its chunk to fill")
     checkpoint_tokens: int = Field(32, ge=1, description="tokens a log entry of jobs that do not stream")
     poll_seconds: float = Field(1.0, gt=0, description="a claim is tried at least this often")
     # recording

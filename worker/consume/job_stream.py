@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import msgspec
 import redis.asyncio
 from redis.exceptions import NoPermissionError, ResponseError
 
@@ -148,24 +149,15 @@ class JobStream:
             return [(AppendReply.LOST, item.chunk.index) for item in items]
         if not items:
             return []
-        arguments: list[Argument] = [round(self.options.log_ttl_s)]
+        parts: list[object] = []
         for item in items:
-            chunk = item.chunk
-            if not chunk.token_ids and chunk.finish_reason is None:
-                raise ValueError(
-                    f"a chunk of job {chunk.job_id} has neither a token nor an end: it could not be told twice"
-                )
-            arguments += (
-                chunk.job_id,
-                item.token,
-                chunk.index,
-                len(chunk.token_ids),
-                int(not item.checkpoint),
-                chunk.choice,
-                encode(chunk),
-            )
-        reply = await self._call(scripts.APPEND, *arguments)
-        outcome = [(AppendReply(word.decode()), int(end)) for word, end in zip(reply[::2], reply[1::2], strict=True)]
+            parts += _append_parts(item)
+        reply = await self._call(scripts.APPEND, round(self.options.log_ttl_s), encode(parts))
+        outcome = [(AppendReply.OK, item.chunk.end) for item in items]
+        for place, word, end in zip(reply[::3], reply[1::3], reply[2::3], strict=True):
+            outcome[place] = (AppendReply(word.decode()), int(end))
+        if not reply:
+            return outcome
         for item, (word, _) in zip(items, outcome, strict=True):
             if word is AppendReply.LOST:
                 self._forget(item.chunk.job_id, item.token)
@@ -268,6 +260,16 @@ class JobStream:
                         raise
         finally:
             self.on_call(script.name, time.perf_counter() - started, attempt, is_done)
+
+
+def _append_parts(item: Append) -> tuple[object, ...]:
+    chunk = item.chunk
+    if not chunk.token_ids and chunk.finish_reason is None:
+        raise ValueError(f"a chunk of job {chunk.job_id} has neither a token nor an end: it could not be told twice")
+    token, count, chunk_bytes = str(item.token), len(chunk.token_ids), encode(chunk)
+    # As text, whatever it holds: the server's library is older than MessagePack's type for bytes.
+    text = msgspec.Raw(b"\xdb" + len(chunk_bytes).to_bytes(4, "big") + chunk_bytes)
+    return chunk.job_id, token, chunk.index, count, not item.checkpoint, chunk.choice, text
 
 
 def _finish_arguments(job: Finished) -> tuple[Argument, ...]:

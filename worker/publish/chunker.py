@@ -1,4 +1,5 @@
-"""Cuts a job's answer into chunks: one per token while streaming, a checkpoint of many otherwise.
+"""Cuts a job's answer into chunks: one per token while streaming (or a few, where so set), a checkpoint of many
+otherwise.
 
 A chunk is kept until the log has it, so that a repeated append sends the same bytes; later chunks are
 made again from the answer when the log turns out to be shorter than believed. It knows no Redis and no
@@ -8,7 +9,6 @@ engine.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from itertools import accumulate, islice
 
 from schemas.chunk import Chunk
@@ -25,14 +25,18 @@ class Chunker:
                        (unconfirmed)
     """
 
-    def __init__(self, job: Admitted, checkpoint_tokens: int = CHECKPOINT_TOKENS) -> None:
+    def __init__(self, job: Admitted, checkpoint_tokens: int = CHECKPOINT_TOKENS, chunk_tokens: int = 1) -> None:
         self.job = job
         self._answer = job.answer
         self._streams = job.request.stream
-        self._per_chunk = 1 if self._streams else max(1, checkpoint_tokens)
+        self._per_chunk = max(1, chunk_tokens if self._streams else checkpoint_tokens)
+        num_choices = len(job.answer.choices)
+        self._tells_ends = self._streams and num_choices > 1
+        self._groups = num_choices > 1 and not (self._streams and self._per_chunk == 1)
         self._unconfirmed: deque[Append] = deque()
         self._made = 0
-        self._positions = [0] * len(job.answer.choices)  # tokens of each choice among those made into chunks
+        self._fixed = 0  # the order of so many tokens may have been told: it stays, also when the log is shorter
+        self._positions = [0] * num_choices  # tokens of each choice among those made into chunks
         self._ended: set[int] = set()  # choices whose end a chunk tells
         self.seek(job.answer.num_tokens)  # what is there already was read from the log
 
@@ -43,30 +47,45 @@ class Chunker:
         return self._answer.num_tokens - logged
 
     @property
+    def num_waiting(self) -> int:
+        """Tokens that are in no chunk yet."""
+        return self._answer.num_tokens - self._made
+
+    @property
     def is_due(self) -> bool:
-        """Is there something to append? A checkpoint waits until it is full, or the answer has ended."""
+        """Is there something to append? A chunk of several tokens waits until it is full, but not at the beginning of
+        a stream, and not at an end.
+        """
         waiting = self._answer.num_tokens - self._made
-        is_full = waiting >= self._per_chunk or (waiting > 0 and self._answer.is_finished)
-        return is_full or bool(self._unconfirmed) or bool(self._untold_ends())
+        if waiting >= self._per_chunk or self._unconfirmed:
+            return True
+        if waiting and (self._answer.is_finished or (self._streams and not self._made)):
+            return True
+        return self._tells_ends and self._has_untold_end()
 
     def appends(self, limit: int) -> list[Append]:
         """The next chunks, at most `limit`; `confirm` tells that the first of them is logged."""
-        if not self._streams:
+        if self._groups:
             self._group_by_choice()
-        for start, end in self._spans(limit - len(self._unconfirmed)):
-            self._unconfirmed.append(self._append(self._make(start, end)))
-        if self._made == self._answer.num_tokens:
+        unconfirmed = self._unconfirmed
+        while len(unconfirmed) < limit and self._made < self._answer.num_tokens:
+            unconfirmed.append(self._append(self._make(self._made, self._next_end())))
+        if self._tells_ends and self._made == self._answer.num_tokens:
             for choice in self._untold_ends():
-                self._unconfirmed.append(self._append(self._make_end(choice)))
-        return list(islice(self._unconfirmed, limit))
+                unconfirmed.append(self._append(self._make_end(choice)))
+        return list(islice(unconfirmed, limit))
 
     def _append(self, chunk: Chunk) -> Append:
         return Append(self.job.delivery.token, chunk, checkpoint=not self._streams)
 
+    def _has_untold_end(self) -> bool:
+        return any(
+            choice.finish_reason is not None and index not in self._ended
+            for index, choice in enumerate(self._answer.choices)
+        )
+
     def _untold_ends(self) -> list[int]:
         """Choices that ended without a token, where the job goes on; a lone choice's end is the job's own."""
-        if len(self._positions) == 1 or not self._streams:
-            return []
         return [
             index
             for index, choice in enumerate(self._answer.choices)
@@ -82,6 +101,7 @@ class Chunker:
         """The log ends at this index; everything after it is to be sent (again)."""
         self._unconfirmed.clear()
         self._made = max(0, min(index, self._answer.num_tokens))
+        self._fixed = max(self._fixed, self._made)
         self._positions = [0] * len(self._positions)
         for choice in islice(self._answer.order, self._made):
             self._positions[choice] += 1
@@ -92,21 +112,16 @@ class Chunker:
         return choice.finish_reason is not None and self._positions[index] == choice.num_tokens
 
     def _group_by_choice(self) -> None:
-        """Checkpoints are not published: with one run of tokens per choice they are fewer."""
-        if len(self._positions) > 1:
-            self._answer.order[self._made :] = sorted(self._answer.order[self._made :])
+        """Of what nobody was told yet: with one run of tokens per choice the chunks are fewer."""
+        self._answer.order[self._fixed :] = sorted(self._answer.order[self._fixed :])
 
-    def _spans(self, limit: int) -> Iterator[tuple[int, int]]:
-        """Index ranges of the next chunks: runs of one choice, no longer than a chunk may be."""
+    def _next_end(self) -> int:
+        """Where the next chunk ends: a run of one choice, no longer than a chunk may be."""
         order, start = self._answer.order, self._made
-        for _ in range(limit):
-            if start >= len(order):
-                return
-            end = start + 1
-            while end < len(order) and end - start < self._per_chunk and order[end] == order[start]:
-                end += 1
-            yield start, end
-            start = end
+        end, most = start + 1, min(len(order), start + self._per_chunk)
+        while end < most and order[end] == order[start]:
+            end += 1
+        return end
 
     def _make(self, index: int, end: int) -> Chunk:
         choice_index = self._answer.order[index]
@@ -115,6 +130,7 @@ class Chunker:
         stop = start + end - index
         self._positions[choice_index] = stop
         self._made = end
+        self._fixed = max(self._fixed, end)
         finish_reason = choice.finish_reason if stop == choice.num_tokens else None
         if finish_reason is not None:
             self._ended.add(choice_index)

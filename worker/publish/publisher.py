@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -30,9 +31,13 @@ RETRY_PAUSES_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0)
 
 @dataclass(frozen=True, slots=True)
 class PublishLimits:
-    """`max_unlogged` tokens may wait for the log before intake should stop; `max_appends` chunks go in one call."""
+    """`max_unlogged` tokens may wait for the log before intake should stop; `max_appends` chunks go in one call.
+    A stream's chunk takes `chunk_tokens`, but its first token waits no longer than `chunk_wait_s` for the others.
+    """
 
     checkpoint_tokens: int = CHECKPOINT_TOKENS
+    chunk_tokens: int = 1
+    chunk_wait_s: float = 0.1
     max_unlogged: int = 50_000
     max_appends: int = 2_048
 
@@ -92,6 +97,7 @@ class Publisher:
         self._clock = clock
         self._running: dict[str, _Running] = {}
         self._due: dict[str, _Running] = {}  # those with something to append, longest waiting first
+        self._gathering: dict[str, float] = {}  # those whose chunk is not full: since when, oldest first
         self._failures = 0  # of the log, in a row
         self._retry_at = 0.0  # monotonic seconds
         self._appending = asyncio.Lock()
@@ -100,12 +106,14 @@ class Publisher:
 
     def open(self, job: Admitted) -> None:
         """From now on the job's events are published. The publisher owns its answer."""
-        self._running[job.job_id] = _Running(job, Chunker(job, self._limits.checkpoint_tokens))
+        limits = self._limits
+        self._running[job.job_id] = _Running(job, Chunker(job, limits.checkpoint_tokens, limits.chunk_tokens))
 
     def close(self, job_id: str) -> None:
         """Forget a job (given back, lost); its events are ignored from now on."""
         self._running.pop(job_id, None)
         self._due.pop(job_id, None)
+        self._gathering.pop(job_id, None)
 
     def __contains__(self, job_id: str) -> bool:
         return job_id in self._running
@@ -115,8 +123,8 @@ class Publisher:
 
     @property
     def has_pending(self) -> bool:
-        """Chunks wait for the log: call `handle` (or `flush`) again, also without events."""
-        return bool(self._due)
+        """Chunks wait for the log, or for more tokens: call `handle` (or `flush`) again, also without events."""
+        return bool(self._due or self._gathering)
 
     @property
     def is_full(self) -> bool:
@@ -141,15 +149,30 @@ class Publisher:
         for job_id, running in touched.items():
             if running.chunker.is_due:
                 self._due.setdefault(job_id, running)
+                self._gathering.pop(job_id, None)
+            elif job_id not in self._due:
+                self._gather(job_id, running)
+        self._end_gathering(time.monotonic() - self._limits.chunk_wait_s)
         if self._due and time.monotonic() >= self._retry_at:
             await self._append(report)
         self._finish(touched, report)
         return report
 
     async def flush(self) -> PublishReport:
-        """Try to append what waits, without regard to the pause after a failure."""
+        """Try to append what waits, full or not, without regard to the pause after a failure."""
         self._retry_at = 0.0
+        self._end_gathering(math.inf)
         return await self.handle(())
+
+    def _gather(self, job_id: str, running: _Running) -> None:
+        if running.job.request.stream and running.chunker.num_waiting:
+            self._gathering.setdefault(job_id, time.monotonic())
+
+    def _end_gathering(self, before: float) -> None:
+        """Chunks that have waited for more tokens since `before` go as they are."""
+        while self._gathering and (oldest := next(iter(self._gathering.items())))[1] <= before:
+            del self._gathering[oldest[0]]
+            self._due.setdefault(oldest[0], self._running[oldest[0]])
 
     def _take(self, running: _Running, event: TokenEvent, report: PublishReport) -> None:
         answer, job_id = running.job.answer, event.request_id

@@ -104,6 +104,8 @@ class Answer:
 
     @property
     def is_finished(self) -> bool:
+        if len(self.choices) == 1:  # asked for every token
+            return self.choices[0].finish_reason is not None
         return all(choice.finish_reason is not None for choice in self.choices)
 
     @property

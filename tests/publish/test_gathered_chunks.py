@@ -1,0 +1,112 @@
+"""Several tokens in one chunk of a stream (`chunk_tokens`): fewer chunks, the same answer."""
+
+import asyncio
+import math
+
+import pytest
+
+from api_client.cursor import StreamCursor
+from schemas.generation import FinishReason
+from tests.publish.support import FakeLog, admit, event
+from worker.publish.publisher import Publisher, PublishLimits
+
+LENGTH = FinishReason.LENGTH
+
+
+@pytest.fixture
+def log():
+    return FakeLog()
+
+
+def publisher_of(log, chunk_tokens=4, wait_s=math.inf):
+    return Publisher(log, limits=PublishLimits(chunk_tokens=chunk_tokens, chunk_wait_s=wait_s))
+
+
+async def test_the_first_token_goes_at_once_and_the_others_four_by_four(log):
+    publisher = publisher_of(log)
+    publisher.open(await admit())
+    for letter in "abcdefghi":
+        await publisher.handle([event(letter)])
+    assert [(c.index, c.text) for c in log.chunks["job"]] == [(0, "a"), (1, "bcde"), (5, "fghi")]
+    assert log.chunks["job"][1].text_ends == (1, 2, 3, 4)
+    assert len(log.calls) == 3
+    [finished] = (await publisher.handle([event("jk", end=LENGTH)])).finished
+    assert [(c.index, c.text, c.finish_reason) for c in log.chunks["job"]][3:] == [(9, "jk", LENGTH)]
+    assert finished.result.text == log.text("job") == "abcdefghijk"
+    assert log.published == log.chunks["job"]
+    assert not publisher.has_pending
+
+
+async def test_no_token_waits_longer_than_it_may(log):
+    publisher = publisher_of(log, chunk_tokens=100, wait_s=0.001)
+    for name in ("early", "late"):
+        publisher.open(await admit(name))
+        await publisher.handle([event("a", job_id=name)])
+        await publisher.handle([event("b", job_id=name)])
+    await asyncio.sleep(0.01)
+    await publisher.handle([])
+    assert [log.text(name) for name in ("early", "late")] == ["ab", "ab"]
+    assert not publisher.has_pending
+
+
+async def test_a_flush_leaves_nothing_behind(log):
+    publisher = publisher_of(log)
+    publisher.open(await admit())
+    for letter in "abc":
+        await publisher.handle([event(letter)])
+    assert log.text("job") == "a"
+    assert publisher.has_pending
+    await publisher.flush()
+    assert log.text("job") == "abc"
+    assert not publisher.has_pending
+
+
+async def test_a_closed_job_waits_for_nothing(log):
+    publisher = publisher_of(log, wait_s=0)
+    publisher.open(await admit())
+    await publisher.handle([event("a")])
+    publisher.close("job")
+    assert not publisher.has_pending
+    assert (await publisher.flush()).finished == []
+
+
+async def test_choices_come_in_runs_and_an_ended_one_does_not_wait_for_the_others(log):
+    publisher = publisher_of(log)
+    publisher.open(await admit(n=2))
+    for first, second in ("ax", "by", "cz"):
+        await publisher.handle([event(first, choice=0), event(second, choice=1)])
+    assert [(c.choice, c.text) for c in log.chunks["job"]] == [(0, "a"), (1, "x"), (0, "bc"), (1, "yz")]
+    await publisher.handle([event("d", choice=0, end=LENGTH)])
+    assert (log.chunks["job"][-1].text, log.chunks["job"][-1].finish_reason) == ("d", LENGTH)
+    [finished] = (await publisher.handle([event("w", choice=1, end=LENGTH)])).finished
+    assert [choice.text for choice in finished.result.choices] == ["abcd", "xyzw"]
+    assert finished.result.order == tuple(c.choice for c in log.chunks["job"] for _ in c.token_ids)
+
+
+async def test_an_order_that_was_told_is_told_again_when_the_log_lost_its_end(log):
+    publisher = publisher_of(log, chunk_tokens=3)
+    publisher.open(await admit(n=2))
+    await publisher.handle([event("a", choice=1), event("b", choice=0), event("c", choice=1)])
+    await publisher.handle([event("d", choice=0), event("e", choice=1), event("f", choice=0)])
+    told = [(c.choice, token) for c in log.chunks["job"] for token in c.token_ids]
+    log.truncate("job", 1)
+    await publisher.handle([event("ghi", choice=1)])
+    await publisher.flush()
+    again = [(c.choice, token) for c in log.chunks["job"] for token in c.token_ids]
+    assert again[: len(told)] == told
+    assert again[len(told) :] == [(1, token) for token in b"ghi"]
+
+
+@pytest.mark.parametrize("after", range(12))
+async def test_a_reader_may_begin_inside_a_chunk(log, after):
+    publisher = publisher_of(log, chunk_tokens=5)
+    publisher.open(await admit())
+    for letter in "Was ist é?":
+        await publisher.handle([event(letter)])
+    [finished] = (await publisher.handle([event("!", end=LENGTH)])).finished
+    cursor = StreamCursor("job", after)
+    told = [told for chunk in [*log.chunks["job"], finished.final_chunk] for told in cursor.accept(chunk) or ()]
+    text = finished.result.text
+    skipped = (0, *finished.result.choices[0].text_ends)[after]
+    assert "".join(chunk.text for chunk in told) == text[skipped:]
+    assert [token for chunk in told for token in chunk.token_ids] == list(finished.result.token_ids[after:])
