@@ -16,11 +16,6 @@ from worker.engine.model.lora.adapters import Adapters
 from worker.engine.model.lora.files import CONFIG, WEIGHTS, AdapterError, read_adapter
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.save("llama", tmp_path_factory.mktemp("llama"))
-
-
 @pytest.fixture
 def adapter(llama: Path, tmp_path: Path) -> Path:
     return save_adapter(llama, tmp_path / "adapter", 1, target_modules=["q_proj"])
@@ -104,12 +99,12 @@ def test_files_that_are_not_there_or_not_readable(adapter: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("targets", "words"),
     [
-        (["lm_head"], "only linear layers before the output head"),
+        (["embed_tokens"], "adapted embeddings"),
         (["c_attn"], "this model has no such layer 'c_attn'"),
     ],
 )
 def test_layers_that_the_model_cannot_have_adapted(llama: Path, tmp_path: Path, targets: list[str], words: str) -> None:
-    base = llama if targets == ["lm_head"] else tiny_models.save("gpt2", tmp_path / "gpt2")
+    base = llama if targets == ["embed_tokens"] else tiny_models.save("gpt2", tmp_path / "gpt2")
     folder = save_adapter(base, tmp_path / "a", 1, target_modules=targets)
     model: Any = expected.load(llama)
     problems = Adapters(model, {"odd": folder}, max_cached=1).check(lambda _what, _fraction: None)

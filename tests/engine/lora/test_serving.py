@@ -16,15 +16,12 @@ from tests.engine.truth import tiny_models
 from worker.engine import Engine, GenerationRequest
 from worker.engine.config import EngineConfig, EngineConfigError
 from worker.engine.graphs import CapturedGraph
+from worker.engine.model.lora.batch import AdapterBatch
+from worker.engine.plan import ScheduledSequence, StepPlan
 from worker.engine.types import RequestError
 
 PROMPT = [3 + (i * 7 + i * i) % (tiny_models.VOCAB - 3) for i in range(33)]
 FUSED: dict[str, object] = {"attention": "cpu", "fuse": True, "block_size": 16}
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.save("llama", tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +175,9 @@ def test_the_settings_of_adapters_are_checked() -> None:
 
 
 def test_rows_of_another_number_are_an_error_not_a_guess() -> None:
-    from worker.engine.model.lora.batch import AdapterBatch
-
+    plan = StepPlan(0, (ScheduledSequence(make_sequence("r", [1] * 8), 0, 5, samples=False),))
+    batch = AdapterBatch.of(plan, {}, torch.device("cpu"), head="lm_head")
     with pytest.raises(RuntimeError, match="sees 3 rows of the step's 5"):
-        AdapterBatch((), 5).add("site", torch.zeros(3, 4), torch.zeros(3, 4))
+        batch.add("site", torch.zeros(3, 4), torch.zeros(3, 4))
+    with pytest.raises(RuntimeError, match="sees 3 rows of the step's 0"):
+        batch.add("lm_head", torch.zeros(3, 4), torch.zeros(3, 4))

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
-from tests.engine.lora.support import engine_with, peft_answers, run, save_adapter
-from tests.engine.truth import tiny_models
+from tests.engine.lora.support import ATTENTION, MLP, engine_with, peft_answers, run, save_adapter
 from tests.engine.truth.expected import Expected
 
 SIZES = [(5, 16), (33, 12), (17, 20)]
 TARGETS: dict[str, dict[str, Any]] = {
-    "llama": {},
+    "llama": {"target_modules": [*ATTENTION, *MLP, "lm_head"]},
     "gemma3": {},
     "qwen2": {"use_rslora": True},
     "phi3": {"target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]},
@@ -30,13 +29,13 @@ Case = tuple[Path, dict[str, Path], list[tuple[str, Expected]]]
 
 
 @pytest.fixture(scope="session")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
+def cases(folder_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
     """A family's folder, two adapters, and what peft answers with each and with none; made once."""
     made: dict[str, Case] = {}
 
     def of(family: str) -> Case:
         if family not in made:
-            folder = tiny_models.save(family, tmp_path_factory.mktemp(family))
+            folder = folder_of(family)
             narrow = {"target_modules": ["q_proj", "v_proj"]} | TARGETS[family]
             adapters = {
                 "a": save_adapter(folder, tmp_path_factory.mktemp("a"), 1, **TARGETS[family]),

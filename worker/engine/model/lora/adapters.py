@@ -130,7 +130,7 @@ class Adapters:
             if self._sites.is_detoured:
                 self._sites.straight()
             return False
-        self._batch = AdapterBatch.of(plan, {key: self._get(key) for key in keys}, self._device)
+        self._batch = AdapterBatch.of(plan, {key: self._get(key) for key in keys}, self._device, self._sites.head)
         if not self._sites.is_detoured:
             self._sites.detour(self._add)
         return True

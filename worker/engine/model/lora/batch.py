@@ -30,31 +30,40 @@ class _Group:
     rows: slice | Tensor  # a run of rows, or int64 [num_rows]
 
 
-class AdapterBatch:
-    """One step's groups; `num_rows` counts all packed rows, those without an adapter included."""
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Some rows of the step, `count` in all, and those of them that have an adapter."""
 
-    def __init__(self, groups: Iterable[_Group], num_rows: int) -> None:
-        self._groups = tuple(groups)
-        self._num_rows = num_rows
+    groups: tuple[_Group, ...]
+    count: int
+
+
+class AdapterBatch:
+    """One step's groups: of all packed rows, and of those that reach the output head."""
+
+    def __init__(self, everywhere: _Rows, sampled: _Rows, head: str | None) -> None:
+        self._everywhere = everywhere
+        self._sampled = sampled
+        self._head = head
 
     @classmethod
-    def of(cls, plan: StepPlan, adapters: dict[str, LoadedAdapter], device: torch.device) -> AdapterBatch:
-        """`adapters` by key: those of the plan's sequences."""
-        runs: dict[str, list[range]] = {}
-        start = 0
-        for item in plan.scheduled:
-            key = item.sequence.adapter
-            if key:
-                runs.setdefault(key, []).append(range(start, start + item.num_tokens))
-            start += item.num_tokens
-        groups = [_Group(adapters[key], _rows(found, device)) for key, found in runs.items()]
-        return cls(groups, start)
+    def of(
+        cls, plan: StepPlan, adapters: dict[str, LoadedAdapter], device: torch.device, head: str | None = None
+    ) -> AdapterBatch:
+        """`adapters` by key: those of the plan's sequences. `head`: the site of the output head."""
+        everywhere = _grouped(((i.sequence.adapter, i.num_tokens) for i in plan.scheduled), adapters, device)
+        at_head = {key: adapter for key, adapter in adapters.items() if head in adapter.sites}
+        rows = ((i.sequence.adapter, 1 + len(i.draft_ids)) for i in plan.scheduled if i.samples)
+        return cls(everywhere, _grouped(rows, at_head, device), head)
 
     def add(self, site: str, x: Tensor, y: Tensor) -> None:
         """To the products `y` `[num_rows, n]` of the rows `x` `[num_rows, k]`, in place."""
-        if x.shape[0] != self._num_rows:
-            raise RuntimeError(f"{site} sees {x.shape[0]} rows of the step's {self._num_rows}: it cannot be adapted")
-        for group in self._groups:
+        rows = self._everywhere
+        if site == self._head and x.shape[0] != rows.count:  # equal numbers: every row is sampled, or none left out
+            rows = self._sampled
+        if x.shape[0] != rows.count:
+            raise RuntimeError(f"{site} sees {x.shape[0]} rows of the step's {rows.count}: it cannot be adapted")
+        for group in rows.groups:
             factors = group.adapter.sites.get(site)
             if factors is None:
                 continue
@@ -64,7 +73,18 @@ class AdapterBatch:
                 y.index_add_(0, group.rows, x.index_select(0, group.rows) @ factors.a.T @ factors.b.T)
 
 
-def _rows(runs: list[range], device: torch.device) -> slice | Tensor:
+def _grouped(rows: Iterable[tuple[str, int]], adapters: dict[str, LoadedAdapter], device: torch.device) -> _Rows:
+    """`rows`: (adapter's key, or empty; how many rows) as they stand in the step."""
+    runs: dict[str, list[range]] = {}
+    start = 0
+    for key, count in rows:
+        if key in adapters:
+            runs.setdefault(key, []).append(range(start, start + count))
+        start += count
+    return _Rows(tuple(_Group(adapters[key], _places(found, device)) for key, found in runs.items()), start)
+
+
+def _places(runs: list[range], device: torch.device) -> slice | Tensor:
     """Neighbours become one run: a decode of one adapter's sequences needs no gathering."""
     if all(after.start == before.stop for before, after in itertools.pairwise(runs)):
         return slice(runs[0].start, runs[-1].stop)

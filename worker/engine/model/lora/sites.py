@@ -49,12 +49,15 @@ class Sites:
         self._undo: list[tuple[nn.Module, str, Any]] = []
         self._all_paths: set[str] = set()
         head = getattr(model, "get_output_embeddings", lambda: None)()
+        self.head: str | None = None  # the one site that sees only the rows that are sampled
         wrapped = [f"{name}.layer" for name, module in model.named_modules() if isinstance(module, FusedLayer)]
         for name, module in model.named_modules():
             path = _original_path(name, wrapped)
             self._all_paths.add(path)
-            if module is not head and ".experts." not in f".{path}.":
+            if ".experts." not in f".{path}.":
                 self._note(path, module)
+            if module is head and path in self._places:
+                self.head = self._places[path].site
 
     def place(self, path: str) -> Place:
         """Raises AdapterError, which says why the layer cannot be adapted."""
@@ -63,7 +66,7 @@ class Sites:
             return found
         last = path.rpartition(".")[2]
         if path in self._all_paths:
-            raise AdapterError(f"it adapts {path}, and only linear layers before the output head can be adapted")
+            raise AdapterError(f"it adapts {path}, and only linear layers can be adapted")
         if ".experts." in path:
             raise AdapterError(f"it adapts {path}: experts cannot be adapted")
         raise AdapterError(f"it adapts {path}, and this model has no such layer {last!r} there")
