@@ -198,6 +198,10 @@ class _Performer:
             return None
 
     async def perform(self, effect: Effect) -> None:
+        if isinstance(effect, Receive):  # for every chunk; it waits for a future of ours, which loses no cancellation
+            assert self._subscription is not None, "a program listens before it receives"
+            self._answer = await self._subscription.receive(effect.timeout)
+            return
         try:
             with heeding_cancellation():
                 self._answer = await self._perform(effect)
@@ -216,9 +220,6 @@ class _Performer:
                 await self.close()
                 self._subscription = await self._hub.subscribe(channel)
                 return None
-            case Receive(timeout):
-                assert self._subscription is not None, "a program listens before it receives"
-                return await self._subscription.receive(timeout)
             case LookUp(job_id):
                 return await asyncio.to_thread(self._client.look_up, job_id) if self._client.has_database else None
             case Sleep(seconds):

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -29,32 +31,67 @@ _POLL_S = 30.0
 
 
 class HubSubscription:
-    """One subscriber of one channel."""
+    """One subscriber of one channel; one task receives at a time.
+
+    Tokens come by the thousand: a message costs no timer. One timer per subscription rings at the latest time that a
+    receiver waited for when it was set, and is set again if somebody waits for longer by then.
+    """
 
     def __init__(self, hub: ChannelHub, channel: str) -> None:
         self.channel = channel
         self._hub = hub
-        self._messages: asyncio.Queue[bytes | Signal] = asyncio.Queue()
+        self._messages: deque[bytes | Signal] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._wait_until = 0.0  # the loop's time
+        self._timer: asyncio.TimerHandle | None = None
 
     def deliver(self, message: bytes | Signal) -> None:
-        if self._messages.qsize() >= MAX_WAITING:
-            while not self._messages.empty():
-                self._messages.get_nowait()
+        if len(self._messages) >= MAX_WAITING:
+            self._messages.clear()
             message = Signal.MISSED
-        self._messages.put_nowait(message)
+        self._messages.append(message)
+        self._wake()
 
     async def receive(self, timeout: float) -> bytes | Signal | None:
         """The next message; None after `timeout` seconds; MISSED when some may have been lost."""
-        if not self._messages.empty():
-            return self._messages.get_nowait()
-        try:
-            async with asyncio.timeout(timeout):
-                return await self._messages.get()
-        except TimeoutError:
-            return None
+        if not self._messages:
+            await self._wait(timeout)
+        return self._messages.popleft() if self._messages else None
 
     async def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         await self._hub.forget(self)
+
+    async def _wait(self, timeout: float) -> None:
+        loop = asyncio.get_running_loop()
+        self._wait_until = loop.time() + timeout
+        if self._timer is None or self._timer.when() > self._wait_until:
+            self._set_timer(loop)
+        self._waiter = loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _set_timer(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = loop.call_at(self._wait_until, self._ring, loop)
+
+    def _ring(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._timer = None
+        if self._waiter is None:
+            return
+        if loop.time() < self._wait_until:
+            self._set_timer(loop)
+        else:
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
 
 class _Session:
@@ -85,10 +122,19 @@ class _Session:
             except (*SERVER_TROUBLE, AttributeError):  # the last: the library lost the socket under our hands
                 self.is_stale = True
 
-    async def next_message(self) -> dict[str, Any] | None:
-        with heeding_cancellation():
-            message: dict[str, Any] | None = await self._pubsub.get_message(timeout=_POLL_S)
-        return message
+    async def receive(self) -> list[Any]:
+        """[kind, channel, content], straight from the connection: what the library does around it for each message (a
+        timer, a retry's frame, a dictionary) costs more than the message.
+        """
+        connection = self._pubsub.connection
+        reply: list[Any] | None = None
+        if connection is not None:
+            reply = await connection.read_response(
+                disable_decoding=True, timeout=math.inf, disconnect_on_error=False, push_request=True
+            )
+        if reply is None:  # it waits for ever: this is what the library makes of a peer that is gone (ETIMEDOUT)
+            raise ConnectionError("the connection is lost")
+        return reply
 
     async def close(self) -> None:
         async with self._lock:
@@ -204,17 +250,23 @@ class ChannelHub:
 
     async def _read(self, session: _Session, me: asyncio.Task[None] | None) -> None:
         while self._reader is me and self._subscribers and not session.is_stale:
-            message = await session.next_message()
-            if message is None:
-                continue
-            channel = message["channel"].decode()
-            if message["type"] in ("message", "smessage"):
-                for subscription in self._subscribers.get(channel, ()):
-                    subscription.deliver(message["data"])
-            elif message["type"] in ("subscribe", "ssubscribe") and channel in self._confirmed:
-                self._confirmed[channel].set()
-            elif message["type"] == "sunsubscribe" and channel in self._subscribers:
-                return  # the slot has moved: connect anew
+            with contextlib.suppress(TimeoutError), heeding_cancellation():
+                async with asyncio.timeout(_POLL_S):  # one for many messages: only to look whether it is stale
+                    while self._reader is me and self._subscribers and not session.is_stale:
+                        if not self._hand_on(await session.receive()):
+                            return
+
+    def _hand_on(self, message: list[Any]) -> bool:
+        """False: the slot has moved, connect anew."""
+        kind, channel = message[0], message[1].decode()
+        if kind in (b"message", b"smessage"):
+            for subscription in self._subscribers.get(channel, ()):
+                subscription.deliver(message[2])
+        elif kind in (b"subscribe", b"ssubscribe") and channel in self._confirmed:
+            self._confirmed[channel].set()
+        elif kind == b"sunsubscribe" and channel in self._subscribers:
+            return False
+        return True
 
 
 def _node_options(node: Any) -> dict[str, Any]:

@@ -71,6 +71,30 @@ async def test_early_late_and_second_subscribers_see_the_same(redis_url, databas
     assert tail == seen[0][0][10:]
 
 
+async def test_several_tokens_in_a_chunk_are_the_same_answer(redis_url, database):
+    """The engine is a process, so steps come while others are published."""
+    prompt = {"prompt": "Stream me", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+    async with client_of(redis_url, database) as client:
+        async with running_worker(redis_url, database):
+            plain = await collect(client, await client.submit(**prompt))
+        job = await client.submit(**prompt)
+        early = asyncio.create_task(collect(client, job))
+        async with running_worker(redis_url, database, chunk_tokens=8, in_process=True, model="synthetic?step_ms=5"):
+            async for chunk in client.stream(job):
+                if chunk.end >= 10:
+                    break
+            middle = [asyncio.create_task(collect(client, job, starting_after=after)) for after in (0, 6)]
+            result = await client.result(job, timeout=20)
+            late = await collect(client, job)
+            seen = [await early, *[await task for task in middle]]
+    assert "".join(chunk.text for chunk in plain) == result.text
+    texts = ["".join(chunk.text for chunk in chunks) for chunks in (*seen, late)]
+    assert texts == [result.text, result.text, result.text[result.choices[0].text_ends[5] :], result.text]
+    told = [tuple(token for chunk in chunks for token in chunk.token_ids) for chunks in (*seen, late)]
+    assert told == [result.token_ids, result.token_ids, result.token_ids[6:], result.token_ids]
+    assert max(len(chunk.token_ids) for chunk in seen[0]) > 1, "nothing was gathered"
+
+
 async def test_the_queue_is_empty_afterwards(redis_url, database):
     async with running_worker(redis_url, database), client_of(redis_url, database) as client:
         jobs = [await client.submit(prompt=f"p{i}", max_tokens=5) for i in range(10)]
