@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from typer.testing import CliRunner
 
 from api_client.cli import app
 from tests.bulk.support import names, read, write_many
+from tests.support.waiting import until
 from tests.support.worker import QUEUE, running_worker
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(180)]
@@ -40,14 +40,6 @@ class Shell:
 @pytest.fixture
 def shell(redis_url: str, database: str) -> Shell:
     return Shell(redis_url, database)
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    for _ in range(1200):
-        if await asyncio.to_thread(is_so):
-            return
-        await asyncio.sleep(0.05)
-    raise TimeoutError
 
 
 def num_lines(path: Path) -> int:

@@ -1,7 +1,6 @@
 """Redis away, restarted, full, read-only, slow: what the runbook says, case by case."""
 
 import asyncio
-import time
 
 import pytest
 
@@ -9,6 +8,7 @@ from api_client.errors import QueueUnavailable
 from schemas.result import JobStatus
 from tests.chaos.audience import listen, submit
 from tests.chaos.checker import Told, Wanted, violations
+from tests.support.waiting import until
 from tests.support.worker import client_of, database_url, running_worker
 from worker.embedded import free_port
 
@@ -20,13 +20,6 @@ LONG = {"prompt": "go on", "max_tokens": 150, "ignore_eos": True, "seed": 7}
 SHORT = {"prompt": "short", "max_tokens": 5, "ignore_eos": True}
 
 
-async def until(is_so, timeout_s=20.0):
-    deadline = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < deadline, "it did not come true"
-        await asyncio.sleep(0.02)
-
-
 async def check_through(url, database, trouble):
     """A long job is under way while `trouble(told)` happens; it ends as if nothing had, and so does one after it."""
     async with running_worker(url, database, model=SLOW_MODEL, **LEASE), client_of(url, database) as client:
@@ -36,11 +29,11 @@ async def check_through(url, database, trouble):
         await until(lambda: len(told.token_ids) >= 20)
         await trouble(told)
         result = await result_of(client, job)
-        await asyncio.wait_for(listening, 30)
+        await asyncio.wait_for(listening, 90)
         later = await submit(client, "later", **LONG)
         undisturbed = await result_of(client, later)
         late = Told()
-        await asyncio.wait_for(listen(client, later, late), 30)
+        await asyncio.wait_for(listen(client, later, late), 90)
     assert result.status is JobStatus.SUCCEEDED
     wanted = Wanted.of(undisturbed)
     assert violations(database, {job: wanted, later: wanted}, {job: [told], later: [late]}) == []
@@ -122,7 +115,7 @@ async def test_redis_comes_back_without_its_data(make_valkey, tmp_path):
         client_of(server.url, database) as client,
     ):
         done = await client.submit(**SHORT)
-        await client.result(done, timeout=20)
+        await client.result(done, timeout=90)
         await client.submit(**LONG)
         await until(lambda: worker.service.num_held == 1)
         await asyncio.to_thread(server.restart, keep=False)

@@ -10,6 +10,7 @@ import urllib.request
 import pytest
 
 from schemas.result import JobStatus
+from tests.support.waiting import until
 from tests.support.worker import client_of, running_worker
 from worker.embedded import free_port
 from worker.record import migrate
@@ -29,12 +30,6 @@ def health(port):
     except urllib.error.HTTPError as error:
         with error:
             return error.code, json.load(error)["checks"]
-
-
-async def until(is_so, timeout_s=30.0):
-    async with asyncio.timeout(timeout_s):
-        while not await is_so():  # noqa: ASYNC110 - what changes is in another place
-            await asyncio.sleep(0.1)
 
 
 @pytest.mark.parametrize("with_signal", [signal.SIGINT, signal.SIGQUIT])
@@ -63,7 +58,7 @@ async def test_finished_jobs_wait_for_postgres_and_intake_stops(own_postgres, re
         assert len(waiting) >= 20, "intake did not stop"
         assert not [job for job in jobs if (await client.status(job)).status.is_final], "told before it was recorded"
         await asyncio.to_thread(own_postgres.start)
-        results = [await client.result(job, timeout=40) for job in jobs]
+        results = [await client.result(job, timeout=90) for job in jobs]
         await until(is_well)
     assert {result.status for result in results} == {JobStatus.SUCCEEDED}
     gc.collect()

@@ -18,7 +18,7 @@ LONG = {"prompt": "freeze me", "max_tokens": 250, "ignore_eos": True, "seed": 3}
 
 
 async def heard(told, number):
-    async with asyncio.timeout(40):
+    async with asyncio.timeout(90):
         while told.num_tokens < number:  # noqa: ASYNC110 - the listener knows no event
             await asyncio.sleep(0.02)
 
@@ -38,10 +38,10 @@ async def test_a_frozen_worker_writes_nothing_when_it_wakes(redis_url, tmp_path)
             async with running_worker(redis_url, database, model="synthetic?step_ms=10", worker_id="survivor", **LEASE):
                 await heard(told, known + 30)  # the survivor goes on
                 frozen.send(signal.SIGCONT)
-                result = await client.result(job, timeout=40)
-                await asyncio.wait_for(listening, 20)
+                result = await client.result(job, timeout=90)
+                await asyncio.wait_for(listening, 90)
                 again = await client.submit(**LONG)
-                undisturbed = await client.result(again, timeout=40)
+                undisturbed = await client.result(again, timeout=90)
         frozen.send(signal.SIGTERM)
         assert await frozen.wait() == 0
     finally:

@@ -72,7 +72,7 @@ async def test_nothing_is_lost_or_told_twice(redis_url, tmp_path, undisturbed, p
         async with running_worker(redis_url, database, in_process=in_process, worker_id="survivor", **limits):
             for job in expected:
                 await client.result(job, timeout=60)
-            await asyncio.wait_for(asyncio.gather(*early), 30)
+            await asyncio.wait_for(asyncio.gather(*early), 90)
             for job in expected:
                 await listen(client, job, told[job][1])
     assert violations(database, expected, told) == []

@@ -47,7 +47,7 @@ async def test_a_worker_in_a_hurry_hands_over_and_goes(redis_url, tmp_path, sign
         async with client_of(redis_url, database) as client:
             job, told = await client.submit(**LONG), Told()
             listening = asyncio.create_task(listen(client, job, told))
-            async with asyncio.timeout(40):
+            async with asyncio.timeout(90):
                 while told.num_tokens < 20:  # noqa: ASYNC110 - the listener knows no event
                     await asyncio.sleep(0.02)
             for number in signals:
@@ -57,7 +57,7 @@ async def test_a_worker_in_a_hurry_hands_over_and_goes(redis_url, tmp_path, sign
             assert not told.ended, "it waited for its job instead of handing it over"
             async with running_worker(redis_url, database, worker_id="next"):
                 result = await client.result(job, timeout=60)
-                await asyncio.wait_for(listening, 30)
+                await asyncio.wait_for(listening, 90)
                 again = await client.submit(**LONG)
                 undisturbed = await client.result(again, timeout=60)
     finally:

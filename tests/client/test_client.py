@@ -17,7 +17,8 @@ from schemas.chunk import Chunk
 from schemas.control import WorkerStatus
 from schemas.result import JobError, JobResult, JobStatus
 from tests.client.players import assert_told, playing
-from tests.consume.queue import QUEUE, Queue, end_of, eventually, token
+from tests.consume.queue import QUEUE, Queue, end_of, token
+from tests.support.waiting import until
 from worker.embedded import free_port
 from worker.jobs import Finished
 
@@ -52,7 +53,7 @@ async def client(request: pytest.FixtureRequest, redis_url: str) -> AsyncIterato
 
 
 async def collect(client: Any, job: str, **options: Any) -> list[Chunk]:
-    return [chunk async for chunk in client.stream(job, timeout=20, **options)]
+    return [chunk async for chunk in client.stream(job, timeout=60, **options)]
 
 
 def test_both_clients_have_the_same_calls() -> None:
@@ -101,7 +102,7 @@ async def test_leaving_a_stream_early_leaves_nothing_behind(client: Any, queue: 
             break
         await stream.aclose()
         assert_told(await collect(client, job), 5)
-        assert await client.result(job, timeout=5)
+        assert await client.result(job, timeout=60)
     channels = await queue.redis.pubsub_channels("*chunks*")
     assert channels == [] or isinstance(client, Threaded)  # a thread's generator closes with the garbage
 
@@ -131,7 +132,7 @@ async def test_a_result_is_awaited_and_its_lateness_said(client: Any, queue: Que
     with pytest.raises(ResultTimeout):
         await collect_within(client, job, 0.2)
     async with playing(queue):
-        assert (await client.result(job, timeout=10)).text == "0 1 2 3 4 5 6 7 8 9 "
+        assert (await client.result(job, timeout=60)).text == "0 1 2 3 4 5 6 7 8 9 "
 
 
 async def collect_within(client: Any, job: str, timeout: float) -> list[Chunk]:
@@ -191,16 +192,22 @@ async def test_many_streams_of_an_event_loop_share_one_connection(queue: Queue, 
     async with AsyncClient(redis_url, queue=QUEUE) as client, playing(queue):
         jobs = await client.submit_many([{"prompt": "x", "max_tokens": 20}] * 24)
         streams = [asyncio.create_task(collect(client, job)) for job in jobs]
-        await asyncio.sleep(0.05)
-        listening = [info for info in await queue.redis.client_list() if int(info["sub"])]
-        assert len(listening) == 1
+
+        async def num_listening() -> int:
+            return sum(1 for info in await queue.redis.client_list() if int(info["sub"]))
+
+        async def is_open() -> bool:
+            return await num_listening() > 0
+
+        await until(is_open)
+        assert await num_listening() == 1
         for told in await asyncio.gather(*streams):
             assert_told(told, 20)
 
         async def is_closed() -> bool:
-            return not [info for info in await queue.redis.client_list() if int(info["sub"])]
+            return await num_listening() == 0
 
-        await eventually(is_closed)
+        await until(is_closed)
 
 
 async def test_no_thread_is_left_and_none_was_needed(redis_url: str, queue: Queue) -> None:

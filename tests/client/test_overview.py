@@ -7,7 +7,8 @@ import pytest
 
 from schemas import Priority
 from schemas.control import TenantLoad, WorkerStatus
-from tests.consume.queue import Queue, close_queue, end_of, eventually, open_queue, token
+from tests.consume.queue import Queue, close_queue, end_of, open_queue, token
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.redis
 
@@ -58,7 +59,7 @@ async def test_the_age_is_of_the_first_job_that_nobody_was_given(queue: Queue) -
     assert not await is_old("bulk", 1)  # it runs
     await queue.submit(priority="bulk", tenant="a")
     await queue.submit(priority="bulk", tenant="b")
-    await eventually(lambda: is_old("bulk", 150), timeout=30)
+    await until(lambda: is_old("bulk", 150))
     assert not await is_old("standard", 1)
     assert len(await worker.claim(2)) == 2
     assert not await is_old("bulk", 1)
@@ -74,7 +75,7 @@ async def test_a_job_that_came_back_counts_from_its_creation(queue: Queue) -> No
         state = (await queue.client.overview()).classes["interactive"]
         return state.waiting == 1 and 50 <= state.oldest_ms < 3_600_000
 
-    await eventually(has_waited, timeout=30)
+    await until(has_waited)
 
 
 async def test_a_lane_that_is_gone_counts_as_empty(queue: Queue, allowed_keys: list[str]) -> None:

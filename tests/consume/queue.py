@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-from collections.abc import Awaitable, Callable
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +37,16 @@ class Queue:
         value: Any = await self.redis.hget(self.keys.job(job_id), name)
         return None if value is None else value.decode()
 
+    async def pass_deadline(self, job_id: str) -> None:
+        """As if the job's deadline had just passed; the tests wait for no clock."""
+        await self.redis.hset(self.keys.job(job_id), "deadline_ms", 1)
+        await self.redis.zadd(self.keys.deadlines, {job_id: 1}, xx=True)
+
+    async def pass_delay(self, job_id: str) -> None:
+        """As if the time before which the job may not start had just passed."""
+        assert await self.redis.zscore(self.keys.delayed, job_id) > time.time() * 1000, "it must wait until now"
+        await self.redis.zadd(self.keys.delayed, {job_id: 1}, xx=True)
+
 
 async def open_queue(url: str) -> Queue:
     return Queue(AsyncClient(url, queue=QUEUE), connect_async(url), Keys(QUEUE))
@@ -65,9 +74,3 @@ def end_of(delivery: Delivery, num_tokens: int = 0, status: JobStatus = JobStatu
     result = JobResult(job_id=delivery.job_id, status=status, choices=(choice,), usage=usage)
     chunk = Chunk(job_id=delivery.job_id, index=num_tokens, finish_reason=reason, status=status, usage=usage)
     return Finished(delivery.token, result, chunk)
-
-
-async def eventually(what: Callable[[], Awaitable[bool]], timeout: float = 5.0) -> None:
-    async with asyncio.timeout(timeout):
-        while not await what():  # noqa: ASYNC110 - the server has no event for it
-            await asyncio.sleep(0.01)

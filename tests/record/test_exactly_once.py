@@ -15,6 +15,7 @@ from sqlalchemy import Engine, event, exc
 
 from tests.record.support import FakeRedis, counts, finished
 from tests.support.postgres import PostgresServer
+from tests.support.waiting import until
 from worker.errors import StoreUnavailable
 from worker.record import Finalizer, FinalizerLimits, ResultStore
 from worker.record.connection import open_engine
@@ -71,8 +72,7 @@ async def test_postgres_stops_and_comes_back(own_postgres: PostgresServer, crash
     await asyncio.to_thread(own_postgres.halt, signal.SIGQUIT if crash else signal.SIGINT)
 
     async def repair(finalizer: Finalizer, redis: FakeRedis) -> None:
-        await asyncio.sleep(0.3)
-        assert finalizer.stats.record_failures >= 2
+        await until(lambda: finalizer.stats.record_failures >= 2)
         assert "password" not in finalizer.stats.last_error
         assert not redis.done
         await asyncio.to_thread(own_postgres.start)
@@ -95,7 +95,7 @@ def freeze(server: PostgresServer, number: int) -> None:
 async def test_a_frozen_postgres_costs_a_timeout_not_the_worker(own_postgres: PostgresServer) -> None:
     url = own_postgres.create_database()
     upgrade(url)
-    store = ResultStore(url, queue="q", answer_timeout_s=0.3)
+    store = ResultStore(url, queue="q", answer_timeout_s=2.0)
     await store.record([finished("before")])
     freeze(own_postgres, signal.SIGSTOP)
     with pytest.raises(StoreUnavailable, match="did not answer within"):
@@ -103,7 +103,7 @@ async def test_a_frozen_postgres_costs_a_timeout_not_the_worker(own_postgres: Po
     freeze(own_postgres, signal.SIGCONT)
     for thread in threading.enumerate():
         if thread.name == "sql":  # the abandoned call comes back and returns its connection
-            await asyncio.to_thread(thread.join, 10)
+            await asyncio.to_thread(thread.join, 60)
     await store.close()
     store = ResultStore(url, queue="q")
     report = await store.record([finished("during")])  # perhaps the late commit came through
@@ -119,14 +119,16 @@ async def test_the_victim_of_a_deadlock_tries_again(postgres_url: str) -> None:
     columns = "id, queue, model, tenant, priority, state, attempts, worker_id, created_ms, started_ms, finished_ms"
     statement = f"INSERT INTO jobs ({columns}) VALUES (%s, 'q', 'm', 'other', 'bulk', 'failed', 1, 'w', 0, 0, 0)"
     other = await psycopg.AsyncConnection.connect(postgres_url.replace("+psycopg", ""))
-    await other.execute("SET deadlock_timeout = '20s'")  # so that the store's side notices first, and is the victim
+    await other.execute("SET deadlock_timeout = '60s'")  # so that the store's side notices first, and is the victim
     await other.execute(statement, ["job-5"])
 
     async def cross(finalizer: Finalizer, _redis: FakeRedis) -> None:
-        await asyncio.sleep(0.3)  # the store holds job-0 … job-4 and waits for job-5
-        await asyncio.wait_for(other.execute(statement, ["job-0"]), 15)
-        await asyncio.sleep(0.1)
-        assert "deadlock" in finalizer.stats.last_error
+        async def holds_the_first_and_waits() -> bool:
+            return await (await other.execute("SELECT 1 FROM pg_locks WHERE NOT granted")).fetchone() is not None
+
+        await until(holds_the_first_and_waits)  # for job-5
+        await asyncio.wait_for(other.execute(statement, ["job-0"]), 60)
+        await until(lambda: "deadlock" in finalizer.stats.last_error)
         await other.rollback()
 
     try:
@@ -146,8 +148,7 @@ async def test_sqlite_on_a_full_disk_waits_until_there_is_room(sqlite_url: str) 
         connection.exec_driver_sql(f"PRAGMA max_page_count = {limits[0]}")  # SQLite's own "disk is full"
 
     async def make_room(finalizer: Finalizer, redis: FakeRedis) -> None:
-        await asyncio.sleep(0.3)
-        assert "full" in finalizer.stats.last_error
+        await until(lambda: "full" in finalizer.stats.last_error)
         assert len(redis.done) == counts(sqlite_url)[0] < 400
         limits[0] = 100_000
 
@@ -168,8 +169,7 @@ async def test_a_locked_sqlite_is_waited_for(sqlite_url: str) -> None:
     lock.exec_driver_sql("BEGIN EXCLUSIVE")
 
     async def unlock(finalizer: Finalizer, _redis: FakeRedis) -> None:
-        await asyncio.sleep(0.2)
-        assert "locked" in finalizer.stats.last_error
+        await until(lambda: "locked" in finalizer.stats.last_error)
         lock.rollback()
         lock.close()
 

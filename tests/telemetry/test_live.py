@@ -15,8 +15,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from api_client import AsyncClient
 from api_client.queue_state import QueueState
 from schemas.control import WorkerStatus
-from tests.consume.queue import Queue, close_queue, eventually, open_queue, token
+from tests.consume.queue import Queue, close_queue, open_queue, token
 from tests.support.valkey import ValkeyServer
+from tests.support.waiting import until
 from tests.support.worker import client_of, database_url, running_worker
 from worker.exporter import Exporter
 from worker.queue_watch import QueueWatch
@@ -157,7 +158,7 @@ async def test_the_exporter_tells_of_queues_without_workers_and_of_a_server_that
             text = await asyncio.to_thread(scrape, exporter.port)
             return f"tokenmill:{name}{{" in text and value(text, name, **labels) == wanted
 
-        await eventually(lambda: sees("queue_jobs", 3, queue="q", priority="bulk"), timeout=60)
+        await until(lambda: sees("queue_jobs", 3, queue="q", priority="bulk"))
         text = await asyncio.to_thread(scrape, exporter.port)
         assert value(text, "queue_oldest_seconds", queue="q", priority="bulk") > 0
         assert value(text, "queue_workers", queue="q") == 0
@@ -165,7 +166,7 @@ async def test_the_exporter_tells_of_queues_without_workers_and_of_a_server_that
         assert value(text, "queue_up") == 2
         assert text.count("# TYPE tokenmill:queue_jobs ") == 1
         server.stop()
-        await eventually(lambda: sees("queue_up", 0), timeout=60)
+        await until(lambda: sees("queue_up", 0))
         with pytest.raises(urllib.error.HTTPError, match="503"):
             await asyncio.to_thread(scrape, exporter.port, "/healthz")
     finally:

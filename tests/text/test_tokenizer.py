@@ -1,7 +1,6 @@
 """Prompts and chats to ids, on real tokenizers; long texts leave the event loop alone."""
 
 import asyncio
-import time
 
 import pytest
 from transformers import AutoTokenizer
@@ -46,22 +45,19 @@ async def test_a_given_template_replaces_the_models_own():
 async def test_the_event_loop_goes_on_while_a_long_prompt_is_tokenised():
     tokenizer = smollm2()
     text = "some words " * 100_000
-    pauses = []
+    turns = 0
 
     async def tick():
+        nonlocal turns
         while True:
-            before = time.perf_counter()
             await asyncio.sleep(0)
-            pauses.append(time.perf_counter() - before)
+            turns += 1
 
     ticking = asyncio.create_task(tick())
-    started = time.perf_counter()
     ids = await tokenizer.encode_prompt(text)
-    took = time.perf_counter() - started
     ticking.cancel()
     assert len(ids) == 200_001  # "some" and " some" differ, and the last space stands alone
-    assert len(pauses) > 100  # it would be one pause of the whole time
-    assert max(pauses) < took
+    assert turns > 100, "it would be one pause of the whole time"
 
 
 def test_end_of_sequence_ids():

@@ -1,0 +1,21 @@
+"""Waiting for what has no event of its own: until it is so, with a deadline for a busy machine and no other clock."""
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable
+
+LONG_S = 60.0
+
+
+async def until(
+    is_so: Callable[[], bool | Awaitable[bool]], *, timeout_s: float = LONG_S, pause_s: float = 0.01
+) -> None:
+    """Asks again and again; the question may be a coroutine. Raises TimeoutError."""
+    async with asyncio.timeout(timeout_s):
+        while True:
+            answer = is_so()
+            if inspect.isawaitable(answer):
+                answer = await answer
+            if answer:
+                return
+            await asyncio.sleep(pause_s)
