@@ -6,16 +6,15 @@ it left on the server are checked against the list of those that may stay.
 
 import os
 from collections.abc import Callable, Generator, Iterator
-from typing import NoReturn, TypeVar
 
 import pytest
 
 from tests.support.leaks import leaked_keys
+from tests.support.lifecycle import missing, need_valkey
 from tests.support.postgres import PostgresServer, PostgresUnavailable
 from tests.support.proxy import FaultProxy
 from tests.support.topologies import SentinelGroup, ValkeyCluster
 from tests.support.valkey import ValkeyServer
-from worker.embedded import EmbeddedServerError, server_binary
 
 # Nothing above imports torch, which reads these once. Test runs share small machines, where spinning threads
 # cost more than they give; and no test may reach for the network.
@@ -24,23 +23,7 @@ for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # noqa: TID251
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # noqa: TID251
 
-Started = TypeVar("Started")
 _PASSED = pytest.StashKey[bool]()
-
-
-def _missing(reason: str) -> NoReturn:
-    if os.environ.get("CI", "").lower() in ("1", "true"):  # noqa: TID251 - the tests' own switch
-        pytest.fail(f"CI must have it: {reason}")
-    pytest.skip(reason)
-
-
-def _or_missing(make: Callable[[], Started]) -> Started:
-    """Started and to be stopped by `with`; a machine without the binary skips or fails."""
-    try:
-        server_binary()
-    except EmbeddedServerError as error:
-        _missing(str(error))
-    return make()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -81,15 +64,9 @@ def soak_seconds(request: pytest.FixtureRequest) -> float:
 @pytest.fixture(scope="session")
 def valkey() -> Iterator[ValkeyServer]:
     """One server for the whole run, for tests that neither stop nor reconfigure it; see `redis_url`."""
-    server = ValkeyServer(persistent=False)
-    try:
-        server.start()
-    except EmbeddedServerError as error:
-        _missing(str(error))
-    try:
+    need_valkey()
+    with ValkeyServer(persistent=False) as server:
         yield server
-    finally:
-        server.stop()
 
 
 @pytest.fixture
@@ -112,15 +89,12 @@ def redis_url(valkey: ValkeyServer, allowed_keys: list[str], request: pytest.Fix
 @pytest.fixture
 def make_valkey() -> Iterator[Callable[..., ValkeyServer]]:
     """Start servers of a test's own, to be stopped, killed and restarted: `make_valkey(settings={...})`."""
+    need_valkey()
     servers: list[ValkeyServer] = []
 
     def make(**options: object) -> ValkeyServer:
-        server = ValkeyServer(**options)  # type: ignore[arg-type]
-        servers.append(server)
-        try:
-            return server.start()
-        except EmbeddedServerError as error:
-            _missing(str(error))
+        servers.append(ValkeyServer(**options))  # type: ignore[arg-type]
+        return servers[-1].start()
 
     yield make
     for server in servers:
@@ -145,28 +119,34 @@ def make_proxy() -> Iterator[Callable[[int], FaultProxy]]:
 def valkey_cluster() -> Iterator[ValkeyCluster]:
     """Three primaries without replicas; its `.url` is for our own clients. Emptied by nobody: use queue names of
     your own."""
-    with _or_missing(ValkeyCluster) as cluster:
+    need_valkey()
+    with ValkeyCluster() as cluster:
         yield cluster
 
 
 @pytest.fixture
 def sentinel_group() -> Iterator[SentinelGroup]:
     """A primary, a replica and three sentinels; `.fail_over()` kills the primary."""
-    with _or_missing(SentinelGroup) as group:
+    need_valkey()
+    with SentinelGroup() as group:
         yield group
+
+
+def _running_postgres() -> Iterator[PostgresServer]:
+    try:
+        server = PostgresServer().start()
+    except PostgresUnavailable as error:
+        missing(str(error))
+    try:
+        yield server
+    finally:
+        server.stop()
 
 
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[PostgresServer]:
     """One cluster for the whole run, for tests that do not stop it; see `postgres_url` and `own_postgres`."""
-    try:
-        server = PostgresServer().start()
-    except PostgresUnavailable as error:
-        _missing(str(error))
-    try:
-        yield server
-    finally:
-        server.stop()
+    yield from _running_postgres()
 
 
 @pytest.fixture
@@ -180,11 +160,4 @@ def postgres_url(postgres: PostgresServer) -> Iterator[str]:
 @pytest.fixture
 def own_postgres() -> Iterator[PostgresServer]:
     """A cluster that this test may stop, kill and restart."""
-    try:
-        server = PostgresServer().start()
-    except PostgresUnavailable as error:
-        _missing(str(error))
-    try:
-        yield server
-    finally:
-        server.stop()
+    yield from _running_postgres()

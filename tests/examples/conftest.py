@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from playwright.async_api import Browser
 
-from tests.conftest import _missing
 from tests.support.browser import ROOT, NodeUnavailable, chromium_folder, open_browser
+from tests.support.lifecycle import missing
 from tests.support.worker import QUEUE, database_url
 from worker.embedded import free_port
 from worker.tether import Tether
@@ -78,7 +78,7 @@ def chromium() -> Path:
     try:
         return chromium_folder()
     except NodeUnavailable as error:
-        _missing(str(error))
+        missing(str(error))
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from api_client.scripts import SUBMIT
-from tests.conftest import _missing
 from tests.support.browser import EXAMPLES, NodeUnavailable, node
+from tests.support.lifecycle import missing
 from tests.support.worker import QUEUE, client_of, running_worker
 
 pytestmark = pytest.mark.redis
@@ -23,7 +23,7 @@ async def told(*arguments: str) -> AsyncIterator[tuple[str, Any]]:
     try:
         command = [node(), str(EXAMPLES / "producer.mjs"), "--queue", QUEUE, "--json", *arguments]
     except NodeUnavailable as error:
-        _missing(str(error))
+        missing(str(error))
     child = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, limit=2**24)
     assert child.stdout is not None
     try:

@@ -10,8 +10,9 @@ import struct
 import threading
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Self, TypeVar
+
+from tests.support.lifecycle import Stoppable
 
 T = TypeVar("T")
 
@@ -28,7 +29,7 @@ class _Link:
     tasks: list["asyncio.Task[None]"] = field(default_factory=list)
 
 
-class FaultProxy:
+class FaultProxy(Stoppable):
     """Listens on a loopback port of its own from `start` to `stop`; the address stays the same in between."""
 
     def __init__(self, port: int, host: str = "127.0.0.1") -> None:
@@ -42,7 +43,6 @@ class FaultProxy:
         self._replies_to_lose = 0
         self._open = asyncio.Event()
         self.port = 0
-        self.num_connections = 0
 
     @property
     def url(self) -> str:
@@ -60,14 +60,6 @@ class FaultProxy:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-
-    def __enter__(self) -> Self:
-        return self.start()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
 
     def cut(self, *, refuse: bool = False) -> None:
         """Reset every connection. With `refuse`, new ones are reset too until `heal`."""
@@ -115,7 +107,6 @@ class FaultProxy:
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.num_connections += 1
         if self._refuses:
             _abort(writer)
             return

@@ -6,11 +6,11 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any, Self
 
 import redis
 
+from tests.support.lifecycle import Stoppable
 from tests.support.valkey import ValkeyServer
 from worker.embedded import free_port
 
@@ -31,7 +31,7 @@ def wait_until(is_so: Callable[[], bool], what: str, timeout_s: float = _TIMEOUT
     raise TimeoutError(f"{what} did not come true within {timeout_s:.0f} s")
 
 
-class ValkeyCluster:
+class ValkeyCluster(Stoppable):
     """`num_primaries` share the slots evenly; node i + num_primaries × k is a replica of node i."""
 
     def __init__(
@@ -66,14 +66,6 @@ class ValkeyCluster:
     def stop(self) -> None:
         for node in self.nodes:
             node.stop()
-
-    def __enter__(self) -> Self:
-        return self.start()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
 
     def node_of(self, key: str) -> ValkeyServer:
         """The primary that answers for a key now."""
@@ -143,7 +135,7 @@ class _SentinelProcess(ValkeyServer):
         return ["--sentinel"]
 
 
-class SentinelGroup:
+class SentinelGroup(Stoppable):
     """One primary, replicas of it, and three sentinels that agree by two."""
 
     def __init__(self, num_replicas: int = 1, service: str = "main") -> None:
@@ -174,14 +166,6 @@ class SentinelGroup:
     def stop(self) -> None:
         for server in (*self.sentinels, *self.servers):
             server.stop()
-
-    def __enter__(self) -> Self:
-        return self.start()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
 
     @property
     def primary(self) -> ValkeyServer:
