@@ -23,7 +23,6 @@ class Subscription:
 
     def __init__(self, client: redis.Redis, channel: str) -> None:
         self._pubsub = _open(client, channel)
-        self._channel = channel
         deadline = time.monotonic() + _CONFIRM_S
         while (message := self._next(max(0.0, deadline - time.monotonic()))) is None or "subscribe" not in message[
             "type"

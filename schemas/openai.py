@@ -16,7 +16,6 @@ URLS: Final = (CHAT_URL, COMPLETIONS_URL)
 BatchStatus = Literal[
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
 ]
-FINAL_STATUSES: Final = ("failed", "completed", "expired", "cancelled")
 
 
 # ── lines ──

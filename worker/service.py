@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -38,9 +37,8 @@ RESTART_PAUSE_S = (0.0, 1.0, 5.0, 15.0, 30.0)
 
 @dataclass(slots=True)
 class Health:
-    """What /healthz and the metrics look at; times are monotonic seconds."""
+    """What /healthz and the metrics look at."""
 
-    last_frame_at: float = field(default_factory=time.monotonic)
     engine_ready: bool = False
     engine_restarts: int = 0
     stats: EngineStats = field(default_factory=EngineStats)
@@ -183,7 +181,6 @@ class Service:
     async def _pump(self) -> None:
         assert self._host is not None
         async for frame in self._host.frames():
-            self.health.last_frame_at = time.monotonic()
             self.health.stats = frame.stats
             if frame.events or self._publisher.has_pending:
                 await self._act_on(await self._publisher.handle(frame.events))

@@ -159,10 +159,6 @@ class OutputFiles:
                 file.flush()
                 os.fsync(file.fileno())
 
-    @property
-    def has_errors(self) -> bool:
-        return self.paths.errors.exists()
-
     def _file(self, is_error: bool) -> IO[bytes]:
         if is_error not in self._files:
             self._files[is_error] = (self.paths.errors if is_error else self.paths.output).open("ab")

@@ -62,7 +62,6 @@ class FinalizerStats:
     lost: int = 0  # recorded, but the job was another worker's by then
     groups: int = 0
     record_failures: int = 0
-    acknowledge_failures: int = 0
     record_down_since: float | None = None
     acknowledge_down_since: float | None = None
     last_error: str = ""
@@ -199,7 +198,6 @@ class Finalizer:
 
     def _acknowledge_failed(self, error: Exception) -> None:
         stats = self.stats
-        stats.acknowledge_failures += 1
         stats.last_error = str(error)
         if stats.acknowledge_down_since is None:
             stats.acknowledge_down_since = time.monotonic()

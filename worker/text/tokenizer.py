@@ -100,10 +100,6 @@ class Tokenizer:
     # ── facts ──
 
     @property
-    def has_chat_template(self) -> bool:
-        return bool(self._template)
-
-    @property
     def vocab_size(self) -> int:
         return len(self._tokenizer)
 
