@@ -73,14 +73,14 @@ class _Calls:
         threads = self._threads = torch.get_num_threads()
         size = max(weight.workspace_bytes(max_tokens, threads) for weight in self._weights)
         self._workspace = torch.empty(size, dtype=torch.uint8)
-        self._arguments = [self._prepare(weight, inputs[weight.k], output, threads) for weight in self._weights]
+        self._arguments = [self._prepare(weight, inputs[weight.k], output) for weight in self._weights]
         steps = [Step(w.member, a) for w, a in zip(self._weights, self._arguments, strict=True)]
         self._program = Program(steps)
 
-    def _prepare(self, weight: PackedWeight, x: Tensor, output: Tensor, threads: int) -> LinearArguments:
+    def _prepare(self, weight: PackedWeight, x: Tensor, output: Tensor) -> LinearArguments:
         arguments = weight.arguments(Epilogue.PLAIN)
         arguments.x, arguments.y, arguments.workspace = x.data_ptr(), output.data_ptr(), self._workspace.data_ptr()
-        arguments.x_stride, arguments.y_stride, arguments.num_threads = weight.k, weight.n, threads
+        arguments.x_stride, arguments.y_stride = weight.k, weight.n
         return arguments
 
     def run(self, num_rows: int) -> None:
