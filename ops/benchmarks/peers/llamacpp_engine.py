@@ -16,6 +16,7 @@ from typing import Any
 from ops.benchmarks.peers.protocol import EngineOptions, Round, serve
 from ops.benchmarks.workload_files import WorkloadRequest
 
+_NO_FLASH = 0  # LLAMA_FLASH_ATTN_TYPE_DISABLED
 _PADDING = 256  # llama.cpp rounds a stream's cells up to it
 
 
@@ -80,6 +81,7 @@ class LlamaCpp:
         params.no_perf = True
         if self._is_float:
             params.type_k = params.type_v = self._api.GGML_TYPE_F32
+            params.flash_attn_type = _NO_FLASH  # its flash attention rounds more: other tokens, and no faster here
         context = self._api.llama_init_from_model(self._model, params)
         if not context:
             raise RuntimeError("llama.cpp could not make a context")
