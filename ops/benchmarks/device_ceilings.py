@@ -1,5 +1,5 @@
-"""What a device can do at best, measured: bytes read per second by a large reduction-free pass, operations per second
-by a large matrix product. It knows no model.
+"""What a device can do at best, measured: bytes per second by large copies and reads, operations per second by a large
+matrix product of random numbers. It knows no model.
 """
 
 import time
@@ -8,11 +8,15 @@ from dataclasses import dataclass
 
 import torch
 
+REPEATS = 8  # between two looks at the clock, so that what a launch costs does not count
+
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
     bytes_s: float
     operations_s: float
+    copied_bytes_s: float  # read and written
+    read_bytes_s: float
 
 
 def synchronise(device: torch.device) -> None:
@@ -23,23 +27,26 @@ def synchronise(device: torch.device) -> None:
 def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
     """The best of several tries each: a ceiling is what was reached once."""
     on_gpu = device.type == "cuda"
-    size = (1 << 30) if on_gpu else (1 << 26)
+    size = (4 << 30) if on_gpu else (1 << 26)
     source = torch.ones(size // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
-    copied = _best(lambda: target.copy_(source), device)
+    copied = 2 * size / _best(lambda: target.copy_(source), device)
+    read = size / _best(lambda: torch.sum(source), device)
     width = 8192 if on_gpu else 1024
     left, right = (torch.randn(width, width, device=device).to(dtype) for _ in range(2))
-    multiplied = _best(lambda: left @ right, device)
-    return Ceilings(bytes_s=2 * size / copied, operations_s=2 * width**3 / multiplied)
+    product = torch.empty_like(left)
+    multiplied = _best(lambda: torch.mm(left, right, out=product), device)
+    return Ceilings(max(copied, read), 2 * width**3 / multiplied, copied, read)
 
 
 def _best(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds."""
+    """Seconds of one call."""
     times = []
-    for _ in range(12):
+    for _ in range(6):
         synchronise(device)
         started = time.perf_counter()
-        work()
+        for _ in range(REPEATS):
+            work()
         synchronise(device)
-        times.append(time.perf_counter() - started)
-    return min(times[2:])
+        times.append((time.perf_counter() - started) / REPEATS)
+    return min(times[1:])

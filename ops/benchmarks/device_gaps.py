@@ -1,6 +1,6 @@
-"""Where a device stands idle between kernels: gaps summed by the two kernels that they lie between.
+"""Where a device's time goes: its kernels by name, and the gaps between them by the two that they lie between.
 
-From torch's profiler. A gap is named only if it is more than 2 % of the profiled time.
+From torch's profiler. What takes less than 2 % of the profiled time is not named.
 """
 
 from collections import defaultdict
@@ -14,8 +14,8 @@ from ops.benchmarks.device_ceilings import synchronise
 LEAST_SHARE = 0.02
 
 
-def gaps_of(step: Callable[[], object], device: torch.device, steps: int) -> dict[str, Any]:
-    """`busy`: share of the time in which the device worked; `gaps`: the named ones, per step, largest first."""
+def profile_of(step: Callable[[], object], device: torch.device, steps: int) -> dict[str, Any]:
+    """`busy`: share of the time in which the device worked; `kernels` and `gaps` per step, largest first."""
     kinds = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         kinds.append(torch.profiler.ProfilerActivity.CUDA)
@@ -23,10 +23,11 @@ def gaps_of(step: Callable[[], object], device: torch.device, steps: int) -> dic
         for _ in range(steps):
             step()
         synchronise(device)
+    wanted = "CUDA" if device.type == "cuda" else "CPU"  # on a CPU operators stand in for kernels
     spans = [
         (event.time_range.start, event.time_range.end, event.name)
         for event in profile.events() or ()
-        if event.device_type.name == "CUDA"
+        if event.device_type.name == wanted and (wanted == "CUDA" or event.cpu_parent is None)
     ]
     return summarise(spans, steps)
 
@@ -35,8 +36,11 @@ def summarise(spans: Iterable[tuple[float, float, str]], steps: int) -> dict[str
     """Spans are (start, end, name) in microseconds, in any order; they may overlap."""
     ordered = sorted(spans)
     if not ordered:
-        return {"busy": 0.0, "gaps": []}
+        return {"busy": 0.0, "kernels": [], "gaps": []}
     idle: defaultdict[str, float] = defaultdict(float)
+    worked: defaultdict[str, float] = defaultdict(float)
+    for start, end, name in ordered:
+        worked[name] += end - start
     first, reached, last = ordered[0]
     for start, end, name in ordered[1:]:
         if start > reached:
@@ -44,8 +48,15 @@ def summarise(spans: Iterable[tuple[float, float, str]], steps: int) -> dict[str
         if end > reached:
             reached, last = end, name
     whole = reached - first
+    kernels = [(name, took) for name, took in _largest(worked) if took > LEAST_SHARE * whole]
     named = sorted(((took, between) for between, took in idle.items() if took > LEAST_SHARE * whole), reverse=True)
     return {
         "busy": 1.0 - sum(idle.values()) / whole,
+        "step_ms": whole / 1e3 / steps,
+        "kernels": [{"name": n, "ms": took / 1e3 / steps, "share": took / whole} for n, took in kernels],
         "gaps": [{"between": b, "ms": took / 1e3 / steps, "share": took / whole} for took, b in named],
     }
+
+
+def _largest(times: dict[str, float]) -> list[tuple[str, float]]:
+    return sorted(times.items(), key=lambda pair: -pair[1])

@@ -1,70 +1,32 @@
 """`ops/bench gpu`: how much of a CUDA device the engine uses, for models of well-known shapes with random weights.
 
-Ceilings (bytes per second of a copy, operations per second of a matrix product) are measured in the same run; what a
-step must move and compute is counted from the model's shapes. Decode by batch size against the bandwidth, one long
-prefill against the operations, per attention backend; with `--peer`, the mixed workload beside Transformers; with
-`--profile`, the gaps between kernels that cost more than 2 %. `--device cpu --shape tiny` runs all of it anywhere.
+Ceilings (bytes per second, operations per second) are measured in the same run; what a step must move and compute is
+counted from the model's shapes. Per model: decode by batch, drawn tokens, one long prefill, where a step's time goes,
+the same without graphs, without running ahead and without fused modules, the attention backends; then the mixed load
+beside Transformers' continuous batching on a second model with the same weights. The record is written after every
+measurement, and what `--limit` leaves no time for is named in it, so a run that is cut off has lost nothing.
+`--device cpu --shape tiny --dtype float32` runs all of it anywhere.
 """
 
 import argparse
-import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
-from ops.benchmarks import comparison
-from ops.benchmarks.device_ceilings import Ceilings, measure_ceilings, synchronise
-from ops.benchmarks.device_gaps import gaps_of
-from ops.benchmarks.peers.environments import ROOT
-from worker.engine import Engine, EngineConfig, SamplingParams
+from ops.benchmarks import gpu_report
+from ops.benchmarks.device_ceilings import Ceilings, measure_ceilings
+from ops.benchmarks.gpu_measures import DRAWN, GREEDY, configure, decode, engine_of, gaps, prefill
+from ops.benchmarks.gpu_models import SHAPES, describe, forget, random_model
+from ops.benchmarks.gpu_peer import beside
+from worker.engine import Engine, EngineConfigError
+from worker.engine.model.loader import LoadedModel
 
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """A decoder as its configuration names it; the embedding is not counted, its rows are only looked up."""
-
-    model_type: str
-    hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    intermediate_size: int
-    vocab_size: int
-    max_position_embeddings: int = 16_384
-
-    @property
-    def num_weights(self) -> int:
-        """That a token's products touch."""
-        heads = self.num_attention_heads + 2 * self.num_key_value_heads
-        attention = self.hidden_size * self.head_dim * (heads + self.num_attention_heads)
-        return self.num_hidden_layers * (attention + 3 * self.hidden_size * self.intermediate_size) + self.head_weights
-
-    @property
-    def head_weights(self) -> int:
-        return self.hidden_size * self.vocab_size
-
-    def kv_bytes(self, tokens: int, itemsize: int) -> int:
-        return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim * tokens * itemsize
-
-    def prefill_operations(self, tokens: int) -> int:
-        """Products of every token, the head of one, and causal attention."""
-        attention = 2 * self.num_hidden_layers * self.num_attention_heads * self.head_dim * tokens * tokens
-        return 2 * (self.num_weights - self.head_weights) * tokens + 2 * self.head_weights + attention
-
-
-_SLACK = 64  # tokens that sequences make before the measured steps
-SHAPES = {
-    "llama-3-8b": Shape("llama", 4096, 32, 32, 8, 128, 14_336, 128_256),
-    "qwen3-4b": Shape("qwen3", 2560, 36, 32, 8, 128, 9728, 151_936),
-    "tiny": Shape("llama", 64, 2, 4, 2, 16, 128, 512),
-}
+PAGED_BLOCK = 256  # what FlashAttention 2 asks of a block
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,160 +35,165 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefill", type=int, default=8192, help="tokens of the long prompt")
     parser.add_argument("--context", type=int, default=512, help="tokens of each decoding sequence")
     parser.add_argument("--steps", type=int, default=64)
-    parser.add_argument("--attention", action="append", help="a backend; repeatable; default: what is chosen")
+    parser.add_argument("--attention", action="append", help="a backend to compare; repeatable; default: all")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--peer", action="append", default=[], choices=("transformers",), help="on the mixed workload")
-    parser.add_argument("--share", type=float, default=1.0, help="scale the mixed workload's requests")
-    parser.add_argument("--profile", action="store_true", help="name the gaps of a decode step, largest batch")
+    parser.add_argument("--share", type=float, default=4.0, help="scale the mixed load's 64 requests")
+    parser.add_argument("--rounds", type=int, default=2, help="of the mixed load")
+    parser.add_argument("--no-peer", action="store_true", help="leave Transformers out")
+    parser.add_argument("--limit", type=float, default=540.0, help="seconds after which nothing more is begun")
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     console = Console()
-    if options.device == "cuda" and not torch.cuda.is_available():
+    if options.device.startswith("cuda") and not torch.cuda.is_available():
         console.print("ops/bench gpu: torch sees no CUDA device (--device cpu --shape tiny runs the same code)")
         return {"ok": False, "error": "no CUDA device"}
-    ceilings = measure_ceilings(torch.device(options.device), getattr(torch, options.dtype))
-    console.print(f"ceilings: {ceilings.bytes_s / 1e9:,.1f} GB/s read, {ceilings.operations_s / 1e12:,.2f} TFLOP/s")
-    results: dict[str, dict[str, Any]] = {}
-    for name in options.shape or ["llama-3-8b", "qwen3-4b"]:
-        folder = model_folder(name, options.device, options.dtype)
-        found = [measure(name, folder, backend, ceilings, options) for backend in options.attention or ["auto"]]
-        _show(console, name, found)
-        results[name] = {"backends": found}
-        if options.peer:
-            results[name]["mixed"] = _beside(options, folder)
-    return {"ceilings": asdict(ceilings), "results": results}
+    options.batch = options.batch or [1, 32, 128, 256]
+    session = Session(options, console)
+    shapes = options.shape or ["llama-3-8b", "qwen3-4b"]
+    for name in shapes:
+        session.attempt(name, "model", lambda name=name: measure(name, session))  # type: ignore[misc]
+        forget()
+    for name in () if options.no_peer else shapes:
+        session.attempt(name, "mixed", lambda name=name: beside(SHAPES[name], options))  # type: ignore[misc]
+        forget()
+    gpu_report.show(console, session.record)
+    return session.record
 
 
-def model_folder(name: str, device: str, dtype: str) -> Path:
-    """Random weights on disk, made once: every engine then loads the same."""
-    folder = ROOT / ".cache" / "bench-models" / f"{name}-{dtype}"
-    if (folder / "finished").exists():
-        return folder
-    from transformers import AutoConfig, AutoModelForCausalLM
+class Session:
+    """The record as it grows, and the time that is left."""
 
-    fields = asdict(SHAPES[name])
-    config = AutoConfig.for_model(fields.pop("model_type"), **fields, tie_word_embeddings=False, eos_token_id=0)
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))  # type: ignore[no-untyped-call]
-    model.save_pretrained(folder)
-    (folder / "finished").touch()
-    return folder
+    def __init__(self, options: argparse.Namespace, console: Console) -> None:
+        self.options = options
+        self._console = console
+        self._until = time.monotonic() + options.limit
+        self._keep: Callable[[dict[str, Any]], None] = getattr(options, "keep", lambda _record: None)
+        self.ceilings: Ceilings = measure_ceilings(torch.device(options.device), getattr(torch, options.dtype))
+        self.record: dict[str, Any] = {
+            "ok": True,
+            "device": gpu_report.describe(options.device),
+            "ceilings": asdict(self.ceilings),
+            "results": {},
+            "left_out": {},
+        }
+        self._keep(self.record)
+        gpu_report.tell(console, "ceilings", self.record["ceilings"])
 
-
-def measure(name: str, folder: Path, backend: str, ceilings: Ceilings, options: argparse.Namespace) -> dict[str, Any]:
-    """One backend on one model: decode by batch, a prefill, and the gaps."""
-    batches = options.batch or [1, 32, 128, 256]
-    shape, block = SHAPES[name], 16
-    tokens = max(max(batches) * (options.context + options.steps + _SLACK + 2 * block), options.prefill + 2 * block)
-    config = EngineConfig(
-        model=str(folder), dtype=options.dtype, device=options.device, block_size=block,
-        attention=backend,  # type: ignore[arg-type]
-        num_blocks=tokens // block + max(batches) + 2, max_num_seqs=max(batches), prefix_cache=False,
-        max_num_batched_tokens=max(options.prefill, max(batches)), max_model_len=shape.max_position_embeddings,
-    )  # fmt: skip
-    engine = Engine.load(config)
-    try:
-        decode = {batch: _decode(engine, shape, batch, ceilings, options) for batch in batches}
-        prefill = _prefill(engine, shape, ceilings, options)
-        gaps = _gaps(engine, max(batches), options) if options.profile else None
-    finally:
-        engine.stop(drain=False)
-    return {"attention": engine.runner.config.attention, "decode": decode, "prefill": prefill, "gaps": gaps}
-
-
-def _decode(
-    engine: Engine, shape: Shape, batch: int, ceilings: Ceilings, options: argparse.Namespace
-) -> dict[str, float]:
-    requests = _start(engine, shape, batch, options)
-    times = []
-    for _ in range(options.steps):
+    def attempt(self, shape: str, what: str, work: Callable[[], Any]) -> Any:
+        """Measure and keep; None if time is up or it failed, and the record says which."""
+        left_out = self.record["left_out"]
+        if time.monotonic() > self._until:
+            left_out[f"{shape}: {what}"] = "no time was left"
+            return None
         started = time.perf_counter()
-        engine.step()
-        times.append(time.perf_counter() - started)
-    synchronise(torch.device(options.device))
-    _end(engine, requests)
-    step_s = statistics.median(times)
-    itemsize = torch.empty((), dtype=getattr(torch, options.dtype)).element_size()
-    context = options.context + options.steps // 2
-    moved = shape.num_weights * itemsize + batch * shape.kv_bytes(context, itemsize)
-    computed = 2 * shape.num_weights * batch
-    floor_s = max(moved / ceilings.bytes_s, computed / ceilings.operations_s)
-    return {
-        "step_ms": 1e3 * step_s,
-        "tokens_s": batch / step_s,
-        "share_of_bandwidth": moved / step_s / ceilings.bytes_s,
-        "share_of_roofline": floor_s / step_s,
-    }
+        try:
+            found = work()
+        except EngineConfigError as error:  # this machine cannot: a backend that is not there, say
+            left_out[f"{shape}: {what}"] = str(error)
+            gpu_report.tell(self._console, f"{shape}: {what} is left out", str(error))
+            return None
+        except Exception as error:
+            self.record["ok"] = False
+            left_out[f"{shape}: {what}"] = f"{type(error).__name__}: {error}"
+            self._console.print(traceback.format_exc(), markup=False, highlight=False)
+            return None
+        finally:
+            self._keep(self.record)
+        if found is not None:
+            self.record["results"].setdefault(shape, {})[what] = found
+            self._keep(self.record)
+            gpu_report.tell(self._console, f"{shape}: {what} ({time.perf_counter() - started:.1f} s)", found)
+        return found
 
 
-def _prefill(engine: Engine, shape: Shape, ceilings: Ceilings, options: argparse.Namespace) -> dict[str, float]:
-    times = []
-    for seed in range(4):
-        started = time.perf_counter()
-        engine.add_request(_prompt(shape, options.prefill, seed), SamplingParams(temperature=0, max_tokens=1))
-        while engine.has_work:
-            engine.step()
-        times.append(time.perf_counter() - started)
-    seconds = statistics.median(times[1:])
-    share = shape.prefill_operations(options.prefill) / seconds / ceilings.operations_s
-    return {"seconds": seconds, "tokens_s": options.prefill / seconds, "share_of_operations": share}
+def measure(name: str, session: Session) -> None:
+    """All of one model but the peer."""
+    options = session.options
+    shape, dtype = SHAPES[name], getattr(torch, options.dtype)
+    base = configure(shape, options)
+    loaded = describe(random_model(shape, options.device, dtype), base)
+    whole(name, "default", session, loaded)
+    middle = [sorted(options.batch)[len(options.batch) // 2]]
+    settings: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("without graphs", {"cuda_graphs": False}),
+        ("without running ahead", {"async_batching": False}),
+        ("without either", {"cuda_graphs": False, "async_batching": False}),
+    )
+    for what, changes in settings:
+        part(name, what, session, loaded, middle, changes)
+    for backend in options.attention or ("triton", "flash", "torch_varlen", "reference"):
+        block = PAGED_BLOCK if backend in ("flash", "torch_varlen") else 16
+        part(name, f"attention {backend}", session, loaded, middle, {"attention": backend, "block_size": block})
+    del loaded
+    forget()
+    plain = describe(random_model(shape, options.device, dtype), base.replace(fuse=False))
+    part(name, "without fused modules", session, plain, [min(options.batch), *middle], {"fuse": False})
 
 
-def _gaps(engine: Engine, batch: int, options: argparse.Namespace) -> dict[str, Any]:
-    requests = _start(engine, SHAPES[(options.shape or ["llama-3-8b"])[0]], batch, options)
-    found = gaps_of(engine.step, torch.device(options.device), min(20, options.steps))
-    _end(engine, requests)
-    return found
+def whole(name: str, what: str, session: Session, loaded: LoadedModel) -> None:
+    """Everything that is measured of the engine as it is by default."""
+    options, shape, ceilings = session.options, SHAPES[name], session.ceilings
+
+    def work(engine: Engine) -> None:
+        for batch in options.batch:
+            session.attempt(
+                name,
+                f"{what}: decode {batch}",
+                lambda batch=batch: decode(engine, shape, batch, ceilings, options, GREEDY),  # type: ignore[misc]
+            )
+        session.attempt(name, f"{what}: prefill", lambda: prefill(engine, shape, ceilings, options))
+        for batch in sorted({min(options.batch), max(options.batch)}):
+            session.attempt(
+                name,
+                f"{what}: profile {batch}",
+                lambda batch=batch: gaps(engine, shape, batch, options),  # type: ignore[misc]
+            )
+        largest = max(options.batch)
+        session.attempt(
+            name, f"{what}: drawn {largest}", lambda: decode(engine, shape, largest, ceilings, options, DRAWN)
+        )
+
+    _with_engine(name, what, session, loaded, {}, work)
 
 
-def _start(engine: Engine, shape: Shape, batch: int, options: argparse.Namespace) -> list[str]:
-    """So many sequences decode when this returns, graphs captured and caches warm."""
-    params = SamplingParams(temperature=0, max_tokens=options.steps + _SLACK, ignore_eos=True)
-    requests = engine.add_requests([_prompt(shape, options.context, seed) for seed in range(batch)], params)
-    seen: set[str] = set()
-    while len(seen) < batch:
-        seen |= {event.request_id for event in engine.step() if event.token_ids}
-    for _ in range(3):
-        engine.step()
-    return requests
+def part(
+    name: str, what: str, session: Session, loaded: LoadedModel, batches: list[int], changes: dict[str, Any]
+) -> None:
+    """Decode of a few batches and the prefill, with other settings."""
+    options, shape, ceilings = session.options, SHAPES[name], session.ceilings
+
+    def work(engine: Engine) -> None:
+        for batch in dict.fromkeys(batches):
+            session.attempt(
+                name,
+                f"{what}: decode {batch}",
+                lambda batch=batch: decode(engine, shape, batch, ceilings, options, GREEDY),  # type: ignore[misc]
+            )
+        if what.startswith("attention") or "fused" in what:
+            session.attempt(name, f"{what}: prefill", lambda: prefill(engine, shape, ceilings, options))
+
+    _with_engine(name, what, session, loaded, changes, work)
 
 
-def _end(engine: Engine, requests: Sequence[str]) -> None:
-    for request in requests:
-        engine.cancel(request)
-    while engine.has_work:
-        engine.step()
+def _with_engine(
+    name: str,
+    what: str,
+    session: Session,
+    loaded: LoadedModel,
+    changes: dict[str, Any],
+    work: Callable[[Engine], None],
+) -> None:
+    def inside() -> Any:
+        engine = engine_of(loaded, configure(SHAPES[name], session.options, **changes))
+        try:
+            work(engine)
+            counts = engine.runner.graph_counts
+            refusal = getattr(getattr(engine.runner, "graphs", None), "refusal", None)
+            return {"engine": engine.runner.description, "graphs": counts, "refusal": refusal}
+        finally:
+            engine.stop(drain=False)
 
-
-def _prompt(shape: Shape, count: int, seed: int) -> tuple[int, ...]:
-    return tuple(1 + (seed * 7919 + 31 * index) % (shape.vocab_size - 1) for index in range(count))
-
-
-def _beside(options: argparse.Namespace, folder: Path) -> dict[str, object]:
-    arguments = argparse.Namespace(
-        workload=["mixed"], rounds=2, seed=0, share=options.share, model=str(folder), dtype=options.dtype, threads=0,
-        pool_tokens=131_072, max_batch_tokens=8192, max_sequences=256, set=[f"device={options.device}"],
-    )  # fmt: skip
-    return comparison.compare(arguments, [comparison.OURS, *options.peer])
-
-
-def _show(console: Console, name: str, found: list[dict[str, Any]]) -> None:
-    table = Table(title=f"{name}: share of the ceilings, measured in this run", title_justify="left")
-    for column in ("attention", "what", "tokens/s", "ms a step", "of the bandwidth", "of the roofline"):
-        table.add_column(column, justify="left" if column in ("attention", "what") else "right")
-    for each in found:
-        for batch, figures in each["decode"].items():
-            table.add_row(
-                each["attention"], f"decode, {batch}", f"{figures['tokens_s']:,.0f}", f"{figures['step_ms']:.2f}",
-                f"{figures['share_of_bandwidth']:.1%}", f"{figures['share_of_roofline']:.1%}",
-            )  # fmt: skip
-        prefill = each["prefill"]
-        took, share = f"{1e3 * prefill['seconds']:.1f}", f"{prefill['share_of_operations']:.1%}"
-        table.add_row(each["attention"], "prefill", f"{prefill['tokens_s']:,.0f}", took, "", share)
-        for gap in (each["gaps"] or {}).get("gaps", []):
-            took, share = f"{gap['ms']:.3f}", f"{gap['share']:.1%}"
-            table.add_row(each["attention"], f"gap: {gap['between']}", "", took, "", share)
-    console.print(table)
+    session.attempt(name, what, inside)
+    forget()

@@ -4,6 +4,7 @@ A fresh manager per round, so that no prefix of an earlier round is found; its m
 not timed.
 """
 
+import dataclasses
 import logging
 import os
 import time
@@ -16,20 +17,17 @@ PAGE_SIZE = 32
 
 
 class TransformersBatching:
-    def __init__(self, options: EngineOptions) -> None:
+    def __init__(self, options: EngineOptions, model: Any = None) -> None:
+        """`model` is one that is there already, on its device; else it is loaded to where our engine would be."""
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         import torch
-        from transformers import AutoModelForCausalLM, __version__
-
-        from worker.engine.model.store import resolve
+        from transformers import __version__
 
         if options.threads:
             torch.set_num_threads(options.threads)
         logging.getLogger("transformers").setLevel(logging.ERROR)
         self._options = options
-        self._model: Any = AutoModelForCausalLM.from_pretrained(
-            resolve(options.model), dtype=getattr(torch, options.dtype), attn_implementation="sdpa"
-        )
+        self._model: Any = _load(options) if model is None else model
         self._model.generation_config.do_sample = False
         self._model.generation_config.eos_token_id = -1  # its way to say: none
         self.description = f"Transformers {__version__} continuous batching, sdpa, page_size={PAGE_SIZE}"
@@ -37,11 +35,13 @@ class TransformersBatching:
     def run(self, requests: tuple[WorkloadRequest, ...]) -> Round:
         from transformers import ContinuousBatchingConfig
 
-        config = ContinuousBatchingConfig(
-            page_size=PAGE_SIZE,
-            num_blocks=self._options.pool_tokens // PAGE_SIZE,
-            max_batch_tokens=self._options.max_batch_tokens,
-        )
+        names = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
+        settings: dict[str, Any] = {
+            "page_size" if "page_size" in names else "block_size": PAGE_SIZE,  # as older releases call it
+            "num_blocks": self._options.pool_tokens // PAGE_SIZE,
+            "max_batch_tokens": self._options.max_batch_tokens,
+        }
+        config = ContinuousBatchingConfig(**settings)
         finished: dict[int, Any] = {}
         with self._model.continuous_batching_context_manager(continuous_batching_config=config) as manager:
             self._wake(manager)
@@ -84,6 +84,19 @@ class TransformersBatching:
 
     def close(self) -> None:
         """Each round has closed its manager."""
+
+
+def _load(options: EngineOptions) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from worker.engine.model.loader import pick_device
+    from worker.engine.model.store import resolve
+
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        resolve(options.model), dtype=getattr(torch, options.dtype), attn_implementation="sdpa"
+    )
+    return model.to(pick_device(str(options.settings.get("device", "auto"))))
 
 
 if __name__ == "__main__":
