@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,7 +21,7 @@ from worker.engine.attention import AttentionBackend, choose
 from worker.engine.config import CacheConfig, EngineConfig, EngineConfigError
 from worker.engine.graphs import Capture, CudaCapture, GraphRunner
 from worker.engine.kernels.draw import draw_kernel
-from worker.engine.kv.cache_pool import KVCachePool
+from worker.engine.kv.cache_pool import KVCachePool, kv_dtype
 from worker.engine.kv.offloader import Offloader, PinnedPool
 from worker.engine.model import store
 from worker.engine.model.loader import LoadedModel, load_model
@@ -31,10 +32,9 @@ from worker.engine.plan import ScheduledSequence, StepOutput, StepPlan
 from worker.engine.runner_inputs import InputBuilder, PreviousTokens, StepInputs
 from worker.engine.runner_memory import size_cache
 from worker.engine.sampling import GrammarCompiler, Sampled, Sampler
+from worker.engine.sampling.draws import Kernel
 from worker.engine.sampling.lookup import PromptLookup
 from worker.engine.sequence import Sequence
-
-_KV_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +80,11 @@ class ModelRunner:
         if host_pool is not None and loaded.device.type == "cuda":
             self._pinned = PinnedPool(host_pool, torch.cuda.cudart())  # type: ignore[no-untyped-call]
         self._inputs = InputBuilder(cache_config, self.max_model_len, loaded.device, config.max_num_seqs)
+        kernel = _device_kernel(loaded.device, config)
         self._sampler = Sampler(
-            loaded.vocab_size, loaded.device, loaded.eos_token_ids, grammars, draw_kernel(loaded.device)
-        )
+            loaded.vocab_size, loaded.device, loaded.eos_token_ids, grammars,
+            kernel or draw_kernel(loaded.device), takes_any_dtype=kernel is not None,
+        )  # fmt: skip
         self._previous: PreviousTokens | None = None
         self.graphs: GraphRunner | None = None
 
@@ -110,19 +112,19 @@ class ModelRunner:
         adapters = _adapters(loaded, config, report)
         may_shorten = config.max_model_len is None
         config = _resolved(config, loaded)
-        kv_dtype = _KV_DTYPES[config.kv_dtype]
-        backend = choose(config.attention, loaded.device, kv_dtype, list(loaded.shapes), config.block_size)
-        cache_config, length = size_cache(loaded, config, backend, kv_dtype, may_shorten)
+        dtype = kv_dtype(config, loaded.dtype)
+        backend = choose(config.attention, loaded.device, dtype, list(loaded.shapes), config.block_size)
+        cache_config, length = size_cache(loaded, config, backend, dtype, may_shorten)
         if config.tensor_parallel:
             cache_config = ranks.agree(cache_config)
         config = config.replace(attention=backend.name, max_model_len=length)
         pool = KVCachePool.allocate(
-            loaded.groups, cache_config.num_blocks, config.block_size, backend, kv_dtype, loaded.device
+            loaded.groups, cache_config.num_blocks, config.block_size, backend, dtype, loaded.device
         )
         host_pool = None
         if any(cache_config.num_host_blocks):
             host_pool = KVCachePool.allocate(
-                loaded.groups, cache_config.num_host_blocks, config.block_size, backend, kv_dtype, torch.device("cpu")
+                loaded.groups, cache_config.num_host_blocks, config.block_size, backend, dtype, torch.device("cpu")
             )
         info = tokenizer_info(loaded.path, loaded.vocab_size, loaded.eos_token_ids, config.trust_remote_code)
         grammars = GrammarCompiler(info) if info is not None else None
@@ -235,6 +237,15 @@ def _adapters(loaded: LoadedModel, config: EngineConfig, report: Callable[[str, 
     return adapters
 
 
+def _device_kernel(device: torch.device, config: EngineConfig) -> Kernel | None:
+    """What draws tokens on a device in one launch; None where torch's operators have to, or on the CPU."""
+    if device.type != "cuda" or not config.fuse or find_spec("triton") is None:
+        return None
+    from worker.engine.sampling.device_draw import DeviceDraw
+
+    return DeviceDraw(device)
+
+
 def _bind(loaded: LoadedModel, pool: KVCachePool) -> tuple[LayerBinding, ...]:
     bindings = {
         layer: LayerBinding(group, pool.layer(group, index), loaded.shapes[layer])
@@ -250,7 +261,7 @@ def _resolved(config: EngineConfig, loaded: LoadedModel) -> EngineConfig:
     is_cuda = loaded.device.type == "cuda"
     return config.replace(
         dtype=dtype,
-        kv_dtype=dtype if config.kv_dtype == "auto" else config.kv_dtype,
+        kv_dtype=str(kv_dtype(config, loaded.dtype)).removeprefix("torch."),
         device=str(loaded.device),
         max_model_len=loaded.max_model_len,
         cuda_graphs=(is_cuda if config.cuda_graphs is None else config.cuda_graphs)

@@ -1,4 +1,4 @@
-"""How the rows of one composition of a batch are drawn: by the C++ kernel, or by torch in groups of like rows.
+"""How the rows of one composition of a batch are drawn: by a kernel, or by torch in groups of like rows.
 
 Both make the same choice from the same noise; a composition is laid out for the one that draws, with its
 parameters where that one reads them. It knows no sequences.
@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from worker.engine.kernels.draw import Drawing, DrawKernel
+from worker.engine.kernels.draw import Drawing
 from worker.engine.sampling import truncation
 from worker.engine.sampling.noise import argmax, race, row_keys
 from worker.engine.sampling.rows import COUNTS, NUMBERS, RowTable, Trait
@@ -44,12 +44,18 @@ def _is_greedy(table: RowTable, slots: Indices) -> npt.NDArray[np.bool_]:
     return greedy
 
 
-# ── by the kernel ──
+# ── by a kernel ──
+
+
+class Kernel(Protocol):
+    """Draws all rows in one pass over their logits."""
+
+    def draw(self, logits: Tensor, drawing: Drawing, keys: npt.NDArray[np.int32]) -> tuple[Tensor, Tensor]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class KernelDrawer:
-    kernel: DrawKernel
+    kernel: Kernel
 
     def lay_out(self, table: RowTable, slots: Indices) -> Draws:
         greedy = _is_greedy(table, slots)
@@ -67,7 +73,7 @@ class KernelDrawer:
 
 @dataclass(frozen=True, slots=True)
 class _KernelDraws:
-    kernel: DrawKernel
+    kernel: Kernel
     drawing: Drawing
     seeds: npt.NDArray[np.uint64]
     no_noise: npt.NDArray[np.int32] | None  # keys that nobody reads, where all rows are greedy

@@ -14,11 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from worker.engine.kernels.draw import DrawKernel
 from worker.engine.plan import ScheduledSequence
 from worker.engine.sampling.batch import Batch, build
 from worker.engine.sampling.compilation import GrammarCompiler
-from worker.engine.sampling.draws import Drawer, KernelDrawer, TorchDrawer
+from worker.engine.sampling.draws import Drawer, Kernel, KernelDrawer, TorchDrawer
 from worker.engine.sampling.penalties import Histories, Places
 from worker.engine.sampling.rows import NUMBERS, RowTable
 from worker.engine.sampling.sampled import RawLogprobs, Sampled, Share
@@ -39,19 +38,17 @@ class Sampler:
         device: torch.device,
         eos_token_ids: frozenset[int],
         grammars: GrammarCompiler | None = None,
-        kernel: DrawKernel | None = None,
+        kernel: Kernel | None = None,
+        takes_any_dtype: bool = False,
     ) -> None:
-        """`kernel` draws instead of torch where the logits are on the CPU."""
+        """`kernel`, one for this device, draws instead of torch; from logits as they are if it takes any type."""
         self.vocab_size = vocab_size
         self._device = device
         self._table = RowTable(vocab_size, eos_token_ids)
         self._histories = Histories(device)
         self._grammars = Grammars(grammars)
-        self._drawer: Drawer
-        if kernel is not None and device.type == "cpu":
-            self._drawer = KernelDrawer(kernel)
-        else:
-            self._drawer = TorchDrawer(vocab_size, device)
+        self._drawer: Drawer = TorchDrawer(vocab_size, device) if kernel is None else KernelDrawer(kernel)
+        self._takes_any_dtype = takes_any_dtype
         self._cached: tuple[int, bytes, Batch] | None = None
 
     def prepare(self, items: Seq[ScheduledSequence]) -> None:
@@ -74,7 +71,9 @@ class Sampler:
         if logits.shape[0] != len(slots):
             raise ValueError(f"{logits.shape[0]} rows of logits for items that own {len(slots)}")
         batch = self._batch(slots)
-        raw = logits[:, : self.vocab_size].float()
+        raw = logits[:, : self.vocab_size]
+        if batch.is_edited or not self._takes_any_dtype:
+            raw = raw.float()
         raw_logprobs = (
             RawLogprobs.take(raw, batch.logprob_rows, batch.max_top_logprobs) if len(batch.with_logprobs) else None
         )

@@ -1,0 +1,112 @@
+"""The kernel that draws on a device against torch's way: the same floor, the same noise, the same tokens.
+
+Runs where there is CUDA, or where this process interprets Triton: model/test_device_interpreted starts one.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from worker.engine.kernels.draw import Drawing
+from worker.engine.sampling.noise import gumbel_costs, race, row_keys
+from worker.engine.sampling.truncation import Limits, draw_sorted
+
+pytest.importorskip("triton")
+from worker.engine.attention.triton import is_interpreted
+from worker.engine.sampling.device_draw import DeviceDraw
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = [
+    pytest.mark.skipif(DEVICE.type == "cpu" and not is_interpreted(), reason="neither CUDA nor interpreted"),
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
+]
+OFF = -np.inf
+
+
+def drawing(rows: list[tuple[float, int, float, float]]) -> Drawing:
+    """Rows of (temperature, top_k, top_p, log_min_p)."""
+    temperature, top_k, top_p, log_min_p = (np.array(column) for column in zip(*rows, strict=True))
+    inverse = np.where(temperature == 0, 0.0, 1.0 / np.where(temperature == 0, 1.0, temperature))
+    return Drawing(
+        inverse.astype(np.float32), log_min_p.astype(np.float32), top_p.astype(float), top_k.astype(np.int64)
+    )
+
+
+def by_torch(logits: Tensor, wanted: Drawing, keys: np.ndarray) -> list[int]:
+    vocab = logits.shape[1]
+    inverse = torch.from_numpy(wanted.inverse_temperature)[:, None]
+    scaled = (logits - logits.amax(dim=1, keepdim=True)) * inverse
+    limits = Limits(
+        torch.from_numpy(wanted.top_k)[:, None], torch.from_numpy(wanted.top_p)[:, None],
+        torch.from_numpy(wanted.log_min_p)[:, None], max_top_k=0, bounded=False,
+    )  # fmt: skip
+    drawn = draw_sorted(scaled, limits, torch.from_numpy(keys), torch.arange(vocab, dtype=torch.int32))
+    return torch.where(inverse[:, 0] == 0, logits.argmax(dim=1), drawn).tolist()
+
+
+def random_logits(rows: int, vocab: int, seed: int = 0) -> Tensor:
+    return 3 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
+
+
+KINDS = {
+    "greedy": (0.0, 300, 1.0, OFF),
+    "plain": (1.0, 300, 1.0, OFF),
+    "hot": (2.5, 300, 1.0, OFF),
+    "top-k": (1.0, 5, 1.0, OFF),
+    "top-p": (1.0, 300, 0.7, OFF),
+    "min-p": (1.3, 300, 1.0, float(np.log(0.1))),
+    "all": (0.8, 40, 0.9, float(np.log(0.02))),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_draws_torchs_tokens(kind: str) -> None:
+    logits, keys = random_logits(8, 300), row_keys(np.arange(8, dtype=np.uint64), np.arange(8) + 5)
+    wanted = drawing([KINDS[kind]] * 8)
+    tokens, peaks = DeviceDraw(DEVICE).draw(logits.to(DEVICE), wanted, keys)
+    assert tokens.tolist() == by_torch(logits, wanted, keys)
+    assert torch.equal(peaks.cpu(), logits.amax(dim=1))
+
+
+def test_a_mixed_batch_and_a_batch_of_one_agree() -> None:
+    """Equal logits stay or go together; a row's token does not depend on its batch."""
+    logits = random_logits(7, 300, seed=1).round()
+    keys = row_keys(np.arange(7, dtype=np.uint64) + 50, np.arange(7))
+    wanted = drawing(list(KINDS.values()))
+    drawer = DeviceDraw(DEVICE)
+    tokens, _ = drawer.draw(logits.to(DEVICE), wanted, keys)
+    assert tokens.tolist() == by_torch(logits, wanted, keys)
+    for row, kind in enumerate(KINDS.values()):
+        alone, _ = drawer.draw(logits[row : row + 1].to(DEVICE), drawing([kind]), keys[row : row + 1])
+        assert alone.tolist() == tokens[row : row + 1].tolist()
+
+
+def test_rows_that_are_broken_are_told_by_their_peak() -> None:
+    logits = random_logits(4, 100)
+    logits[0, 7], logits[1, :], logits[2, 3] = torch.nan, -torch.inf, torch.inf
+    tokens, peaks = DeviceDraw(DEVICE).draw(
+        logits.to(DEVICE), drawing([KINDS["all"]] * 4), row_keys(np.zeros(4, np.uint64), np.arange(4))
+    )
+    assert torch.isfinite(peaks).tolist() == [False, False, False, True]
+    assert all(0 <= token < 100 for token in tokens.tolist())
+
+
+def test_a_token_that_is_masked_is_never_drawn() -> None:
+    logits = random_logits(16, 200)
+    logits[:, :150] = -torch.inf
+    keys = row_keys(np.arange(16, dtype=np.uint64), np.arange(16))
+    tokens, _ = DeviceDraw(DEVICE).draw(logits.to(DEVICE), drawing([(3.0, 200, 0.99, OFF)] * 16), keys)
+    assert min(tokens.tolist()) >= 150
+
+
+def test_the_noise_is_the_same_number() -> None:
+    """With equal logits the race is decided by noise alone: its winner is torch's, for many keys."""
+    keys = row_keys(np.arange(64, dtype=np.uint64), np.arange(64) * 31)
+    flat = torch.zeros(64, 500)
+    tokens, _ = DeviceDraw(DEVICE).draw(flat.to(DEVICE), drawing([(1.0, 500, 1.0, OFF)] * 64), keys)
+    ids = torch.arange(500, dtype=torch.int32)
+    assert tokens.tolist() == gumbel_costs(torch.from_numpy(keys), ids).argmin(dim=1).tolist()
+    assert tokens.tolist() == race(flat, torch.from_numpy(keys), ids).tolist()

@@ -1,0 +1,136 @@
+"""One Triton kernel that draws a row's token from its logits: peak, floor of top-k, top-p and min-p, and the race.
+
+A program takes one row, several times over: its logits stay in the second-level cache. The floor is looked for among
+the bit patterns of distances from the row's peak, which are not negative and so are ordered like integers: 16 looks at
+the row, each at three distances, find it exactly, without sorting it.
+"""
+# Triton reads annotations of kernel arguments as types: only constants are annotated.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, misc"
+
+import triton
+import triton.language as tl
+
+INFINITY_BITS = tl.constexpr(0x7F800000)  # as an integer, +infinity follows the largest finite distance
+LARGEST_BELOW_ONE = tl.constexpr(1.0 - 2.0**-24)
+
+
+@triton.jit
+def gumbel_cost(token, first_key, second_key):
+    """As `noise.gumbel_costs`: minus the Gumbel noise of a token, from the row's keys."""
+    x = (token.to(tl.uint32) * 0x9E3779B1) ^ first_key
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) ^ second_key
+    x = x * 0x846CA68B
+    x = (x ^ (x >> 16)) & 0x7FFFFFFF
+    u = tl.minimum((x.to(tl.float32) + 0.5) * 4.656612873077393e-10, LARGEST_BELOW_ONE)
+    # -log(1 - u): small u are the winners, and a device's logarithm near 1 is coarse, so for them by its series
+    series = 1.0 / 5 + u * (1.0 / 6 + u * (1.0 / 7 + u * (1.0 / 8 + u * (1.0 / 9))))
+    series = u * (1.0 + u * (1.0 / 2 + u * (1.0 / 3 + u * (1.0 / 4 + u * series))))
+    return tl.log(tl.where(u < 0.1, series, -tl.log(1.0 - u)))
+
+
+@triton.jit
+def distances(row, token, vocab, peak, inverse_temperature):
+    """How far below the peak each scaled logit lies; beyond the vocabulary infinitely far."""
+    logits = tl.load(row + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+    return -((logits - peak) * inverse_temperature)
+
+
+@triton.jit
+def share(bits, bound, mass, COUNTS: tl.constexpr):
+    """What a token adds to the count, or to the mass, of those no further away than `bound`."""
+    return tl.where(bits <= bound, 1.0 if COUNTS else mass, 0.0)
+
+
+@triton.jit
+def reach(row, vocab, peak, scale, first, second, third, nearest, COUNTS: tl.constexpr, TILE: tl.constexpr):
+    """How many tokens, or how much mass, lie within each of three distances (as integers), and within `nearest`.
+
+    A lane's part is summed in float32, in the order of the tokens: a farther distance never reaches less.
+    """
+    near = tl.zeros([TILE], tl.float32)
+    middle = tl.zeros([TILE], tl.float32)
+    far = tl.zeros([TILE], tl.float32)
+    for start in range(0, vocab, TILE):
+        token = start + tl.arange(0, TILE)
+        distance = distances(row, token, vocab, peak, scale)
+        bits = tl.where(token < vocab, distance.to(tl.int32, bitcast=True), INFINITY_BITS + 1)
+        bits = tl.where(bits <= nearest, bits, INFINITY_BITS + 1)
+        mass = tl.exp(-distance)
+        near += share(bits, first, mass, COUNTS)
+        middle += share(bits, second, mass, COUNTS)
+        far += share(bits, third, mass, COUNTS)
+    return tl.sum(near.to(tl.float64), 0), tl.sum(middle.to(tl.float64), 0), tl.sum(far.to(tl.float64), 0)
+
+
+@triton.jit
+def farthest(row, vocab, peak, scale, target, nearest, COUNTS: tl.constexpr, TILE: tl.constexpr):
+    """The smallest distance (as an integer) within which `target` is reached; each look quarters the range."""
+    low = 0
+    high = INFINITY_BITS
+    while low < high:
+        step = (high - low + 3) // 4
+        first = tl.minimum(low + step - 1, high)
+        second = tl.minimum(low + 2 * step - 1, high)
+        third = tl.minimum(low + 3 * step - 1, high)
+        near, middle, far = reach(row, vocab, peak, scale, first, second, third, nearest, COUNTS, TILE)
+        missed = (near < target).to(tl.int32) + (middle < target).to(tl.int32) + (far < target).to(tl.int32)
+        low += step * missed
+        high = tl.minimum(low + step - 1, high)
+    return low
+
+
+@triton.jit
+def draw_kernel(
+    logits,  # [num_rows, vocab], rows `row_stride` apart
+    inverse_temperature,  # [num_rows] float32; 0: the highest logit
+    log_min_p,  # float32; −infinity: off
+    top_p,  # float64; 1 or more: off
+    top_k,  # int64; vocab or more: off
+    keys,  # [num_rows, 2] int32
+    token_ids,  # [num_rows] int64
+    peaks,  # [num_rows] float32
+    vocab,
+    row_stride,
+    TILE: tl.constexpr,
+):
+    row_id = tl.program_id(0)
+    row = logits + row_id.to(tl.int64) * row_stride
+    lanes = tl.arange(0, TILE)
+    highest = tl.full([TILE], float("-inf"), tl.float32)
+    is_broken = tl.zeros([TILE], tl.int32)
+    for start in range(0, vocab, TILE):
+        values = tl.load(row + start + lanes, mask=start + lanes < vocab, other=float("-inf")).to(tl.float32)
+        is_broken |= (values != values).to(tl.int32)
+        highest = tl.maximum(highest, values)
+    peak = tl.max(highest, 0)
+    scale = tl.load(inverse_temperature + row_id)
+
+    floor = -tl.load(log_min_p + row_id)  # from here on a distance
+    nearest = tl.maximum(floor, 0.0).to(tl.int32, bitcast=True)
+    if (tl.load(top_k + row_id) < vocab) & (scale != 0.0):
+        wanted = tl.load(top_k + row_id).to(tl.float64)
+        nearest = tl.minimum(nearest, farthest(row, vocab, peak, scale, wanted, INFINITY_BITS, True, TILE))
+    if (tl.load(top_p + row_id) < 1.0) & (scale != 0.0):
+        _, _, whole = reach(row, vocab, peak, scale, nearest, nearest, nearest, nearest, False, TILE)
+        wanted = tl.load(top_p + row_id) * whole
+        nearest = tl.minimum(nearest, farthest(row, vocab, peak, scale, wanted, nearest, False, TILE))
+
+    first_key = tl.load(keys + 2 * row_id).to(tl.uint32, bitcast=True)
+    second_key = tl.load(keys + 2 * row_id + 1).to(tl.uint32, bitcast=True)
+    best = tl.full([TILE], float("-inf"), tl.float32)
+    best_token = tl.zeros([TILE], tl.int32) + vocab
+    for start in range(0, vocab, TILE):
+        token = start + lanes
+        values = tl.load(row + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+        if scale != 0.0:
+            distance = -((values - peak) * scale)
+            is_in = (distance.to(tl.int32, bitcast=True) <= nearest) & (token < vocab)
+            values = tl.where(is_in, -distance - gumbel_cost(token, first_key, second_key), float("-inf"))
+        is_better = values > best
+        best = tl.where(is_better, values, best)
+        best_token = tl.where(is_better, token, best_token)
+    winner = tl.max(best, 0)
+    token = tl.min(tl.where(best == winner, best_token, vocab), 0)
+    tl.store(token_ids + row_id, tl.minimum(token, vocab - 1).to(tl.int64))
+    tl.store(peaks + row_id, tl.where(tl.max(is_broken, 0) > 0, float("nan"), peak))
