@@ -15,7 +15,7 @@ from tests.engine.support import ChunkingPlanner, make_sequence
 from worker.engine.attention import AttentionMetadata
 from worker.engine.config import EngineConfig
 from worker.engine.graph_inputs import StaticInputs, padded_batch, padded_shape
-from worker.engine.graphs import CapturedGraph, GraphRunner
+from worker.engine.graphs import LARGEST_MIXED, CapturedGraph, CudaCapture, GraphRunner
 from worker.engine.runner import ModelRunner
 from worker.engine.runner_inputs import StepInputs
 from worker.engine.sequence import Sequence
@@ -162,6 +162,15 @@ def test_the_graph_not_used_for_longest_is_forgotten() -> None:
     assert graphs.num_captured == 4  # 1, 2, 8 (forgets 2), and 2 again (forgets 8)
 
 
+def test_a_large_mixed_step_stays_eager_however_often_it_comes() -> None:
+    forward = Recorder()
+    graphs = GraphRunner(forward, config(), 4096, fake_capture)
+    for _ in range(3):
+        inputs = step([(LARGEST_MIXED + 1, 2000), (1, 9)])
+        assert torch.equal(graphs.run(inputs), expected(inputs))
+    assert (graphs.num_captured, graphs.num_replays) == (0, 0)
+
+
 def test_a_failing_capture_means_eager_steps_and_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     forward = Recorder()
     graphs = GraphRunner(forward, config(), 512, failing_capture)
@@ -232,3 +241,15 @@ def test_captured_graphs_give_the_eager_tokens_on_cuda(family: str, folder_of: C
     assert answers(graphed) == answers(eager)
     assert graphed.graphs.refusal is None
     assert graphed.graphs.num_replays > 3 * graphed.graphs.num_captured
+
+
+@pytest.mark.gpu
+def test_a_capture_that_fails_leaves_the_stream_as_it_was() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    numbers = torch.ones(3, device="cuda")
+    stream = torch.cuda.current_stream()
+    with pytest.raises(RuntimeError):
+        CudaCapture(numbers.device)(lambda: numbers * numbers.sum().item())  # reads a value back
+    assert torch.cuda.current_stream() == stream
+    assert (numbers + 1).tolist() == [2.0, 2.0, 2.0]

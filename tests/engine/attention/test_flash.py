@@ -6,6 +6,7 @@ result in float64 from the block table and lengths that it was given.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ import torch
 from torch import Tensor
 
 from tests.engine.attention.cases import Case, attend, dense, filled_cache, make_problem
-from worker.engine.attention.base import AttentionBackend, AttentionShape
+from worker.engine.attention.base import AttentionBackend, AttentionMetadata, AttentionShape
 from worker.engine.attention.flash import FlashAttention, FlashLibrary, flash_refusal
+from worker.engine.attention.token_major import without_garbage
 from worker.engine.attention.torch_varlen import TorchVarlenAttention, missing_parameters
 
 RAGGED = ((1, 600), (33, 33), (1, 1), (19, 251), (40, 300))
@@ -222,3 +224,14 @@ def test_an_older_torch_is_known_by_its_signature() -> None:
 
     assert missing_parameters(old) == ["block_table", "seqused_k", "enable_gqa", "num_splits", "return_aux"]
     assert missing_parameters(fake_torch_varlen) == []
+
+
+def test_in_a_graph_the_device_finds_the_rows_of_nobody() -> None:
+    """Lengths are on the device only: what FlashAttention left in rows behind the last sequence's becomes zeros."""
+    lens = torch.tensor([0, 2, 5, 5], dtype=torch.int32)
+    metadata = AttentionMetadata(lens, lens[1:], lens[None], lens.long(), 8, 64, 16, None)
+    out = without_garbage(torch.full((8, 2, 4), torch.nan).index_fill_(0, torch.arange(5), 7.0), metadata)
+    assert out[:5].eq(7.0).all()
+    assert out[5:].eq(0.0).all()
+    decode = dataclasses.replace(metadata, max_query_len=1)  # padded with sequences of their own
+    assert without_garbage(torch.full((8, 2, 4), torch.nan), decode).isnan().all()

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from worker.engine.attention.reference import ReferenceAttention
-from worker.engine.config import LayerGroup
+from worker.engine.config import EngineConfigError, LayerGroup
 from worker.engine.kv.cache_pool import KVCachePool
-from worker.engine.kv.offloader import Offloader, runs
+from worker.engine.kv.offloader import Offloader, PinnedPool, runs
 from worker.engine.plan import BlockCopy, StepPlan
 
 GROUPS = (LayerGroup((0, 2), 2, 4), LayerGroup((1,), 1, 8, window=4))
@@ -77,3 +77,46 @@ def test_large_moves_are_few_operations() -> None:
     names = [event.name for event in profile.events() or ()]
     assert names.count("aten::index_select") == 1
     assert names.count("aten::index_copy_") == 1
+
+
+def test_moves_are_put_in_the_hosts_order() -> None:
+    """Blocks that lie side by side there travel in one copy, in whatever order they were given."""
+    pool, host = make_pool((8, 4), "cpu"), make_pool((8, 4), "cpu")
+    mover = Offloader(pool, host)
+    plan = StepPlan(0, (), swap_out=tuple(BlockCopy(0, *pair) for pair in ((5, 3), (1, 1), (7, 2))))
+    ((group, sources, targets),) = mover._parts(plan.swap_out, lambda copy: copy.target)
+    assert (group, sources, targets) == (0, [1, 7, 5], [1, 2, 3])
+    mover.run(plan)
+    assert held(host.tensors[0])[1:4] == [1, 7, 5]
+
+
+class Runtime:
+    """Of CUDA, as far as pinning goes; it has memory for `room` registrations."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.registered: dict[int, int] = {}
+
+    def cudaHostRegister(self, pointer: int, size: int, flags: int) -> int:
+        if len(self.registered) == self.room:
+            return 2
+        self.registered[pointer] = size
+        return flags
+
+    def cudaHostUnregister(self, pointer: int) -> None:
+        del self.registered[pointer]
+
+
+def test_a_host_pool_is_pinned_where_it_lies_and_let_go() -> None:
+    host, runtime = make_pool((5, 3), "cpu"), Runtime(room=2)
+    pinned = PinnedPool(host, runtime)
+    assert runtime.registered == {tensor.data_ptr(): tensor.nbytes for tensor in host.tensors}
+    pinned.close()
+    assert not runtime.registered
+
+
+def test_memory_that_cannot_be_pinned_is_a_setting_that_cannot_work() -> None:
+    runtime = Runtime(room=1)
+    with pytest.raises(EngineConfigError, match=r"cpu_offload_gib: the driver cannot pin .* error 2"):
+        PinnedPool(make_pool((5, 3), "cpu"), runtime)
+    assert not runtime.registered

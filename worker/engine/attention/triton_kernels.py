@@ -100,9 +100,13 @@ def store_rows(
     tl.store(out + row_at[:, None] * HEAD_DIM + dims[None, :], values.to(out.dtype.element_ty), mask=mask)
 
 
-# A 1 would otherwise become a constant of the kernel, and every other batch size a build of its own.
+# A 1 would otherwise become a constant of the kernel, and every other batch size a build of its own. A step's inputs
+# come in one copy, so where each of them begins is aligned in one step and not in the next: no builds for that either.
 # So would the width of the block table, which grows with the longest sequence.
-@triton.jit(do_not_specialize=["num_seqs", "num_tokens", "table_stride"])
+@triton.jit(
+    do_not_specialize=["num_seqs", "num_tokens", "table_stride"],
+    do_not_specialize_on_alignment=["block_table", "query_start", "seq_lens"],
+)
 def attend_kernel(
     query,  # [num_tokens, NUM_HEADS, HEAD_DIM]
     cache,  # the layer's view; keys of block b at b · block_stride, values value_offset further
@@ -219,7 +223,7 @@ def fold_kernel(
     tl.store(out + row * HEAD_DIM + dims, result.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots"])
 def write_kernel(
     key,  # [num_tokens, num_kv_heads, HEAD_DIM]
     value,
