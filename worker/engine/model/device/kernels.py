@@ -122,7 +122,7 @@ def turn_head(
         store_head(target, rest, is_token, 2 * HALF, REST, REST_PAD)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots"])
 def rotate_and_write_kernel(
     packed,  # [num_tokens, (NUM_HEADS + 2 · NUM_KV_HEADS) · HEAD_DIM]: queries, keys, values
     out,  # [num_tokens, NUM_HEADS, HEAD_DIM]: turned queries

@@ -1,0 +1,66 @@
+"""Compiles the fused kernels for GPUs that need not be here: the interpreter proves results, this that types compile,
+rows stay in registers, and loads of a row are wide.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+triton = pytest.importorskip("triton")
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from worker.engine.attention.triton import is_interpreted  # noqa: E402
+from worker.engine.model.device.kernels import gate_kernel, norm_kernel, rotate_and_write_kernel  # noqa: E402
+from worker.engine.sampling.device_kernels import draw_kernel  # noqa: E402
+
+ASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(is_interpreted(), reason="the kernels are interpreted in this process"),
+    pytest.mark.skipif(not ASSEMBLER.exists(), reason="this Triton brings no assembler for CUDA"),
+]
+
+HEADS = {"BLOCK_SIZE": 16, "NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HEAD_DIM": 128, "HEAD_PAD": 128, "HALF": 64,
+         "HALF_PAD": 64, "REST_PAD": 1}  # fmt: skip
+BF16 = dict.fromkeys(("x", "residual", "weight", "out", "sums", "packed", "cache", "cos", "sin", "query_weight",
+                      "key_weight", "logits"), "*bf16")  # fmt: skip
+KINDS = {**BF16, "slots": "*i64", "inverse_temperature": "*fp32", "log_min_p": "*fp32", "top_p": "*fp64",
+         "top_k": "*i64", "keys": "*i32", "token_ids": "*i64", "peaks": "*fp32", "eps": "fp32"}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kernel", "constants", "warps"),
+    [
+        (norm_kernel, {"WIDTH": 4096, "PAD": 4096, "OFFSET": 0.0, "ADDS": True}, 8),
+        (norm_kernel, {"WIDTH": 2560, "PAD": 4096, "OFFSET": 1.0, "ADDS": False}, 8),
+        (gate_kernel, {"INNER": 14336, "TILE": 1024, "IS_GELU": False}, 4),
+        (gate_kernel, {"INNER": 9728, "TILE": 1024, "IS_GELU": True}, 4),
+        (rotate_and_write_kernel, {**HEADS, "HAS_NORM": False, "OFFSET": 0.0, "TOKENS": 1}, 1),
+        (rotate_and_write_kernel, {**HEADS, "HAS_NORM": True, "OFFSET": 0.0, "TOKENS": 8}, 4),
+        (draw_kernel, {"TILE": 8192}, 16),
+    ],
+    ids=["add and norm", "norm", "silu", "gelu", "rotate", "norm and rotate", "draw"],
+)
+def test_compiles_without_spilling(kernel: Any, constants: dict[str, Any], warps: int, tmp_path: Path) -> None:
+    signature = {name: "constexpr" if name in constants else KINDS.get(name, "i32") for name in kernel.arg_names}
+    loose = {parameter.name for parameter in kernel.params if parameter.do_not_specialize_on_alignment}
+    wide = [i for i, name in enumerate(kernel.arg_names) if signature[name].startswith("*") and name not in loose]
+    wide += [
+        kernel.arg_names.index(n) for n in ("x_stride", "row_stride", "vocab", "block_stride") if n in kernel.arg_names
+    ]
+    source = ASTSource(kernel, signature, constants, {(index,): [["tt.divisibility", 16]] for index in wide})
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    (tmp_path / "kernel.ptx").write_text(compiled.asm["ptx"])
+    command = [str(ASSEMBLER), "-v", "-arch=sm_90a", str(tmp_path / "kernel.ptx"), "-o", str(tmp_path / "kernel.cubin")]
+    report = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stderr
+    spilled = re.search(r"(\d+) bytes spill stores", report)
+    assert spilled is not None, report
+    assert int(spilled[1]) == 0, report
+    if kernel in (norm_kernel, gate_kernel, draw_kernel):
+        assert "ld.global.v4" in compiled.asm["ptx"], "loads are narrow"

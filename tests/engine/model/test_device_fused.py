@@ -1,0 +1,149 @@
+"""Fused stand-ins of a CUDA device against Transformers' own modules.
+
+Kernels run where there is CUDA, or where this process interprets Triton: test_device_interpreted starts one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.engine.support import ChunkingPlanner, make_sequence
+from tests.engine.truth import tiny_models
+from worker.engine.config import AttentionName, EngineConfig
+from worker.engine.model.fused.modules import rotate
+from worker.engine.model.loader import LoadedModel, load_model
+from worker.engine.runner import ModelRunner
+
+pytest.importorskip("triton")
+from worker.engine.attention.triton import is_interpreted
+from worker.engine.model.device.launches import HeadNorms, Heads, Target, add_and_norm, gate, rotate_and_write
+from worker.engine.model.device.swap import fuse_on_device
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [
+    pytest.mark.skipif(DEVICE == "cpu" and not is_interpreted(), reason="neither CUDA nor interpreted"),
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
+]
+ALL = {"DeviceNorm", "DeviceMLP", "DeviceAttention", "DeviceLayer"}
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def rms(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * (weight + offset)
+
+
+# ── the kernels ──
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 64), (5, 80), (3, 1)])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_norm_after_an_addition(rows: int, width: int, offset: float) -> None:
+    x, residual, weight = random(rows, 2 * width)[:, :width], random(rows, width, seed=1), random(width, seed=2)
+    out, sums = add_and_norm(x, residual, weight, 1e-5, offset)
+    torch.testing.assert_close(sums, x + residual)
+    torch.testing.assert_close(out, rms(x + residual, weight, 1e-5, offset))
+    alone, same = add_and_norm(x, None, weight, 1e-5, offset)
+    assert same is x
+    torch.testing.assert_close(alone, rms(x, weight, 1e-5, offset))
+
+
+@pytest.mark.parametrize("inner", [1, 96, 1030])
+def test_gates(inner: int) -> None:
+    packed = 3 * random(3, 2 * inner)
+    left, right = packed.chunk(2, dim=1)
+    torch.testing.assert_close(gate(packed, is_gelu=False), torch.nn.functional.silu(left) * right)
+    wanted = torch.nn.functional.gelu(left, approximate="tanh") * right
+    torch.testing.assert_close(gate(packed, is_gelu=True), wanted)
+
+
+@pytest.mark.parametrize(("head_dim", "rotary_dim", "has_norm"), [(16, 16, True), (16, 16, False), (20, 12, True)])
+@pytest.mark.parametrize("is_token_major", [False, True])
+@pytest.mark.parametrize("num_tokens", [7, 300])
+def test_one_pass_turns_queries_and_writes_the_cache(
+    head_dim: int, rotary_dim: int, has_norm: bool, is_token_major: bool, num_tokens: int
+) -> None:
+    heads = Heads(num_heads=6, num_kv_heads=2, head_dim=head_dim, rotary_dim=rotary_dim)
+    packed, angles = random(num_tokens, 10 * head_dim), random(num_tokens, rotary_dim, seed=1)
+    norms = HeadNorms(random(head_dim, seed=2), random(head_dim, seed=3), 1e-6, 1.0) if has_norm else None
+    shape = (4, 2, head_dim) if is_token_major else (2, 4, head_dim)
+    pool = torch.full((num_tokens // 4 + 3, 3, 2, *shape), torch.nan, device=DEVICE)
+    cache = pool[:, 1]
+    order = torch.randperm(4 * (num_tokens // 4 + 2), generator=torch.Generator().manual_seed(4))
+    slots = (4 + order[:num_tokens]).to(DEVICE)
+    strides = (cache.stride(2), cache.stride(3)) if is_token_major else (cache.stride(3), cache.stride(2))
+    out = rotate_and_write(packed, heads, (angles.cos(), angles.sin()), norms, Target(cache, slots, 4, *strides))
+    query, key, value = packed.view(num_tokens, 10, head_dim).split([6, 2, 2], dim=1)
+    if norms is not None:
+        query, key = rms(query, norms.query_weight, 1e-6, 1.0), rms(key, norms.key_weight, 1e-6, 1.0)
+    query, key = (rotate(x, angles.cos(), angles.sin()) for x in (query, key))
+    torch.testing.assert_close(out, query)
+    held = cache if is_token_major else cache.transpose(2, 3)  # [blocks, 2, tokens, heads, head_dim]
+    blocks, offsets = slots // 4, slots % 4
+    torch.testing.assert_close(held[blocks, 0, offsets], key)
+    torch.testing.assert_close(held[blocks, 1, offsets], value)
+    assert int(torch.isfinite(pool).sum()) == 2 * num_tokens * 2 * head_dim  # nothing else was written
+
+
+# ── in models ──
+
+
+@pytest.mark.parametrize(
+    ("family", "kinds"),
+    [
+        ("llama", ALL),
+        ("qwen2", ALL),
+        ("qwen3", ALL),
+        ("phi3", ALL),
+        ("gemma2", ALL - {"DeviceLayer"}),  # norms behind attention and MLP
+        ("gpt_oss", {"DeviceNorm"}),  # sinks, experts
+        ("gpt2", set()),
+    ],
+)
+def test_a_fused_model_gives_the_same_tokens(family: str, kinds: set[str], tmp_path: Path) -> None:
+    folder = tiny_models.save(family, tmp_path)
+    expected = answers(load(folder), "reference")
+    fused = load(folder)
+    assert set(fuse_on_device(fused.model)) == kinds
+    names: tuple[AttentionName, ...] = ("triton", "reference")
+    for attention in names:  # in one pass; and by parts
+        assert answers(fused, attention) == expected
+
+
+def test_a_layer_with_a_twist_stays_as_it_is(tmp_path: Path) -> None:
+    """An addition that is not the plain one: its parts are fused, the layer is not."""
+    loaded = load(tiny_models.save("llama", tmp_path))
+    model: Any = loaded.model
+    layer = model.model.layers[2]
+    kind: Any = type(layer)
+    layer.__class__ = type("Twisted", (kind,), {"forward": lambda self, x, **more: 2.0 * kind.forward(self, x, **more)})
+    expected = answers(loaded, "reference")
+    assert fuse_on_device(loaded.model)["DeviceLayer"] == 3
+    assert answers(loaded, "triton") == expected
+
+
+def load(folder: Path) -> LoadedModel:
+    return load_model(folder, EngineConfig(model=str(folder), dtype="float32", device=DEVICE, fuse=False))
+
+
+def answers(loaded: LoadedModel, attention: AttentionName) -> list[list[int]]:
+    """Greedy, in chunks: a prompt's, a decode's and mixed steps."""
+    config = EngineConfig(
+        model="none", dtype="float32", device=DEVICE, attention=attention, block_size=4, num_blocks=40,
+        max_model_len=64, cuda_graphs=False, fuse=False,
+    )  # fmt: skip
+    runner = ModelRunner.around(loaded, config)
+    planner = ChunkingPlanner(runner.cache_config, 6)
+    sequences = [make_sequence(f"s{i}", range(5 + i, 5 + i + length), 4) for i, length in enumerate((14, 3, 7))]
+    for sequence in sequences:
+        planner.add(sequence)
+    while not (plan := planner.plan()).is_empty:
+        planner.commit(plan, runner.execute(plan))
+    return [sequence.output_ids for sequence in sequences]

@@ -1,0 +1,28 @@
+"""Runs the tests of the device's kernels in a process that interprets Triton: the variable is read at its import."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.engine.attention.test_triton_interpreted import interpreted, passed
+
+HERE = Path(__file__).parent
+
+
+def test_kernels_interpreted() -> None:
+    pytest.importorskip("triton")
+    assert passed(interpreted(str(HERE / "test_device_fused.py"), "-k", "norm or gates or one_pass or qwen3")) >= 22
+
+
+def test_drawing_interpreted() -> None:
+    pytest.importorskip("triton")
+    assert passed(interpreted(str(HERE.parent / "sampling" / "test_device_draw.py"))) >= 8
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_every_family_interpreted() -> None:
+    pytest.importorskip("triton")
+    assert passed(interpreted(str(HERE / "test_device_fused.py"), "-k", "model or twist")) >= 8
