@@ -49,6 +49,8 @@ def of_round(workload: Workload, measured: Round) -> dict[str, float]:
         figures["latency_p99_ms"] = 1e3 * percentile(measured.latency_s, 0.99)
     if measured.script_calls is not None and measured.batch_sizes:
         figures["calls_per_step"] = measured.script_calls / len(measured.batch_sizes)
+    for part, seconds in measured.cpu_s.items():
+        figures[f"cpu_{part}_us"] = 1e6 * seconds / num_output
     return figures
 
 

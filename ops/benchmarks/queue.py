@@ -23,6 +23,8 @@ SHOWN = {
     "jobs_s": "the whole way, jobs/s",
     "tokens_s": "tokens published and recorded, 1/s",
     "commands_per_job": "server commands per job, those in scripts too",
+    "submit_p50_ms": "submit to engine (idle worker), ms p50",
+    "submit_p99_ms": "submit to engine, ms p99",
     "start_p50_ms": "submit to first token (a step: 20 ms), ms p50",
     "start_p99_ms": "submit to first token, ms p99",
     "token_p50_ms": "engine to subscriber (32 streams), ms p50",
@@ -30,6 +32,9 @@ SHOWN = {
     "chunks_s": "chunks to subscribers, 1/s",
     "scripts_per_step": "scripts per engine step (32 streams)",
     "scripts_per_job": "scripts per job (32 streams)",
+    "cpu_worker_us": "CPU per chunk: worker's I/O process, µs",
+    "cpu_server_us": "CPU per chunk: Valkey, µs",
+    "cpu_subscribers_us": "CPU per chunk: 32 subscribers in one process, µs",
 }
 LOG = ROOT / ".cache" / "bench-queue.log"
 SYSTEMS: dict[str, type[QueueSystem]] = {"celery": CeleryTasks, "arq": Arq}

@@ -107,7 +107,7 @@ class Tokenmill(QueueSystem):
         service = WholeWay.model_free(PACED, self._log)
         try:
             service.stream_jobs(8, tokens)
-            return service.stream_jobs(32, 4 * tokens) | service.single_jobs(20)
+            return service.stream_jobs(32, 8 * tokens) | service.single_jobs(20)
         finally:
             service.close()
 

@@ -30,6 +30,9 @@ DETAILS = {
     "latency_p50_ms": "added latency p50 {:.1f} ms",
     "latency_p99_ms": "p99 {:.1f} ms",
     "calls_per_step": "{:.2f} scripts a step",
+    "cpu_worker_us": "CPU a token: I/O process {:.0f} µs",
+    "cpu_server_us": "Valkey {:.0f} µs",
+    "cpu_subscribers_us": "subscribers {:.0f} µs",
 }
 
 

@@ -44,6 +44,8 @@ class Round:
     batch_sizes: list[int] = field(default_factory=list)  # sequences that got a token, per step
     latency_s: list[float] = field(default_factory=list)  # per chunk: from the engine's frame to the subscriber
     script_calls: int | None = None  # to the queue server
+    engine_s: list[float] = field(default_factory=list)  # per request: until the engine had it
+    cpu_s: dict[str, float] = field(default_factory=dict)  # CPU time of each process around the engine
 
 
 class MeasuredEngine(Protocol):

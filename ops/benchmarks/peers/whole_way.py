@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 from api_client import AsyncClient
+from ops.benchmarks.figures import percentile
 from ops.benchmarks.peers.protocol import EngineOptions, Round, serve
 from ops.benchmarks.workload_files import WorkloadRequest
 from worker.embedded import EmbeddedValkey
@@ -87,25 +88,36 @@ class WholeWay:
         self._undo.close()
 
     def run(self, requests: tuple[WorkloadRequest, ...]) -> Round:
+        before = self._cpu()
+        done = self._round(requests)
+        done.cpu_s = {part: seconds - before[part] for part, seconds in self._cpu().items()}
+        return done
+
+    def _round(self, requests: tuple[WorkloadRequest, ...]) -> Round:
         self._rounds += 1
         return asyncio.run(self._run(requests, f"round-{self._rounds}"))
 
     def stream_jobs(self, jobs: int, tokens: int) -> dict[str, float]:
         """Jobs together, a subscriber each: chunks per second, a token's way from engine to subscriber, scripts."""
         done = self.run(_plain_requests(jobs, tokens))
-        latencies = sorted(done.latency_s or [])
         return {
             "chunks_s": sum(map(len, done.tokens)) / done.wall_s,
-            "token_p50_ms": 1e3 * latencies[len(latencies) // 2],
-            "token_p99_ms": 1e3 * latencies[len(latencies) * 99 // 100],
+            "token_p50_ms": 1e3 * percentile(done.latency_s, 0.5),
+            "token_p99_ms": 1e3 * percentile(done.latency_s, 0.99),
             "scripts_per_job": (done.script_calls or 0) / jobs,
             "scripts_per_step": (done.script_calls or 0) / max(1, len(done.batch_sizes)),
+            **{f"cpu_{part}_us": 1e6 * seconds / (jobs * tokens) for part, seconds in done.cpu_s.items()},
         }
 
     def single_jobs(self, count: int) -> dict[str, float]:
-        """One job after the other on an idle worker: from submit to the first token at the subscriber."""
-        waits = sorted(self.run(_plain_requests(1, 4)).first_s[0] for _ in range(count))
-        return {"start_p50_ms": 1e3 * waits[count // 2], "start_p99_ms": 1e3 * waits[count * 99 // 100]}
+        """One job after the other on an idle worker: from submit to the engine, and to the subscriber's first token."""
+        rounds = [self._round(_plain_requests(1, 4)) for _ in range(count)]
+        waits = {"submit": [done.engine_s[0] for done in rounds], "start": [done.first_s[0] for done in rounds]}
+        return {
+            f"{name}_{rank}_ms": 1e3 * percentile(values, share)
+            for name, values in waits.items()
+            for rank, share in (("p50", 0.5), ("p99", 0.99))
+        }
 
     async def _run(self, requests: tuple[WorkloadRequest, ...], tenant: str) -> Round:
         calls_before = self._script_calls()
@@ -135,19 +147,38 @@ class WholeWay:
             for line in self._stamps.read_text(encoding="ascii").splitlines():
                 when, job, count = line.split(" ")
                 if job in jobs:
-                    stamps[job][int(count)] = float(when)
+                    stamps[job].setdefault(int(count), float(when))
             if sorted(max(counts) for counts in stamps.values()) == sorted(lengths):
                 return stamps
             if time.monotonic() > deadline:
                 raise RuntimeError("the worker's stamps are not complete")
             time.sleep(0.05)
 
+    def _cpu(self) -> dict[str, float]:
+        """CPU seconds so far. The worker tells its own twice a second while its engine is idle."""
+        since, deadline = time.monotonic(), time.monotonic() + 10.0
+        while True:
+            told = [line.split(" ") for line in self._stamps.read_text(encoding="ascii").splitlines() if " - " in line]
+            if told and float(told[-1][0]) > since:
+                break
+            if time.monotonic() > deadline:
+                raise RuntimeError("the worker does not tell its CPU time")
+            time.sleep(0.05)
+        server = self._info("cpu")
+        return {
+            "worker": float(told[-1][2]),
+            "server": float(server["used_cpu_user"]) + float(server["used_cpu_sys"]),
+            "subscribers": time.process_time(),
+        }
+
     def _script_calls(self) -> int:
+        return int(self._info("commandstats").get("cmdstat_evalsha", {}).get("calls", 0))
+
+    def _info(self, section: str) -> Any:
         import redis
 
         with redis.Redis.from_url(self._valkey.url) as connection:
-            stats: Any = connection.info("commandstats")
-        return int(stats.get("cmdstat_evalsha", {}).get("calls", 0))
+            return connection.info(section)
 
 
 def _plain_requests(count: int, tokens: int) -> tuple[WorkloadRequest, ...]:
@@ -185,16 +216,17 @@ def _round(
     ]
     steps: dict[float, int] = defaultdict(int)
     for counts in stamps.values():
-        for when in counts.values():
-            steps[when] += 1
+        for count, when in counts.items():
+            steps[when] += count > 0
     return Round(
         wall_s=wall_s,
         tokens=[reading.tokens for reading in readings],
         first_s=[min(reading.times.values()) - started for reading in readings],
         last_s=[max(reading.times.values()) - started for reading in readings],
-        batch_sizes=list(steps.values()),
+        batch_sizes=[size for size in steps.values() if size],
         latency_s=latencies,
         script_calls=calls,
+        engine_s=[stamps[reading.job][0] - started for reading in readings],
     )
 
 
