@@ -5,7 +5,8 @@ counted from the model's shapes. Per model: decode by batch, drawn tokens, one l
 the same without graphs, without running ahead and without fused modules, the attention backends; then the mixed load
 beside Transformers' continuous batching on a second model with the same weights. The record is written after every
 measurement, and what `--limit` leaves no time for is named in it, so a run that is cut off has lost nothing.
-`--device cpu --shape tiny --dtype float32` runs all of it anywhere.
+`--device cpu --shape tiny --dtype float32` runs all of it anywhere. On a machine that has torch, transformers, rich and
+msgspec and nothing else of ours: `python3 -m ops.benchmarks gpu --json gpu.json`.
 """
 
 import argparse
