@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ops.benchmarks.pictures import PictureError
-from ops.benchmarks.pictures.style import COLOURS, INK, MARKERS, new_figure, plain
+from ops.benchmarks.pictures.style import COLOURS, INK, MARKERS, new_figure, plain, tick
 
 Rows = Sequence[dict[str, Any]]
 
@@ -38,9 +38,10 @@ def _load(row: Sequence[Axes], _name: str, rows: Rows) -> None:
     goodput.plot(*zip(*offered, strict=True), color=INK, linestyle=":", linewidth=1, label="offered")
     goodput.set(title="Goodput: requests/s within their limits", xlabel="load, share of capacity", ylim=(0, None))
     _curves(first, rows, ("load", "policy"), [("ttft_p50_s", "--"), ("ttft_p99_s", "-")])
-    first.set(title="Time to first token, interactive, s", xlabel="load (solid: p99, dashed: p50)", yscale="log")
+    first.set(title="Time to first token, interactive, s", xlabel="load (solid: p99, dashed: p50)")
     _curves(gap, rows, ("load", "policy"), [("tpot_p50_ms", "--"), ("tpot_p99_ms", "-")])
     gap.set(title="Time per output token, ms", xlabel="load (solid: p99, dashed: p50)", ylim=(0, None))
+    _logarithmic(first)
     goodput.legend(frameon=False, fontsize=8)
 
 
@@ -50,13 +51,14 @@ def _workers(row: Sequence[Axes], name: str, rows: Rows) -> None:
     _curves(speed, rows, key, [("tokens_s", "-")])
     best = sorted({(each["workers"], each["offered_tokens_s"]) for each in rows})
     speed.plot(*zip(*best, strict=True), color=INK, linestyle=":", linewidth=1, label="what the devices could do")
-    speed.set(title=f"One queue, {name}: tokens/s of all workers", xlabel="workers", yscale="log")
+    speed.set(title=f"One queue, {name}: tokens/s of all workers", xlabel="workers")
     speed.legend(frameon=False, fontsize=8)
     _curves(use, rows, key, [("utilisation", "-")])
     use.set(title="Use of the queue server's thread", xlabel="workers", ylim=(0, 1.05))
     use.yaxis.set_major_formatter("{x:.0%}")
     _curves(claims, rows, key, [("claim_p50_ms", "--"), ("claim_p99_ms", "-")])
-    claims.set(title="How long a claim takes, ms", xlabel="workers (solid: p99, dashed: p50)", yscale="log")
+    claims.set(title="How long a claim takes, ms", xlabel="workers (solid: p99, dashed: p50)")
+    _logarithmic(speed, claims)
     for axes in row:
         axes.set_xscale("log", base=2)
         ticks = sorted({each["workers"] for each in rows})
@@ -82,3 +84,9 @@ def _curves(axes: Axes, rows: Rows, key: tuple[str, str], figures: Sequence[tupl
                     label=name if style == "-" else None,
                 )
     plain(axes)
+
+
+def _logarithmic(*several: Axes) -> None:
+    for axes in several:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(tick)

@@ -48,3 +48,11 @@ def number(value: float) -> str:
     if value >= 100:
         return f"{value:,.0f}"
     return f"{value:.1f}" if value >= 1 else f"{value:.2g}"
+
+
+def tick(value: float, _place: float | None = None) -> str:
+    """On a logarithmic axis: 0.01, 10, 10k, 1M."""
+    for size, letter in ((1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:g}{letter}"
+    return f"{value:g}"
