@@ -78,7 +78,7 @@ def _check_names(body: Mapping[str, Any], is_chat: bool) -> None:
     for name, value in body.items():
         if name in _NEUTRAL:
             if not any(value == neutral for neutral in _NEUTRAL[name]):
-                raise BodyError(f"{name} is not supported here", name, "unsupported_parameter")
+                raise BodyError(f"{name!r} is not supported here", name, "unsupported_parameter")
         elif name in other or name not in _KNOWN:
             raise BodyError(f"Unrecognized request argument supplied: {name[:64]}", name[:64], "unknown_parameter")
 
@@ -130,7 +130,7 @@ def _message(message: Any, place: int) -> dict[str, str]:
         raise BodyError(f"{where}.role must be one of {', '.join(_ROLES)}, not {str(role)[:64]!r}", f"{where}.role")
     for name in ("tool_calls", "function_call", "audio"):
         if message.get(name):
-            raise BodyError(f"{where}.{name} is not supported here", f"{where}.{name}", "unsupported_parameter")
+            raise BodyError(f"'{where}.{name}' is not supported here", f"{where}.{name}", "unsupported_parameter")
     return {"role": _ROLES[role], "content": _content(message.get("content"), where)}
 
 

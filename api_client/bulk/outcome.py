@@ -70,12 +70,12 @@ def _may_end(batch: Batch) -> bool:
 
 def conclude(store: BatchStore, batch: Batch, totals: Totals) -> Batch:
     """Its last state. What has no answer by now has failed."""
+    is_late = totals.expired or (totals.ended < batch.total and not batch.is_handed_in)
     totals = msgspec.structs.replace(totals, failed=batch.total - totals.completed)
     lines = {"submitted": batch.submitted, "over_line": batch.last_line}
     store.progress(batch.id, **lines, totals=totals)
     if not store.move(batch.id, BatchState.CANCELLED, [BatchState.CANCELLING]):
         store.move(batch.id, BatchState.FINALIZING, [BatchState.IN_PROGRESS])
-        is_late = totals.expired or not batch.is_handed_in
         store.move(batch.id, BatchState.EXPIRED if is_late else BatchState.COMPLETED, [BatchState.FINALIZING])
     return store.get(batch.id)
 

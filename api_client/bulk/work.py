@@ -90,6 +90,8 @@ def run_batch(
             return before
         files.save_record(_described(batch, found))
         batch = _stored(store, _described(batch, found))
+        if batch.state is BatchState.FINALIZING:  # somebody was ending it, and did not come to the end
+            batch = refresh(client, store, batch.id)
         collector = Collector(batch.id, files, files.resume())
         pump = Pump(
             client,
