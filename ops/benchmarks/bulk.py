@@ -13,7 +13,7 @@ import json
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Self
 
 from api_client import Client
@@ -43,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", type=int, metavar="LINES", help="instead: memory needed for so many")
     parser.add_argument("--only-file", action="store_true", help="with --memory: not through the worker")
     parser.add_argument("--limit", type=float, default=420.0, help="with --memory: seconds through the worker")
+    parser.add_argument("--at-most", type=float, default=90.0, help="seconds of interactive jobs in each phase")
     parser.add_argument("--rest", type=float, default=15.0, help="seconds of the file alone")
 
 
@@ -119,8 +120,11 @@ class _BulkFile:
 
 def _interactive(stack: DemoStack, arguments: argparse.Namespace, count: int | None = None) -> list[Sample]:
     samples: list[Sample] = []
+    until = time.monotonic() + arguments.at_most
     with Client(stack.redis_url, queue=stack.queue) as client:
         for number in range(count or arguments.jobs):
+            if samples and time.monotonic() > until:
+                break
             began = time.monotonic()
             job = client.submit(
                 prompt=f"Question {number}:", max_tokens=arguments.tokens, ignore_eos=True, priority="interactive"
@@ -128,6 +132,7 @@ def _interactive(stack: DemoStack, arguments: argparse.Namespace, count: int | N
             told = [time.monotonic() for chunk in client.stream(job, timeout=300) for _ in chunk.token_ids]
             ended = time.monotonic()
             samples.append(_sample(began, told, ended, client.result(job, timeout=60)))
+            print(json.dumps(asdict(samples[-1])), file=sys.stderr)
             time.sleep(arguments.pause)
     return samples
 
