@@ -142,7 +142,7 @@ class TestQueueLayer:
 
 @pytest.mark.redis
 def test_costs_are_measured_on_the_real_server() -> None:
-    costs = calibrate()
+    costs = calibrate(rounds=1)
     assert set(costs.chunk) == {cutting.name for cutting in CUTTINGS}
     for name, seconds in asdict(costs).items():
         for each in seconds.values() if isinstance(seconds, dict) else (seconds,):
