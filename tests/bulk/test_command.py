@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from api_client import Client
 from api_client.cli import app
 from tests.bulk.support import names, read, write_many
 from tests.support.waiting import until
@@ -68,6 +69,27 @@ async def test_killed_in_the_middle_no_line_is_lost_or_told_twice(
     (batch,) = json.loads(listed)
     assert (batch["status"], batch["request_counts"]["completed"]) == ("completed", 600)
     assert batch["usage"]["output_tokens"] == sum(texts)
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+async def test_interrupted_it_says_how_to_go_on(
+    shell: Shell, redis_url: str, database: str, tmp_path: Path, stop: signal.Signals
+) -> None:
+    path, out = write_many(tmp_path / "in.jsonl", 5), tmp_path / "out.jsonl"
+    process = await shell.start("run", path, "-o", out)
+    await until(lambda: _num_queued(redis_url) == 5)
+    process.send_signal(stop)
+    _, error = await asyncio.wait_for(process.communicate(), 60)
+    assert (process.returncode, "run the same command again to go on" in error.decode()) == (130, True)
+    assert b"Traceback" not in error
+    async with running_worker(redis_url, database):
+        status, said, _ = await shell("run", path, "-o", out)
+    assert (status, "5 of 5 answered" in said, len(set(names(out)))) == (0, True, 5)
+
+
+def _num_queued(redis_url: str) -> int:
+    with Client(redis_url, queue=QUEUE) as client:
+        return client.depth().num_queued
 
 
 async def test_submit_status_results_and_list(shell: Shell, redis_url: str, database: str, tmp_path: Path) -> None:
