@@ -39,7 +39,7 @@ async def test_a_job_goes_the_whole_way(redis_url, database):
     async with running_worker(redis_url, database), client_of(redis_url, database) as client:
         job = await client.submit(prompt="Hello", max_tokens=30, temperature=0, ignore_eos=True, tenant="acme")
         chunks = await collect(client, job)
-        result = await client.result(job, timeout=20)
+        result = await client.result(job, timeout=60)
         status = await client.status(job)
     assert result.status is JobStatus.SUCCEEDED
     assert result.finish_reason is FinishReason.LENGTH
@@ -62,7 +62,7 @@ async def test_early_late_and_second_subscribers_see_the_same(redis_url, databas
             await asyncio.sleep(0.15)
             middle = asyncio.create_task(collect(client, job))
             resumed = asyncio.create_task(collect(client, job, starting_after=10))
-            result = await client.result(job, timeout=20)
+            result = await client.result(job, timeout=60)
             late = await collect(client, job)
             seen = [told(await early), told(await middle), told(late)]
             tail, _ = told(await resumed)
@@ -84,7 +84,7 @@ async def test_several_tokens_in_a_chunk_are_the_same_answer(redis_url, database
                 if chunk.end >= 10:
                     break
             middle = [asyncio.create_task(collect(client, job, starting_after=after)) for after in (0, 6)]
-            result = await client.result(job, timeout=20)
+            result = await client.result(job, timeout=60)
             late = await collect(client, job)
             seen = [await early, *[await task for task in middle]]
     assert "".join(chunk.text for chunk in plain) == result.text
@@ -99,7 +99,7 @@ async def test_the_queue_is_empty_afterwards(redis_url, database):
     async with running_worker(redis_url, database), client_of(redis_url, database) as client:
         jobs = [await client.submit(prompt=f"p{i}", max_tokens=5) for i in range(10)]
         for job in jobs:
-            await client.result(job, timeout=20)
+            await client.result(job, timeout=60)
     redis = Redis.from_url(redis_url)
     keys = [key.decode() async for key in redis.scan_iter()]
     waiting = {key: await redis.xlen(key) for key in keys if ":jobs:" in key}
@@ -112,7 +112,7 @@ async def test_an_idempotent_submit_is_one_job(redis_url, database):
     async with running_worker(redis_url, database), client_of(redis_url, database) as client:
         jobs = [await client.submit(prompt="Once", max_tokens=5, idempotency_key="key-1") for _ in range(3)]
         assert len(set(jobs)) == 1
-        await client.result(jobs[0], timeout=20)
+        await client.result(jobs[0], timeout=60)
         assert await client.submit(prompt="Once", max_tokens=5, idempotency_key="key-1") == jobs[0]
     assert rows(database, "select count(*) from jobs") == [(1,)]
 
@@ -127,9 +127,9 @@ async def test_cancel_queued_and_running(redis_url, database):
             async for chunk in client.stream(running):
                 if chunk.index == 5:
                     await client.cancel(running)
-            result = await client.result(running, timeout=20)
+            result = await client.result(running, timeout=60)
             neighbour = await client.submit(prompt="after", max_tokens=3, ignore_eos=True)
-            assert (await client.result(neighbour, timeout=20)).status is JobStatus.SUCCEEDED
+            assert (await client.result(neighbour, timeout=60)).status is JobStatus.SUCCEEDED
     assert result.status is JobStatus.CANCELLED
     assert 5 < result.usage.completion_tokens < 500
     states = rows(database, "select state from jobs order by created_ms")
@@ -139,13 +139,13 @@ async def test_cancel_queued_and_running(redis_url, database):
 async def test_stop_strings_cut_exactly_and_bill_to_the_match(redis_url, database):
     async with running_worker(redis_url, database), client_of(redis_url, database) as client:
         whole = await client.result(
-            await client.submit(prompt="Cut", max_tokens=60, temperature=0, ignore_eos=True), timeout=20
+            await client.submit(prompt="Cut", max_tokens=60, temperature=0, ignore_eos=True), timeout=60
         )
         stop = whole.text[20:23]
         expected = whole.text[: whole.text.index(stop)]
         job = await client.submit(prompt="Cut", max_tokens=60, temperature=0, ignore_eos=True, stop=[stop])
         chunks = await collect(client, job)
-        cut = await client.result(job, timeout=20)
+        cut = await client.result(job, timeout=60)
     assert cut.text == expected == "".join(c.text for c in chunks)
     assert cut.finish_reason is FinishReason.STOP
     assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
@@ -156,8 +156,8 @@ async def test_stop_strings_cut_exactly_and_bill_to_the_match(redis_url, databas
 async def test_bulk_without_streaming_gives_the_same_result(redis_url, database):
     async with running_worker(redis_url, database), client_of(redis_url, database) as client:
         asked = {"prompt": "Same", "max_tokens": 70, "seed": 3, "ignore_eos": True}
-        streamed = await client.result(await client.submit(**asked), timeout=20)
-        bulk = await client.result(await client.submit(**asked, stream=False, priority="bulk"), timeout=20)
+        streamed = await client.result(await client.submit(**asked), timeout=60)
+        bulk = await client.result(await client.submit(**asked, stream=False, priority="bulk"), timeout=60)
     assert bulk.text == streamed.text
     assert bulk.token_ids == streamed.token_ids
 
@@ -166,7 +166,7 @@ async def test_several_choices(redis_url, database):
     async with running_worker(redis_url, database), client_of(redis_url, database) as client:
         job = await client.submit(prompt="Many", max_tokens=12, n=3, seed=5, ignore_eos=True)
         chunks = await collect(client, job)
-        result = await client.result(job, timeout=20)
+        result = await client.result(job, timeout=60)
     assert [len(choice.token_ids) for choice in result.choices] == [12, 12, 12]
     assert len({choice.text for choice in result.choices}) == 3
     for choice in result.choices:

@@ -65,10 +65,11 @@ def test_a_fixed_port_that_is_taken_is_a_clear_error(valkey: ValkeyServer) -> No
 
 def test_freeze_and_thaw(make_valkey: MakeValkey) -> None:
     server = make_valkey()
-    with server.client(socket_timeout=0.2, retry=None) as client:
+    with server.client() as client, server.client(socket_timeout=0.2, retry=None) as hasty:
+        assert client.ping()
         server.freeze()
         with pytest.raises(redis.TimeoutError):
-            client.ping()
+            hasty.ping()
         server.thaw()
         assert client.ping()
 
@@ -143,7 +144,8 @@ class TestProxy:
         self, redis_url: str, valkey: ValkeyServer, make_proxy: Callable[[int], FaultProxy]
     ) -> None:
         proxy = make_proxy(valkey.port)
-        with redis.Redis.from_url(proxy.url, socket_timeout=0.3, retry=None) as client:
+        hasty = redis.Redis.from_url(proxy.url, socket_timeout=0.3, retry=None)
+        with redis.Redis.from_url(proxy.url, retry=None) as client, hasty:
             assert client.ping()
             proxy.cut(refuse=True)
             with pytest.raises(redis.ConnectionError):
@@ -152,7 +154,7 @@ class TestProxy:
             assert client.ping()
             proxy.freeze()
             with pytest.raises(redis.TimeoutError):
-                client.ping()
+                hasty.ping()
             proxy.heal()
             assert client.ping()
 

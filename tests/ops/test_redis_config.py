@@ -84,7 +84,7 @@ async def test_a_job_s_whole_life_needs_no_more_than_the_users_have(server: Valk
         final = Chunk(job_id=job, index=1, finish_reason=FinishReason.STOP, status=JobStatus.SUCCEEDED)
         result = JobResult(job_id=job, status=JobStatus.SUCCEEDED)
         assert await stream.finish([Finished(token, result, final)]) == [True]
-        assert reader.result(job, timeout=5).status is JobStatus.SUCCEEDED
+        assert reader.result(job, timeout=60).status is JobStatus.SUCCEEDED
         assert list(reader.stream(job))[-1].is_last
         assert producer.list() is not None
         assert await stream.resign() >= 0
