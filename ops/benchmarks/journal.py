@@ -34,9 +34,9 @@ class Journal:
         self._records.append(record(measurement))
 
         def told(name: str, turn: Turn) -> None:
-            self._console.print(turn_line(measurement, name, turn, self._rounds), markup=False, soft_wrap=True)
             self._records[-1] = record(measurement)
-            self._keep({**self.results, "complete": False})
+            self._keep({**self.results, "complete": False})  # what is told is kept
+            self._console.print(turn_line(measurement, name, turn, self._rounds), markup=False, soft_wrap=True)
 
         return told
 

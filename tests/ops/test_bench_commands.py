@@ -1,6 +1,9 @@
 """`ops/bench engine`, `service`, `queue` from end to end on the model-free engine: real processes and figures."""
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +40,33 @@ def test_engine(workload: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     printed = capsys.readouterr().out
     assert "letters 2/2  tokenmill" in printed, "each turn is told as it ends"
     assert "medians of 2 rounds" in printed
+
+
+def test_an_interrupted_run_keeps_and_shows_what_it_has(workload: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    options = [
+        "--workload",
+        str(workload),
+        "--model",
+        "synthetic?step_ms=20",
+        "--pool-tokens",
+        "4096",
+        "--rounds",
+        "999",
+    ]
+    command = [sys.executable, "-m", "ops.benchmarks", "engine", *options, "--json", str(out)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        lines = iter(process.stdout)
+        assert any(line.startswith("letters 2/999") for line in lines)
+        process.send_signal(signal.SIGINT)
+        rest = "".join(lines)
+    assert process.returncode == 130
+    assert "medians of" in rest
+    record = json.loads(out.read_text())
+    assert record["complete"] is False
+    assert len(record["results"][0]["rounds"]["tokenmill"]) >= 2
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == [], "written at once, or not"
 
 
 @pytest.mark.redis
