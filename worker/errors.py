@@ -4,6 +4,7 @@
     ├── SettingsError       whoever set it: nothing starts until every listed problem is solved
     ├── SchemaOutdated      the operator: `tokenmill db upgrade`; a worker refuses to start without it
     ├── MissingPackage      whoever installed it: the message names the extra
+    ├── PortTaken           the operator: something else serves there
     └── Unavailable         nobody yet: the caller waits and tries again, for ever where a job depends on it
         ├── RedisUnavailable
         └── StoreUnavailable    the SQL store: down, locked, full, in failover, too slow
@@ -36,6 +37,10 @@ class SchemaOutdated(TokenmillError):
 
 class MissingPackage(TokenmillError):
     """An optional package is needed and not installed."""
+
+
+class PortTaken(TokenmillError):
+    """/metrics and the health pages cannot be served where the settings want them."""
 
 
 class Unavailable(TokenmillError):

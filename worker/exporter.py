@@ -40,7 +40,7 @@ class Exporter:
         return self._server.port
 
     async def start(self) -> None:
-        """Raises OSError when the port is taken."""
+        """Raises PortTaken."""
         await self._server.start()
         self._tasks = [asyncio.create_task(watch.run()) for watch in self._watches]
 

@@ -102,12 +102,14 @@ def test_no_role_s_password_is_left_as_it_is_checked_in(compose: dict[str, Any])
 def test_what_prometheus_scrapes_is_there(compose: dict[str, Any]) -> None:
     services = compose["services"]
     scrape = yaml.safe_load((ROOT / "ops/prometheus/prometheus.yml").read_text())["scrape_configs"]
-    workers, exporter = scrape[0]["dns_sd_configs"][0], scrape[1]["static_configs"][0]["targets"][0]
+    workers, *others = scrape[0]["dns_sd_configs"][0], *(job["static_configs"][0]["targets"][0] for job in scrape[1:])
     for name in workers["names"]:
         assert services[name]["environment"]["TOKENMILL_METRICS_PORT"] == workers["port"]
         assert services[name]["environment"]["TOKENMILL_METRICS_HOST"] == "0.0.0.0"
-    host, port = exporter.split(":")
-    assert services[host]["environment"]["TOKENMILL_METRICS_PORT"] == int(port)
+    for address in others:
+        host, port = address.split(":")
+        assert services[host]["environment"]["TOKENMILL_METRICS_PORT"] == int(port)
+        assert f":{port}/healthz" in services[host]["healthcheck"]["test"][-1]
     source = yaml.safe_load((ROOT / "ops/grafana/provisioning/datasources/prometheus.yml").read_text())
     assert source["datasources"][0]["url"] == "http://prometheus:9090"
     provider = yaml.safe_load((ROOT / "ops/grafana/provisioning/dashboards/tokenmill.yml").read_text())["providers"][0]

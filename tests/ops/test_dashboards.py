@@ -5,6 +5,7 @@ has its entry in the runbook.
 import asyncio
 import json
 import re
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,10 @@ import yaml
 from tests.support.promql import Catalogue, Unresolved
 from tests.support.valkey import ValkeyServer
 from tests.support.worker import client_of, database_url, running_worker
+from worker.settings import load_settings
+from worker.tasks.app import build_app
+from worker.tasks.desk import Desk
+from worker.tasks.watch import TasksWatch
 
 pytestmark = pytest.mark.redis
 OPS = Path(__file__).parents[2] / "ops"
@@ -29,11 +34,33 @@ TARGETS = [(panel, target) for panel in DASHBOARD["panels"] for target in panel.
 
 @pytest.fixture(scope="module")
 def exported(valkey: ValkeyServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Catalogue]:
-    """/metrics of a worker that answered, refused, cancelled and survived."""
+    """/metrics of a worker that answered, refused, cancelled and survived, and of tasks that ran beside it."""
+    folder = tmp_path_factory.mktemp("dashboards")
     with valkey.client() as client:
         client.flushall()
-        yield Catalogue(asyncio.run(_work_and_scrape(valkey.url, tmp_path_factory.mktemp("dashboards"))))
+        scraped = asyncio.run(_work_and_scrape(valkey.url, folder))
+        yield Catalogue(scraped + _tend_and_scrape(database_url(folder)))
         client.flushall()
+
+
+def _tend_and_scrape(database: str) -> str:
+    """Tasks called in this process: what Celery's signals tell is the same."""
+    settings = load_settings({"database_url": database, "webhook_secret": "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"})
+    desk = Desk(settings)
+    app = build_app(settings, desk)
+    watch = TasksWatch(app, desk.outbox.standing, lambda: True)
+    port = watch.start("127.0.0.1", 0)
+    try:
+        app.tasks["tokenmill.webhooks.sweep"].apply().get()
+        url = f"http://127.0.0.1:{port}/metrics"
+        while True:
+            text = str(urllib.request.urlopen(url).read().decode())
+            if "tokenmill:webhooks{" in text:  # the database has answered
+                return text
+            time.sleep(0.05)
+    finally:
+        watch.stop()
+        desk.engine.dispose()
 
 
 async def _work_and_scrape(redis_url: str, folder: Path) -> str:

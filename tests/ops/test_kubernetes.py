@@ -118,7 +118,7 @@ def test_the_worker_s_caches_can_be_written() -> None:
     assert variables(PODS[WORKER])["TRITON_CACHE_DIR"].startswith(cache)
 
 
-@pytest.mark.parametrize("name", [name for name in PODS if "exporter" in name or "worker" in name])
+@pytest.mark.parametrize("name", [name for name in PODS if name.startswith("Deployment")])
 async def test_probes_ask_what_the_server_answers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (container,) = PODS[name]["containers"]
     settings = settings_of(PODS[name], monkeypatch)

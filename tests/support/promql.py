@@ -84,4 +84,6 @@ class Catalogue:
 
 
 def _is_number(node: promql.Expr) -> bool:
-    return isinstance(node, promql.NumberLiteral)
+    """Also of the functions that give one."""
+    is_scalar = isinstance(node, promql.Call) and node.func.name in ("time", "scalar", "pi")
+    return is_scalar or isinstance(node, promql.NumberLiteral)

@@ -1,5 +1,10 @@
 """Signatures of webhooks against the published example of Standard Webhooks, and what a receiver must refuse."""
 
+import re
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
 import msgspec
 import pytest
 
@@ -96,3 +101,21 @@ def test_signed_nonsense_is_refused() -> None:
     body, headers = message(body=b"[1]")
     with pytest.raises(BadSignature, match="cannot be read"):
         verify(body, headers, SECRET, now=NOW)
+
+
+def test_the_guide_s_receiver_runs() -> None:
+    guide = (Path(__file__).parents[2] / "ops" / "guides" / "celery.md").read_text(encoding="utf-8")
+    (code,) = (block for block in re.findall(r"```python\n(.*?)```", guide, re.DOTALL) if "webhooks.verify" in block)
+    stored: list[str] = []
+    for secret in (SECRET, new_secret()):
+        body, headers = message(secret, sent=round(time.time()))
+        names = {
+            "body": body, "request": SimpleNamespace(headers={k.lower(): v for k, v in headers.items()}),
+            "SECRET": SECRET, "first_time": {"msg_1"}.__contains__, "store": lambda job, _choices: stored.append(job),
+        }  # fmt: skip
+        if secret == SECRET:
+            exec(code, names)
+        else:
+            with pytest.raises(BadSignature):
+                exec(code, names)
+    assert stored == ["j"]

@@ -22,7 +22,7 @@ from worker.tasks.registry import BULK, UPKEEP, WEBHOOKS, register, schedule
 VISIBILITY_S: Final = 900  # after it, what a dead process had begun is begun by another
 
 
-def build_app(settings: Settings) -> Celery:
+def build_app(settings: Settings, desk: Desk | None = None) -> Celery:
     """Raises SettingsError where the queue's server cannot be Celery's broker as well."""
     app = Celery("tokenmill", set_as_current=False)
     app.conf.update(
@@ -51,7 +51,7 @@ def build_app(settings: Settings) -> Celery:
         beat_schedule=beat_schedule(settings),
         enable_utc=True,
     )
-    register(app, Desk(settings))
+    register(app, desk or Desk(settings))
     return app
 
 

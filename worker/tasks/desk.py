@@ -27,10 +27,15 @@ class Desk:
         return open_engine(self.settings.database_url, pool_size=self.settings.tasks_threads)
 
     @cached_property
+    def outbox(self) -> Outbox:
+        settings = self.settings
+        return Outbox(self.engine, max_attempts=settings.webhook_attempts, per_host=settings.webhook_per_host)
+
+    @cached_property
     def courier(self) -> Courier:
         settings = self.settings
         return Courier(
-            Outbox(self.engine, max_attempts=settings.webhook_attempts, per_host=settings.webhook_per_host),
+            self.outbox,
             Sender(settings.webhook_timeout_seconds, settings.networks),
             settings.webhook_secret,
             Retries(settings.webhook_retry_seconds, settings.webhook_max_retry_seconds),

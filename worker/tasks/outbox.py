@@ -44,6 +44,14 @@ class Attempt:
     usage: Mapping[str, Any] | None
 
 
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What is not delivered, by state, and how long the longest due of what waits has been due."""
+
+    counts: Mapping[str, int]
+    overdue_s: float
+
+
 class Outbox:
     """Its calls block. Safe to share between threads and processes."""
 
@@ -122,6 +130,12 @@ class Outbox:
     def _end(self, attempt: Attempt, **values: object) -> None:
         with self._engine.begin() as connection:
             connection.execute(_of(attempt.id, attempt.number).values(**values))
+
+    def standing(self, now_ms: int) -> Standing:
+        due = select(func.min(webhooks.c.due_ms)).where(webhooks.c.state == "pending", webhooks.c.due_ms <= now_ms)
+        with self._engine.connect() as connection:
+            oldest = connection.scalar(due)
+        return Standing(self.counts(), (now_ms - oldest) / 1000 if oldest is not None else 0.0)
 
     def counts(self) -> dict[str, int]:
         """How many wait, are being sent, or were set aside."""

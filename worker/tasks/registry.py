@@ -36,21 +36,22 @@ def schedule(settings: Settings) -> Iterator[tuple[str, float, str]]:
 
 
 def register(app: Celery, desk: Desk) -> None:
+    """Not shared: other applications in the process have nothing to do with our tasks."""
     _register_webhooks(app, desk)
     _register_upkeep(app, desk)
     _register_bulk(app, desk)
 
 
 def _register_webhooks(app: Celery, desk: Desk) -> None:
-    def deliver(notice_id: str, until_ms: int) -> None:
-        desk.courier.deliver(Claim(notice_id, until_ms))
+    def deliver(notice_id: str, until_ms: int) -> str:
+        return desk.courier.deliver(Claim(notice_id, until_ms))
 
     def sweep() -> None:
         for claim in desk.courier.claim():
             task.apply_async((claim.id, claim.until_ms), queue=WEBHOOKS, expires=CLAIM_MS / 1000)
 
-    task = app.task(name="tokenmill.webhooks.deliver")(deliver)
-    app.task(name="tokenmill.webhooks.sweep")(sweep)
+    task = app.task(name="tokenmill.webhooks.deliver", shared=False)(deliver)
+    app.task(name="tokenmill.webhooks.sweep", shared=False)(sweep)
 
 
 def _register_upkeep(app: Celery, desk: Desk) -> None:
@@ -67,14 +68,14 @@ def _register_upkeep(app: Celery, desk: Desk) -> None:
         if removed:
             log.info("removed: %s", removed)
 
-    app.task(name="tokenmill.usage.roll_up")(roll_up)
-    app.task(name="tokenmill.usage.reconcile")(reconcile)
-    app.task(name="tokenmill.retention.sweep")(remove_old)
+    app.task(name="tokenmill.usage.roll_up", shared=False)(roll_up)
+    app.task(name="tokenmill.usage.reconcile", shared=False)(reconcile)
+    app.task(name="tokenmill.retention.sweep", shared=False)(remove_old)
 
 
 def _register_bulk(app: Celery, desk: Desk) -> None:
     """Acknowledged at their end: one whose process died comes again, and goes on where it stopped."""
-    options: dict[str, Any] = {"bind": True, "queue": BULK, "acks_late": True, "max_retries": None}
+    options: dict[str, Any] = {"bind": True, "acks_late": True, "max_retries": None}
 
     def fetch(task: Any, batch_id: str, queue: str, output: str, errors: str | None) -> None:
         try:
@@ -83,7 +84,7 @@ def _register_bulk(app: Celery, desk: Desk) -> None:
             pause_s = FETCH_SECONDS[min(task.request.retries, len(FETCH_SECONDS) - 1)]
             raise task.retry(countdown=pause_s, exc=error, throw=False) from None
 
-    exporting = app.task(name="tokenmill.bulk.export", **options)(fetch)
+    exporting = app.task(name="tokenmill.bulk.export", shared=False, **options)(fetch)
 
     def bring_in(
         task: Any, source: str, output: str | None = None, errors: str | None = None, queue: str = "", **terms: Any
@@ -98,4 +99,4 @@ def _register_bulk(app: Celery, desk: Desk) -> None:
                 (order.batch_id, queue, output, errors), queue=BULK, task_id=f"{task.request.id}-export"
             )
 
-    app.task(name="tokenmill.bulk.import", **options)(bring_in)
+    app.task(name="tokenmill.bulk.import", shared=False, **options)(bring_in)

@@ -3,46 +3,102 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import time
+import warnings
+from collections.abc import Callable, Iterator
 
+from celery import Celery
 from celery.beat import EmbeddedService
+from celery.exceptions import CPendingDeprecationWarning, SecurityWarning
 
 from worker.record.store import ResultStore
 from worker.settings import Settings
 from worker.tasks.app import QUEUES, build_app
+from worker.tasks.desk import Desk
+from worker.tasks.watch import TasksWatch
 from worker.telemetry import configure_logging
 
 log = logging.getLogger(__name__)
 
 
 def run(settings: Settings) -> int:
-    """Serve until a signal. Raises SettingsError, SchemaOutdated, StoreUnavailable."""
+    """Serve until a signal. Raises SettingsError, SchemaOutdated, StoreUnavailable, PortTaken."""
     configure_logging(settings.log_level, settings.log_format, with_private=settings.log_prompts)
-    if settings.log_level != "debug":  # a line for each sweep would bury the rest
-        logging.getLogger("celery").setLevel(logging.WARNING)
-    app = build_app(settings)
+    if settings.log_level != "debug":
+        _calm_celery()
+    desk = Desk(settings)
+    app = build_app(settings, desk)
     asyncio.run(_check(settings))
     if not settings.webhook_secret:
         log.warning("no webhook is sent: TOKENMILL_WEBHOOK_SECRET is not set; `tokenmill webhooks secret --new`")
-    worker = app.Worker(
-        pool="threads",
-        concurrency=settings.tasks_threads,
-        queues=list(QUEUES),
-        without_mingle=True,
-        without_gossip=True,
-        without_heartbeat=True,
-        loglevel=settings.log_level.upper(),
-        quiet=True,
-    )
-    log.info("tasks: %d threads, queues %s", settings.tasks_threads, ", ".join(QUEUES))
     # On a thread: Celery's own process for it would outlive a killed parent. The default scheduler pickles.
     beat = EmbeddedService(app, thread=True, scheduler_cls=app.conf.beat_scheduler)
+    with _watched(settings, TasksWatch(app, desk.outbox.standing, lambda: beat.ident is None or beat.is_alive())):
+        worker = app.Worker(
+            pool="threads",
+            concurrency=settings.tasks_threads,
+            queues=list(QUEUES),
+            without_mingle=True,
+            without_gossip=True,
+            without_heartbeat=True,
+            loglevel=settings.log_level.upper(),
+            quiet=True,
+        )
+        log.info("tasks: %d threads, queues %s", settings.tasks_threads, ", ".join(QUEUES))
+        _work(worker, beat)
+    return int(worker.exitcode or 0)
+
+
+def _calm_celery() -> None:
+    """Without a line for each sweep, and while the broker is away without a traceback for each."""
+    logging.getLogger("celery").setLevel(logging.WARNING)
+    logging.getLogger("celery.beat").addFilter(BriefBeat())
+    warnings.filterwarnings("ignore", category=CPendingDeprecationWarning)
+    warnings.filterwarnings("ignore", category=SecurityWarning)  # of root, for the sake of pickle: it is refused here
+
+
+class BriefBeat(logging.Filter):
+    """Beat's failures in one line, the same one once a minute."""
+
+    def __init__(self, every_s: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._every_s = every_s
+        self._clock = clock
+        self._told: dict[str, float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.exc_info is None:
+            return True
+        error = str(record.exc_info[1])
+        record.msg, record.args, record.exc_info = "beat cannot start its tasks: %s", (error,), None
+        now = self._clock()
+        if now - self._told.get(error, -self._every_s) < self._every_s:
+            return False
+        self._told[error] = now
+        return True
+
+
+def _work(worker: Celery.Worker, beat: EmbeddedService) -> None:
     beat.start()
     try:
         worker.start()
     finally:
         beat.stop()
-    return int(worker.exitcode or 0)
+
+
+@contextlib.contextmanager
+def _watched(settings: Settings, watch: TasksWatch) -> Iterator[None]:
+    if settings.metrics_port is None:
+        yield
+        return
+    port = watch.start(settings.metrics_host, settings.metrics_port)
+    log.info("metrics and health on http://%s:%d", settings.metrics_host, port)
+    try:
+        yield
+    finally:
+        watch.stop()
 
 
 async def _check(settings: Settings) -> None:

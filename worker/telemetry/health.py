@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from typing import Final, Self
 import msgspec
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+from worker.errors import PortTaken
 
 _REQUEST_TIMEOUT_S: Final = 5.0
 _MAX_REQUEST_BYTES: Final = 16_384
@@ -82,8 +85,12 @@ class WatchServer:
         return int(self._server.sockets[0].getsockname()[1])
 
     async def start(self) -> Self:
-        """Raises OSError when the port is taken."""
-        self._server = await asyncio.start_server(self._serve, self._host, self._port, limit=_MAX_REQUEST_BYTES)
+        """Raises PortTaken."""
+        try:
+            self._server = await asyncio.start_server(self._serve, self._host, self._port, limit=_MAX_REQUEST_BYTES)
+        except OSError as error:
+            reason = os.strerror(error.errno) if error.errno else str(error)  # asyncio repeats the address in it
+            raise PortTaken(f"/metrics cannot be served on {self._host}:{self._port}: {reason}") from error
         return self
 
     async def stop(self) -> None:

@@ -1,0 +1,166 @@
+"""Health and numbers of `tokenmill tasks`: what makes it unready, what only a restart repairs, and what it counts."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from tests.support.valkey import ValkeyServer
+from tests.tasks.receiver import eventually
+from tests.tasks.support import Clock, noticed, record
+from worker.settings import Settings, load_settings
+from worker.tasks.app import build_app
+from worker.tasks.desk import Desk
+from worker.tasks.watch import STUCK_S, TasksWatch
+
+pytestmark = [pytest.mark.redis, pytest.mark.timeout(120)]
+SWEEP = "tokenmill.webhooks.sweep"
+
+
+def ask(port: int, path: str) -> tuple[int, dict[str, str]]:
+    """The status, and what is wrong."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=30) as reply:
+            status, body = reply.status, reply.read()
+    except urllib.error.HTTPError as error:
+        status, body = error.code, error.read()
+        error.close()
+    checks: dict[str, str] = json.loads(body)["checks"]
+    return status, {name: state for name, state in checks.items() if state != "ok"}
+
+
+def metrics(port: int) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as reply:
+        return str(reply.read().decode())
+
+
+class Watched:
+    """The watch without Celery's worker: `clock` is set by hand, `beats` is what beat's thread would be."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.clock, self.beats = Clock(1_000.0), True
+        self.desk = Desk(settings)
+        self.app = build_app(settings, self.desk)
+        self.watch = TasksWatch(
+            self.app, self.desk.outbox.standing, lambda: self.beats, every_s=0.05, clock=lambda: self.clock.seconds
+        )
+        self.port = self.watch.start("127.0.0.1", 0)
+
+
+@pytest.fixture
+def watched(redis_url: str, sqlite_url: str, allowed_keys: list[str]) -> Iterator[Watched]:
+    allowed_keys.append("tm:tasks:*")
+    made = Watched(load_settings({"redis_url": redis_url, "database_url": sqlite_url, "webhook_secret": ""}))
+    yield made
+    made.watch.stop()
+    made.desk.engine.dispose()
+
+
+def test_a_consumer_that_stands_still_although_its_broker_answers_is_to_be_restarted(watched: Watched) -> None:
+    eventually(lambda: set(ask(watched.port, "/readyz")[1]) == {"consumer"})
+    assert ask(watched.port, "/livez") == (200, {})
+    watched.clock.seconds += STUCK_S + 1
+    status, wrong = ask(watched.port, "/livez")
+    assert (status, list(wrong)) == (503, ["stuck"])
+    assert re.search("stood still for 181 s", wrong["stuck"])
+
+
+def test_a_beat_that_has_ended_is_to_be_restarted(watched: Watched) -> None:
+    watched.beats = False
+    assert ask(watched.port, "/livez") == (503, {"beat": "its thread has ended"})
+
+
+def test_webhooks_and_runs_are_counted(watched: Watched, sqlite_url: str) -> None:
+    record(sqlite_url, noticed("j1", "https://example.com/hook"), noticed("j2", "https://example.com/hook"))
+    with watched.desk.engine.begin() as connection:
+        connection.execute(sa.text("UPDATE webhooks SET due_ms = :due"), {"due": round((time.time() - 3_600) * 1000)})
+    watched.app.tasks[SWEEP].apply().get()
+    watched.app.tasks["tokenmill.webhooks.deliver"].apply(("msg_unknown", 0)).get()
+    eventually(lambda: 'tokenmill:webhooks{state="pending"} 2.0' in metrics(watched.port))
+    text = metrics(watched.port)
+    assert f'tokenmill:task_runs_total{{outcome="success",task="{SWEEP}"}} 1.0' in text
+    assert 'tokenmill:task_runs_total{outcome="skipped",task="tokenmill.webhooks.deliver"} 1.0' in text
+    assert f'tokenmill:task_seconds_count{{task="{SWEEP}"}} 1.0' in text
+    overdue = re.search(r"^tokenmill:webhook_overdue_seconds (\S+)$", text, re.MULTILINE)
+    assert overdue is not None
+    assert float(overdue[1]) == pytest.approx(3_600, abs=300)
+    succeeded = rf'task_last_success_timestamp_seconds\{{task="{SWEEP}"\}} [1-9]'
+    assert re.search(succeeded, text), "beat's tasks are there before they ran"
+
+
+@contextlib.contextmanager
+def tasks(port: int, log: Path, **variables: Any) -> Iterator["subprocess.Popen[bytes]"]:
+    ours = {"METRICS_PORT": port, "QUEUE": "q", "WEBHOOK_SWEEP_SECONDS": "0.2", **variables}
+    environment = os.environ | {f"TOKENMILL_{name}": str(value) for name, value in ours.items()}  # noqa: TID251
+    command = [sys.executable, "-m", "api_client.cli", "tasks"]
+    with log.open("ab") as output:
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, cwd=log.parent)
+        try:
+            yield process
+        finally:
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0, log.read_text()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+@pytest.mark.slow
+def test_a_broker_that_goes_away_makes_it_unready_and_no_more(
+    make_valkey: Callable[..., ValkeyServer], sqlite_url: str, tmp_path: Path
+) -> None:
+    server, port = make_valkey(), free_port()
+    log = tmp_path / "tasks.log"
+
+    def is_ready(path: str = "/readyz") -> bool:
+        with contextlib.suppress(OSError):  # it has not begun to serve
+            return ask(port, path) == (200, {})
+        return False
+
+    with tasks(port, log, REDIS_URL=server.url, DATABASE_URL=sqlite_url):
+        eventually(is_ready)
+        eventually(
+            lambda: re.search(rf'runs_total{{outcome="success",task="{SWEEP}"}} [1-9]', metrics(port)) is not None
+        )
+        server.halt(signal.SIGKILL)
+        eventually(lambda: "broker" in ask(port, "/readyz")[1])
+        assert is_ready("/livez"), "a restart would repair nothing"
+        eventually(lambda: "beat cannot start its tasks: " in log.read_text())
+        server.start()
+        eventually(is_ready)
+    told = log.read_text()
+    assert "Traceback" not in told, "a sweep fails every 0.2 s; one line says it"
+    assert told.count("beat cannot start its tasks: ") <= 5
+
+
+@pytest.mark.slow
+def test_a_port_that_is_taken_is_one_sentence(redis_url: str, sqlite_url: str, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = int(server.getsockname()[1])
+        variables = {"REDIS_URL": redis_url, "DATABASE_URL": sqlite_url, "METRICS_PORT": str(port), "QUEUE": "q"}
+        done = subprocess.run(
+            [sys.executable, "-m", "api_client.cli", "tasks"],
+            env=os.environ | {f"TOKENMILL_{name}": value for name, value in variables.items()},  # noqa: TID251
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert f"/metrics cannot be served on 127.0.0.1:{port}: Address already in use" in done.stderr.replace("\n", " ")
+    assert "Traceback" not in done.stderr
