@@ -84,6 +84,7 @@ def test_a_mixed_batch_and_a_batch_of_one_agree() -> None:
         assert alone.tolist() == tokens[row : row + 1].tolist()
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # the interpreter's numpy, of infinities
 def test_rows_that_are_broken_are_told_by_their_peak() -> None:
     logits = random_logits(4, 100)
     logits[0, 7], logits[1, :], logits[2, 3] = torch.nan, -torch.inf, torch.inf
