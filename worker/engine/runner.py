@@ -28,7 +28,7 @@ from worker.engine.model.loader import LoadedModel, load_model
 from worker.engine.model.lora import AdapterError, Adapters
 from worker.engine.model.paged import LayerBinding, PagedStep
 from worker.engine.model.vocabulary import tokenizer_info
-from worker.engine.plan import ScheduledSequence, StepOutput, StepPlan
+from worker.engine.plan import StepOutput, StepPlan
 from worker.engine.runner_inputs import InputBuilder, PreviousTokens, StepInputs
 from worker.engine.runner_memory import size_cache
 from worker.engine.sampling import GrammarCompiler, Sampled, Sampler
@@ -170,7 +170,7 @@ class ModelRunner:
         if not items:
             return InFlightStep(plan, (), None)
         sampled = self._sampler.sample(logits, items)
-        self._previous = PreviousTokens(sampled.token_ids, _last_rows(items))
+        self._previous = PreviousTokens(sampled.token_ids, items)
         return InFlightStep(plan, indices, sampled)
 
     @torch.inference_mode()
@@ -269,14 +269,3 @@ def _resolved(config: EngineConfig, loaded: LoadedModel) -> EngineConfig:
         async_batching=(is_cuda if config.async_batching is None else config.async_batching)
         and not config.tensor_parallel,  # the other ranks learn of a token with the next plan
     )
-
-
-def _last_rows(items: list[ScheduledSequence]) -> dict[Sequence, int]:
-    """Where each sequence's sampled token stands; one with drafts is left out: which row counts is not known yet."""
-    rows: dict[Sequence, int] = {}
-    row = 0
-    for item in items:
-        if not item.draft_ids:
-            rows[item.sequence] = row
-        row += 1 + len(item.draft_ids)
-    return rows

@@ -11,9 +11,9 @@ below the first position of the step change only to NULL_BLOCK.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -40,11 +40,22 @@ class StepInputs:
 
 
 class PreviousTokens:
-    """The tokens that the last launched step sampled: on the device, not yet on the host."""
+    """The tokens that the last launched step sampled for `items`: on the device, not yet on the host."""
 
-    def __init__(self, token_ids: Tensor, rows: Mapping[Sequence, int]) -> None:
+    def __init__(self, token_ids: Tensor, items: Seq[ScheduledSequence]) -> None:
         self.token_ids = token_ids
-        self.rows = rows
+        self._items = items
+
+    @cached_property
+    def rows(self) -> dict[Sequence, int]:
+        """Where each sequence's token stands; one with drafts is left out: which row counts is not known yet."""
+        rows: dict[Sequence, int] = {}
+        row = 0
+        for item in self._items:
+            if not item.draft_ids:
+                rows[item.sequence] = row
+            row += 1 + len(item.draft_ids)
+        return rows
 
 
 class InputBuilder:

@@ -101,8 +101,11 @@ class Sampler:
             sequence, drafts = item.sequence, len(item.draft_ids)
             first = item.start + item.num_tokens - drafts - sequence.num_prompt_tokens
             shares.append(Share(len(slots), item.draft_ids, sequence.params))
-            slots.extend([self._table.row(sequence)] * (1 + drafts))
-            positions.extend(range(first, first + drafts + 1))
+            slots.append(self._table.row(sequence))
+            positions.append(first)
+            if drafts:
+                slots.extend([slots[-1]] * drafts)
+                positions.extend(range(first + 1, first + drafts + 1))
         return shares, np.array(slots, np.int64), np.array(positions, np.int64)
 
     def _batch(self, slots: Indices) -> Batch:
