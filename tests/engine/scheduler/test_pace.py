@@ -9,7 +9,7 @@ import pytest
 from schemas.generation import SamplingParams
 from tests.engine.scheduler.loop import Loop, make_cache, make_sequence
 from tests.engine.scheduler.test_policies import prompt
-from worker.engine.scheduler.pace import MIN_TOKENS, SHORT_S, Pace
+from worker.engine.scheduler.pace import MIN_TOKENS, RECENT_S, SHORT_S, Pace
 from worker.engine.sequence import Sequence
 
 
@@ -82,6 +82,9 @@ def test_bulk_steps_back_while_others_are_served_and_comes_back_after(slowdown: 
         assert max(beside) <= 8
         assert min(beside) >= MIN_TOKENS
         assert len({name for step in shared for name in step}) == 21  # in turns
+    after = step_of(loop)
+    assert MIN_TOKENS <= len(after) <= 10 if slowdown else len(after) == 20  # another may come while this step runs
+    loop.clock.now += RECENT_S + 1
     assert len(step_of(loop)) == 20
     loop.run()
     loop.assert_truth()

@@ -12,6 +12,7 @@ from typing import Final
 
 BULK: Final = 2  # the class whose work is held back, and whose places are taken
 MIN_TOKENS: Final = 4  # a step carries so many of bulk's whatever they cost: it is never starved
+RECENT_S: Final = 60.0  # so long after more urgent work, bulk makes its steps short: the next may come at any moment
 SHORT_S: Final = 0.02  # nobody reads faster than steps of this length tell
 _NEW: Final = 0.1  # weight of a step beside those of its size before it
 _ODD: Final = 4.0  # a step so many times as long as foreseen was disturbed: it counts as that
@@ -23,6 +24,7 @@ class Pace:
     def __init__(self, slowdown: float | None) -> None:
         self._slowdown = slowdown
         self._sizes: dict[int, tuple[float, float]] = {}  # bits of the count → (tokens, seconds)
+        self._urgent_at = float("-inf")
 
     @property
     def is_kept(self) -> bool:
@@ -39,6 +41,18 @@ class Pace:
             tokens, usual = float(num_tokens), _seconds_at(self._curve(), num_tokens)
         seconds = min(seconds, _ODD * usual) if usual else seconds
         self._sizes[size] = tokens + _NEW * (num_tokens - tokens), usual + _NEW * (seconds - usual)
+
+    def room_at(self, now: float, num_tokens: int) -> int | None:
+        """How many tokens of bulk may join a step of so many others, or make one alone; None: any number.
+
+        Who comes while a step runs waits for its end: so after others were there, a step of bulk alone is no longer
+        than one that it shares with a single token.
+        """
+        if num_tokens:
+            self._urgent_at = now
+        elif now - self._urgent_at > RECENT_S:
+            return None
+        return self.room_beside(max(1, num_tokens))
 
     def room_beside(self, num_tokens: int) -> int | None:
         """How many tokens of bulk may join a step of so many others; None: any number."""

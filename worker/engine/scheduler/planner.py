@@ -92,7 +92,7 @@ class Planner:
                 self._admission.admit(step, max_rank=BULK - 1)
             step.tokens += kept
             decodes, prefills = bulk, [entry for entry in prefills if entry[1].priority >= BULK]
-        held_back = self._held_back(step)
+        held_back = self._held_back(step, now)
         step.tokens -= held_back
         self._decodes(step, decodes)
         self._prefills_by_class(step, prefills)
@@ -108,10 +108,10 @@ class Planner:
         ranked.sort(key=lambda entry: entry[0])
         return ranked
 
-    def _held_back(self, step: Step) -> int:
+    def _held_back(self, step: Step, now: float) -> int:
         """Tokens of the budget that bulk work must not use in this step."""
         others = sum(item.num_tokens for item in step.items if item.sequence.priority < BULK)
-        room = self._pace.room_beside(others) if others else None
+        room = self._pace.room_at(now, others)
         return 0 if room is None else max(0, step.tokens - room)
 
     def _prefills_by_class(self, step: Step, ranked: list[tuple[int, Sequence]]) -> None:
