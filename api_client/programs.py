@@ -7,7 +7,7 @@ wherever something is missing. Pub/sub may lose anything at any time; the log, t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from api_client.errors import (
 )  # fmt: skip
 from api_client.records import FIELDS, JobInfo, Record, info_of, read_log, read_record
 from api_client.requests import JobHandle, estimated_tokens, fingerprint
-from api_client.scripts import CANCEL, SUBMIT, Argument
+from api_client.scripts import CANCEL, SUBMIT, Argument, in_parts
 from schemas.chunk import Chunk
 from schemas.codec import DecodeError, decode_chunk, encode
 from schemas.job import JobRequest
@@ -60,10 +60,10 @@ class QueueView:
 def submit(view: QueueView, requests: Sequence[JobRequest]) -> Program[list[JobHandle]]:
     """All of them, in as few calls as size allows; each call stores all of its jobs or none."""
     handles: list[JobHandle] = []
-    for batch in _batches(requests):
+    for part in in_parts(map(_submit_arguments, requests), SUBMIT_BYTES, SUBMIT_JOBS):
         arguments: list[Argument] = [view.queue_limit, round(view.idempotency_ttl_s * 1000)]
-        for request in batch:
-            arguments += _submit_arguments(request)
+        for item in part:
+            arguments += item
         reply = yield RunScript(SUBMIT, tuple(arguments))
         try:
             handles += _read_submitted(view, reply)
@@ -71,20 +71,6 @@ def submit(view: QueueView, requests: Sequence[JobRequest]) -> Program[list[JobH
             refusal.accepted = tuple(handles)
             raise
     return handles
-
-
-def _batches(requests: Sequence[JobRequest]) -> Iterator[list[JobRequest]]:
-    batch: list[JobRequest] = []
-    size = 0
-    for request in requests:
-        num_bytes = len(encode(request))
-        if batch and (len(batch) >= SUBMIT_JOBS or size + num_bytes > SUBMIT_BYTES):
-            yield batch
-            batch, size = [], 0
-        batch.append(request)
-        size += num_bytes
-    if batch:
-        yield batch
 
 
 def _submit_arguments(request: JobRequest) -> tuple[Argument, ...]:

@@ -7,6 +7,7 @@ does not know it (restarted, failed over) gets the text in the same call. It kno
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any, cast
@@ -40,6 +41,23 @@ def load_script(*parts: tuple[str, str]) -> Script:
 SUBMIT = load_script(COMMON, ("api_client", "submit"))
 CANCEL = load_script(COMMON, ("api_client", "cancel"))
 REDRIVE = load_script(COMMON, ("api_client", "redrive"))
+
+
+def in_parts(
+    items: Iterable[tuple[Argument, ...]], max_bytes: int, max_items: int = 1 << 30
+) -> Iterator[list[tuple[Argument, ...]]]:
+    """The arguments of many items, cut into what one call should carry at most; one item is never cut."""
+    part: list[tuple[Argument, ...]] = []
+    size = 0
+    for item in items:
+        num_bytes = sum(len(value) for value in item if isinstance(value, bytes))
+        if part and (len(part) >= max_items or size + num_bytes > max_bytes):
+            yield part
+            part, size = [], 0
+        part.append(item)
+        size += num_bytes
+    if part:
+        yield part
 
 
 def call(client: redis.Redis, script: Script, key: str, *arguments: Argument) -> Any:

@@ -20,7 +20,7 @@ from redis.exceptions import NoPermissionError, ResponseError
 
 from api_client.connections import SERVER_TROUBLE
 from api_client.records import QueueDepth, read_depth
-from api_client.scripts import Argument, Script, call_async
+from api_client.scripts import Argument, Script, call_async, in_parts
 from schemas.codec import encode
 from schemas.control import WorkerStatus
 from schemas.keys import Keys
@@ -169,8 +169,8 @@ class JobStream:
         if self.guard():
             return [False] * len(jobs)
         done: list[bool] = []
-        for batch in _batches([_finish_arguments(job) for job in jobs]):
-            arguments = [value for item in batch for value in item]
+        for part in in_parts(map(_finish_arguments, jobs), MAX_FINISH_BYTES):
+            arguments = [value for item in part for value in item]
             ttls = (round(self.options.result_ttl_s), round(self.options.dead_ttl_s))
             done += [bool(flag) for flag in await self._call(scripts.FINISH, *ttls, *arguments)]
         for job in jobs:
@@ -282,20 +282,6 @@ def _finish_arguments(job: Finished) -> tuple[Argument, ...]:
         encode(job.final_chunk),
         usage.prompt_tokens + usage.completion_tokens,
     )
-
-
-def _batches(items: list[tuple[Argument, ...]]) -> Iterable[list[tuple[Argument, ...]]]:
-    batch: list[tuple[Argument, ...]] = []
-    size = 0
-    for item in items:
-        bytes_ = sum(len(value) for value in item if isinstance(value, bytes))
-        if batch and size + bytes_ > MAX_FINISH_BYTES:
-            yield batch
-            batch, size = [], 0
-        batch.append(item)
-        size += bytes_
-    if batch:
-        yield batch
 
 
 class _translated:
