@@ -23,6 +23,7 @@ from tests.support.worker import QUEUE, database_url, running_worker
 
 pytestmark = pytest.mark.redis
 WAIT_S = 90
+GUIDE = (Path(__file__).parents[2] / "ops" / "guides" / "celery.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +137,20 @@ class TestWithWorkers:
         kept = callback.freeze()
         task(app).apply_async(("a b",), {"max_tokens": 2}, link=callback)
         assert kept.get(timeout=WAIT_S).startswith("<")
+
+    def test_the_guide_s_code_runs(self, app: Celery, url: str) -> None:
+        code = GUIDE.split("app = Celery(", 1)[1].partition("\n")[2].split("```")[0]
+        for written, real in (("smollm2-135m-instruct", QUEUE), ("redis://localhost:6379/0", url)):
+            assert f'"{written}"' in code
+            code = code.replace(f'"{written}"', f'"{real}"')
+        reader = Celery("reader", broker=url, backend=url, set_as_current=False)  # beside the one that has the name
+        shared = ("broker_transport_options", "result_backend_transport_options", "task_serializer", "accept_content")
+        reader.conf.update({name: app.conf[name] for name in shared})
+        names = {
+            "app": reader, "chain": chain, "group": group, "generation_task": generation_task,
+            "save": task(app, "shout"), "texts": ["a b", "c d"],
+        }  # fmt: skip
+        exec(code, names)  # waits for the answers that it asks for
 
     def test_by_itself_the_answer_comes_from_the_job(self, app: Celery) -> None:
         answer = task(app).delay("a b c", max_tokens=5, ignore_eos=True)
