@@ -15,7 +15,7 @@ from tests.engine.support import ChunkingPlanner, make_sequence
 from worker.engine.attention import AttentionMetadata
 from worker.engine.config import EngineConfig
 from worker.engine.graph_inputs import StaticInputs, padded_batch, padded_shape
-from worker.engine.graphs import LARGEST_MIXED, CapturedGraph, CudaCapture, GraphRunner
+from worker.engine.graphs import LARGEST_MIXED, SIGHTINGS, CapturedGraph, CudaCapture, GraphRunner
 from worker.engine.runner import ModelRunner
 from worker.engine.runner_inputs import StepInputs
 from worker.engine.sequence import Sequence
@@ -144,13 +144,13 @@ def test_a_decode_is_captured_at_once_and_replayed_after() -> None:
     assert set(forward.calls) == {4}
 
 
-def test_a_mixed_shape_is_captured_when_it_comes_again() -> None:
+def test_a_mixed_shape_is_captured_when_it_has_come_often() -> None:
     forward = Recorder()
     graphs = GraphRunner(forward, config(), 512, fake_capture)
-    for count in (18, 20, 31):
+    for count in (18, 20, 31, 25, 30):
         inputs = step([(count, 40), (1, 9)])
         assert torch.equal(graphs.run(inputs), expected(inputs))
-    assert forward.calls[0] == 19  # eager, not padded
+    assert forward.calls == [19, 21, 32, 32, 32, 32]  # eager and not padded; then captured, replayed twice
     assert (graphs.num_captured, graphs.num_replays) == (1, 2)
 
 
@@ -162,10 +162,22 @@ def test_the_graph_not_used_for_longest_is_forgotten() -> None:
     assert graphs.num_captured == 4  # 1, 2, 8 (forgets 2), and 2 again (forgets 8)
 
 
+def test_mixed_steps_do_not_drive_out_decodes() -> None:
+    graphs = GraphRunner(Recorder(), config(max_cached_graphs=8), 512, fake_capture)
+    for count in (1, 2, 4, 8):
+        graphs.run(step([(1, 30)] * count))
+    for count in (18, 40, 60, 80, 100):
+        for _ in range(SIGHTINGS):
+            graphs.run(step([(count, 120), (1, 9)]))
+    assert [(shape.is_decode, shape.num_tokens) for shape in graphs.shapes] == [
+        (True, 1), (True, 2), (True, 4), (True, 8), (False, 96), (False, 112),
+    ]  # fmt: skip
+
+
 def test_a_large_mixed_step_stays_eager_however_often_it_comes() -> None:
     forward = Recorder()
     graphs = GraphRunner(forward, config(), 4096, fake_capture)
-    for _ in range(3):
+    for _ in range(SIGHTINGS + 1):
         inputs = step([(LARGEST_MIXED + 1, 2000), (1, 9)])
         assert torch.equal(graphs.run(inputs), expected(inputs))
     assert (graphs.num_captured, graphs.num_replays) == (0, 0)
@@ -185,8 +197,9 @@ def test_a_failing_capture_means_eager_steps_and_one_warning(caplog: pytest.LogC
 
 def test_a_step_that_samples_nothing_gives_no_rows() -> None:
     graphs = GraphRunner(Recorder(), config(), 512, fake_capture)
-    for _ in range(2):
+    for _ in range(SIGHTINGS):
         assert graphs.run(step([(20, 40), (5, 5)], num_rows=0)).shape == (0, 1)
+    assert graphs.num_captured == 1
 
 
 # ── with a model ──

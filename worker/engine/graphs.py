@@ -1,8 +1,8 @@
 """Runs steps by replaying captured graphs: one per padded shape, the least recently used forgotten first.
 
-A decode's graph is captured when its shape is first seen. A mixed step's shape must come twice: most never
-do, and a capture costs many eager steps; large ones stay eager. Where capturing fails, steps run eagerly and
-the log says why.
+A decode's graph is captured when its shape is first seen. A mixed step's shape must come several times: most
+never do, and a capture costs many eager steps; large ones stay eager, and all of them have a share of the places
+only, so that they do not drive out the decodes. Where capturing fails, steps run eagerly and the log says why.
 
 One set of inputs a shape is enough for launching ahead: copies, replay and whatever reads the output are
 queued on one stream in that order. An output is good until the same shape runs again.
@@ -27,7 +27,8 @@ from worker.engine.runner_inputs import StepInputs
 log = logging.getLogger(__name__)
 
 Forward = Callable[[StepInputs], Tensor]
-REMEMBERED_SHAPES = 1024  # mixed shapes that were seen once
+REMEMBERED_SHAPES = 1024  # mixed shapes that were seen, but not often enough
+SIGHTINGS = 4  # of a mixed shape before it is captured
 LARGEST_MIXED = 1024  # tokens; larger steps keep a device busy longer than it takes to launch them
 
 
@@ -83,7 +84,8 @@ class GraphRunner:
         self._max_model_len = max_model_len
         self._capture = capture
         self._entries: OrderedDict[PaddedShape, _Entry] = OrderedDict()
-        self._seen_once: OrderedDict[PaddedShape, None] = OrderedDict()
+        self._sightings: OrderedDict[PaddedShape, int] = OrderedDict()
+        self._max_mixed = max(1, config.max_cached_graphs // 4)
         self.refusal: str | None = None  # why nothing is captured any more
         self.num_captured = 0
         self.num_replays = 0
@@ -111,19 +113,27 @@ class GraphRunner:
     def _is_worth_capturing(self, shape: PaddedShape) -> bool:
         if self.refusal is not None or not (shape.is_decode or shape.num_tokens <= LARGEST_MIXED):
             return False
-        if shape.is_decode or shape in self._seen_once:
-            self._seen_once.pop(shape, None)
+        if shape.is_decode:
             return True
-        self._seen_once[shape] = None
-        if len(self._seen_once) > REMEMBERED_SHAPES:
-            self._seen_once.popitem(last=False)
+        sightings = self._sightings.pop(shape, 0) + 1
+        if sightings == SIGHTINGS:
+            return True
+        self._sightings[shape] = sightings
+        if len(self._sightings) > REMEMBERED_SHAPES:
+            self._sightings.popitem(last=False)
         return False
+
+    def _make_room(self, shape: PaddedShape) -> None:
+        mixed = [known for known in self._entries if not known.is_decode]
+        if not shape.is_decode and len(mixed) >= self._max_mixed:
+            del self._entries[mixed[0]]
+        while len(self._entries) >= self._config.max_cached_graphs:
+            self._entries.popitem(last=False)
 
     def _captured(self, shape: PaddedShape, inputs: StepInputs) -> _Entry | None:
         static = StaticInputs(shape, inputs)
         static.load(inputs)
-        while len(self._entries) >= self._config.max_cached_graphs:
-            self._entries.popitem(last=False)
+        self._make_room(shape)
         try:
             graph = self._capture(lambda: self._forward(static.current()))
         except Exception as error:  # whatever a kernel or the driver objects to: steps run eagerly then
