@@ -49,6 +49,20 @@ async def test_no_token_waits_longer_than_it_may(log):
     assert not publisher.has_pending
 
 
+async def test_without_a_wait_only_those_go_together_that_wait_anyway(log):
+    publisher = publisher_of(log, wait_s=0)
+    publisher.open(await admit())
+    for letter in "abc":
+        await publisher.handle([event(letter)])
+    log.is_down = True
+    for letter in "defgh":
+        await publisher.handle([event(letter)])
+    log.is_down = False
+    await publisher.flush()
+    await publisher.handle([event("i")])
+    assert [chunk.text for chunk in log.chunks["job"]] == ["a", "b", "c", "d", "efgh", "i"]
+
+
 async def test_a_flush_leaves_nothing_behind(log):
     publisher = publisher_of(log)
     publisher.open(await admit())
