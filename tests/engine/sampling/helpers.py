@@ -77,3 +77,21 @@ def generate(
                 if not is_done(sequence):
                     sequence.token_ids.append(token_id)
     return [s.output_ids for s in sequences]
+
+
+def generate_a_step_late(sampler: Sampler, model: ToyModel, sequence: Sequence, num_tokens: int) -> list[int]:
+    """What the device draws while the host learns each token one step late, as with asynchronous batching."""
+    prompt = tuple(sequence.token_ids)
+    ahead: list[int] = []  # the device's view; the sequence lags behind
+    late = None
+    for _ in range(num_tokens):
+        item = plan_item(sequence)
+        sampler.prepare([item])
+        sampled = sampler.sample(model.row([*prompt, *ahead])[None], [item])
+        ahead.append(int(sampled.token_ids[0]))
+        if late is not None:
+            sequence.token_ids += late.finish()[0][0]
+            sequence.num_inflight -= 1
+        late = sampled
+        sequence.num_inflight += 1
+    return ahead

@@ -6,7 +6,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schemas.generation import SamplingParams
-from tests.engine.sampling.helpers import CPU, ToyModel, generate, make_sampler, make_sequence, plan_item
+from tests.engine.sampling.helpers import (
+    CPU,
+    ToyModel,
+    generate,
+    generate_a_step_late,
+    make_sampler,
+    make_sequence,
+    plan_item,
+)
 from worker.engine.sampling.penalties import Histories, Places
 from worker.engine.sampling.transfer import to_device
 from worker.engine.sequence import Sequence
@@ -83,20 +91,8 @@ def test_generation_counts_its_own_tokens() -> None:
 
 
 def test_tokens_in_flight_are_counted_before_the_host_knows_them() -> None:
-    """The host learns each token one step late, as with asynchronous batching."""
     sampler, model, sequence = make_sampler(VOCAB), ToyModel(VOCAB, memory=1), make_sequence(PENALISED)
-    ahead: list[int] = []  # the model's view; the sequence lags behind
-    late = None
-    for _ in range(30):
-        item = plan_item(sequence)
-        sampled = sampler.sample(model.row([2, 3, 4, *ahead])[None], [item])
-        ahead.append(int(sampled.token_ids[0]))
-        if late is not None:
-            sequence.token_ids += late.finish()[0][0]
-            sequence.num_inflight -= 1
-        late = sampled
-        sequence.num_inflight += 1
-    assert ahead == by_loop(30)
+    assert generate_a_step_late(sampler, model, sequence, 30) == by_loop(30)
 
 
 def test_an_abandoned_step_leaves_no_trace() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schemas.generation import ResponseFormat, SamplingParams
-from tests.engine.sampling.helpers import CPU, ToyModel, plan_item
+from tests.engine.sampling.helpers import CPU, ToyModel, generate_a_step_late, plan_item
 from worker.engine.sampling import GrammarCompiler, Sampler
 from worker.engine.sequence import Sequence
 
@@ -178,20 +178,7 @@ def test_a_step_launched_before_the_last_ones_token_is_known(compiler: GrammarCo
     plain = structured(JSON, 6, temperature=0.8)
     run(make_sampler(compiler), [plain])
     sampler, model, sequence = make_sampler(compiler), Writer(WIDTH, memory=8), structured(JSON, 6, temperature=0.8)
-    ahead: list[int] = []  # the device's view; the host's lags one token behind
-    late = None
-    for _ in range(plain.num_output_tokens):
-        item = plan_item(sequence)
-        logits = model.row([*sequence.token_ids[:3], *ahead])[None]
-        sampler.prepare([item])
-        sampled = sampler.sample(logits, [item])
-        ahead.append(int(sampled.token_ids[0]))
-        if late is not None:
-            sequence.token_ids += late.finish()[0][0]
-            sequence.num_inflight -= 1
-        late = sampled
-        sequence.num_inflight += 1
-    assert ahead == plain.output_ids
+    assert generate_a_step_late(sampler, model, sequence, plain.num_output_tokens) == plain.output_ids
 
 
 def test_a_token_in_flight_that_no_step_of_ours_draws(compiler: GrammarCompiler) -> None:
