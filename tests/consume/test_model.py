@@ -303,6 +303,14 @@ class QueueMachine(RuleBasedStateMachine):
             value for job in self.jobs.values() for value in (job.state.value.encode(), job.length + job.ended)
         ]
 
+    @invariant()
+    def a_key_stands_while_its_job_lives(self) -> None:
+        pipeline = self.queue.redis.pipeline(transaction=False)
+        for tenant, key in self.by_key:
+            pipeline.ttl(self.queue.keys.idempotency(tenant, f"k{key}"))
+        lasting = [left_s == -1 for left_s in self.run(pipeline.execute())]
+        assert lasting == [not self.jobs[name].settled for name, _ in self.by_key.values()]
+
 
 def test_the_scripts_keep_their_promises(redis_url: str) -> None:
     run_state_machine_as_test(
