@@ -55,6 +55,18 @@ def test_smaller_steps_than_any_seen_are_foreseen() -> None:
     assert room == pytest.approx(5, abs=1)
 
 
+def test_large_steps_are_learnt_at_once_and_approached_slowly() -> None:
+    pace = Pace(0.5)
+    for _ in range(50):
+        pace.note(1, 0.10)
+        pace.note(5, 0.10)  # nothing says yet that tokens cost
+    assert pace.room_beside(1) == 4 * 5 - 1
+    pace.note(300, 4.0)
+    room = pace.room_beside(1)
+    assert room is not None
+    assert room <= 10
+
+
 def test_one_disturbed_step_does_not_change_the_picture() -> None:
     pace = taught(0.5, fixed=0.1, each=0.01)
     before = pace.room_beside(10)

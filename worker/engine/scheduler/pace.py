@@ -15,7 +15,10 @@ MIN_TOKENS: Final = 4  # a step carries so many of bulk's whatever they cost: it
 RECENT_S: Final = 60.0  # so long after more urgent work, bulk makes its steps short: the next may come at any moment
 SHORT_S: Final = 0.02  # nobody reads faster than steps of this length tell
 _NEW: Final = 0.1  # weight of a step beside those of its size before it
-_ODD: Final = 4.0  # a step so many times as long as foreseen was disturbed: it counts as that
+_ODD: Final = 4.0  # a step so many times as long as others of its size was disturbed: it counts as that
+_FEW: Final = 4  # of a size: too few to tell which is odd
+_FURTHER: Final = 4  # times the longest step seen may be tried, until _MANY tokens are known to be harmless
+_MANY: Final = 64
 
 
 class Pace:
@@ -23,7 +26,7 @@ class Pace:
 
     def __init__(self, slowdown: float | None) -> None:
         self._slowdown = slowdown
-        self._sizes: dict[int, tuple[float, float]] = {}  # bits of the count → (tokens, seconds)
+        self._sizes: dict[int, tuple[int, float, float]] = {}  # bits of the tokens → (steps, tokens, seconds)
         self._urgent_at = float("-inf")
 
     @property
@@ -35,12 +38,11 @@ class Pace:
         if self._slowdown is None or num_tokens <= 0 or seconds <= 0:
             return
         size = num_tokens.bit_length()
-        if size in self._sizes or len(self._sizes) < 2:
-            tokens, usual = self._sizes.get(size, (float(num_tokens), seconds))
-        else:
-            tokens, usual = float(num_tokens), _seconds_at(self._curve(), num_tokens)
-        seconds = min(seconds, _ODD * usual) if usual else seconds
-        self._sizes[size] = tokens + _NEW * (num_tokens - tokens), usual + _NEW * (seconds - usual)
+        count, tokens, usual = self._sizes.get(size, (0, 0.0, 0.0))
+        if count >= _FEW:
+            seconds = min(seconds, _ODD * usual)
+        part = max(_NEW, 1.0 / (count + 1))
+        self._sizes[size] = count + 1, tokens + part * (num_tokens - tokens), usual + part * (seconds - usual)
 
     def room_at(self, now: float, num_tokens: int) -> int | None:
         """How many tokens of bulk may join a step of so many others, or make one alone; None: any number.
@@ -64,15 +66,18 @@ class Pace:
             if high > limit and right > num_tokens:
                 reach = left + (limit - low) * (right - left) / (high - low)
                 return max(MIN_TOKENS, int(reach - num_tokens))
-        return None  # all that was seen is short enough
+        known = int(curve[-1][0])  # all that was seen is short enough
+        return None if known >= _MANY else max(MIN_TOKENS, _FURTHER * known - num_tokens)
 
     def _curve(self) -> list[tuple[float, float]]:
-        """(tokens, seconds), from nothing on, rising. Below the smallest steps seen the first line goes on, but no
-        step is thought to take less than its share of them.
+        """(tokens, seconds), from nothing on, rising: what disturbs a step makes it longer, so no size is taken to last
+        longer than a greater one. Below the smallest steps seen the first line goes on.
         """
         curve: list[tuple[float, float]] = []
-        for tokens, seconds in (self._sizes[size] for size in sorted(self._sizes)):
-            curve.append((tokens, max(seconds, curve[-1][1]) if curve else seconds))
+        for size in sorted(self._sizes, reverse=True):
+            _, tokens, seconds = self._sizes[size]
+            curve.append((tokens, min(seconds, curve[-1][1]) if curve else seconds))
+        curve.reverse()
         (left, low), (right, high) = curve[:2]
         return [(0.0, max(0.0, low - left * (high - low) / (right - left))), *curve]
 
