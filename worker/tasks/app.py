@@ -35,6 +35,7 @@ def build_app(settings: Settings, desk: Desk | None = None) -> Celery:
             "socket_keepalive": True,
         },
         broker_connection_retry_on_startup=True,
+        broker_connection_max_retries=None,  # for ever: else it ends after an hour without its broker
         task_serializer="msgpack",
         result_serializer="msgpack",
         accept_content=["msgpack"],
