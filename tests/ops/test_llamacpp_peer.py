@@ -9,7 +9,7 @@ import pytest
 
 from ops.benchmarks.peers import gguf_weights
 from ops.benchmarks.peers.child import Child, Kind
-from ops.benchmarks.peers.environments import PeerEnvironment
+from ops.benchmarks.peers.environments import LLAMA_CPP_OPTIONS, LLAMA_CPP_VERSION, BuildError, PeerEnvironment
 from ops.benchmarks.peers.llamacpp_engine import Running, fill
 from ops.benchmarks.peers.protocol import EngineOptions
 from ops.benchmarks.workload_files import Workload, WorkloadRequest
@@ -62,6 +62,22 @@ def test_a_file_as_it_is_is_not_copied(source: Path, tmp_path: Path) -> None:
 def test_a_model_without_a_gguf_file_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="reads GGUF files"):
         gguf_weights.weights_for(str(tmp_path), "f32", tmp_path, lambda _: None)
+
+
+class TestEnvironment:
+    def test_a_finished_one_is_used_as_it_is(self, tmp_path: Path) -> None:
+        environment = PeerEnvironment("llamacpp", tmp_path / "llamacpp")
+        environment.folder.mkdir()
+        (environment.folder / ".finished").write_text(f"llama-cpp-python=={LLAMA_CPP_VERSION} {LLAMA_CPP_OPTIONS}")
+        assert environment.ensure_llamacpp(lambda _: None) == tmp_path / "llamacpp" / "bin" / "python"
+        assert not environment.log.exists()
+
+    def test_without_a_compiler_nothing_is_begun(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("PATH", str(tmp_path))
+        environment = PeerEnvironment("llamacpp", tmp_path / "llamacpp")
+        with pytest.raises(BuildError, match=r"no C\+\+ compiler"):
+            environment.ensure_llamacpp(lambda _: None)
+        assert not environment.folder.exists()
 
 
 class TestBatches:

@@ -32,18 +32,18 @@ NUM_STEPS = 40
 NUM_SUBSCRIBERS = 8  # connections: backends share one between their streams
 NUM_EARS = 32
 
-# As `calibrate` measured them on two cores of a Xeon, Valkey 9, append-only file on; other work beside it.
+# As `calibrate` measured them on two cores of a Xeon, Valkey 9, append-only file on: the least of five.
 STORED = ScriptCosts(
-    append=102.2e-6,
-    chunk={"token chunks": 19.9e-6, "chunks of 8": 20.3e-6, "checkpoints": 20.8e-6},
-    claim=305.2e-6,
-    claimed=87.8e-6,
-    finish=268.0e-6,
-    finished=78.7e-6,
-    heartbeat=108.8e-6,
-    held=4.8e-6,
-    submit=214.6e-6,
-    bell=5.1e-6,
+    append=74.1e-6,
+    chunk={"token chunks": 10.9e-6, "chunks of 8": 13.0e-6, "checkpoints": 13.8e-6},
+    claim=165.3e-6,
+    claimed=54.3e-6,
+    finish=133.0e-6,
+    finished=55.4e-6,
+    heartbeat=59.4e-6,
+    held=3.2e-6,
+    submit=121.6e-6,
+    bell=3.7e-6,
 )
 
 _CALLS = tuple(each.name for each in fields(ScriptCosts) if each.name != "chunk")

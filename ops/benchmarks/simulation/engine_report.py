@@ -19,10 +19,10 @@ LOADS = (0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2)
 
 _FIRST_COME: dict[str, object] = {"policy": "fifo", "max_bypass": 0, "safety_margin": 0.0}
 _CHUNKED: dict[str, object] = {"max_num_batched_tokens": 2_048, "long_prefill_token_threshold": 1_024}
-# What first come, first served loses by its large steps, and what by its order, are two things.
+# FCFS: first come, first served. What it loses by its large steps, and what by its order, are two things.
 POLICIES: dict[str, dict[str, object]] = {
-    "first come, 8k": {**_FIRST_COME, "max_num_batched_tokens": 8_192},
-    "first come, 2k": {**_FIRST_COME, "max_num_batched_tokens": 2_048},
+    "fcfs, 8k": {**_FIRST_COME, "max_num_batched_tokens": 8_192},
+    "fcfs, 2k": {**_FIRST_COME, "max_num_batched_tokens": 2_048},
     "fifo": {"policy": "fifo", **_CHUNKED},
     "priority": {"policy": "priority", **_CHUNKED},
 }
@@ -32,7 +32,7 @@ Rows = list[dict[str, Any]]
 def capacity(costs: CostModel, max_num_seqs: int, seed: int) -> float:
     """Requests a second of the same mix when there are always enough, first come, first served."""
     flood = [replace(arrival, at=0.0) for arrival in arrivals(100.0, 20.0, seed)]
-    engine = SimulatedEngine(costs, {**POLICIES["first come, 8k"], "max_num_seqs": max_num_seqs})
+    engine = SimulatedEngine(costs, {**POLICIES["fcfs, 8k"], "max_num_seqs": max_num_seqs})
     outcomes = engine.run(flood, until=float("inf"))
     return len(outcomes) / engine.now
 
@@ -101,7 +101,7 @@ def _table(rows: Rows) -> Table:
     """Times to the first token and gaps are those of interactive requests."""
     table = plain_table()
     headings = ("good/s", "of", "TTFT s\np50", "\np99", "TPOT ms\np50", "\np99", "gap ms\np99", "tok/s", "bulk\ndone")
-    table.add_column("load", justify="right")
+    table.add_column("load", justify="right", no_wrap=True)
     table.add_column("policy", no_wrap=True)
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
