@@ -184,3 +184,19 @@ def test_a_stop_inside_accepted_drafts_cuts_the_rest() -> None:
     assert (event.token_ids, event.finish_reason) == ((7, EOS), FinishReason.STOP)
     assert event.logprobs == logprobs[:2]
     loop.scheduler.check_integrity()
+
+
+def test_deadlines_of_the_ended_are_forgotten_long_before_they_pass() -> None:
+    loop = Loop.build(max_num_seqs=8)
+    loop.checks = False
+    far = loop.clock.now + 86_400
+    for number in range(600):
+        loop.add(make_sequence(f"s{number}", [1 + number % 40, 2, 3], 1, deadline=far))
+        loop.step()
+    state = loop.scheduler._state
+    assert len(state.deadlines) <= 200
+    loop.add(make_sequence("due", [4, 5, 6], 100, deadline=loop.clock.now + 5))
+    loop.step()
+    loop.clock.now += 6
+    loop.run()
+    assert loop.ends["due", 0] is FinishReason.EXPIRED

@@ -150,6 +150,9 @@ class Committer:
             return events
         while deadlines and deadlines[0][0] <= now:
             sequence = heapq.heappop(deadlines)[2]
-            if sequence.status is not FINISHED:
+            if sequence.status is FINISHED:
+                state.num_over -= 1
+            else:
                 events.append(state.end(sequence, FinishReason.EXPIRED))
+                state.num_over = max(0, state.num_over - 1)  # its entry is out already
         return events

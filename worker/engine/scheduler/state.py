@@ -52,6 +52,7 @@ class State:
     next_step: int = 0
     next_ticket: int = 0
     num_offloaded: int = 0
+    num_over: int = 0  # of the deadlines: those of sequences that have ended
     adapters: Counter[str] = field(default_factory=Counter)  # of running sequences
 
     @property
@@ -175,10 +176,20 @@ class State:
         sequence.finish_reason = reason
         self.released.append(sequence)
         self.counters.finished += 1
+        if sequence.deadline is not None:
+            self._forget_deadline()
         siblings = self.requests[sequence.request_id]
         siblings.remove(sequence)
         if not siblings:
             del self.requests[sequence.request_id]
+
+    def _forget_deadline(self) -> None:
+        """A deadline may be a day away: those of the ended are swept out when they are the most of the heap."""
+        self.num_over += 1
+        if self.num_over > 64 + len(self.deadlines) // 2:
+            self.deadlines[:] = [entry for entry in self.deadlines if entry[2].status is not FINISHED]
+            heapq.heapify(self.deadlines)
+            self.num_over = 0
 
     def end(
         self, sequence: Sequence, reason: FinishReason, error: str | None = None, code: str | None = None
