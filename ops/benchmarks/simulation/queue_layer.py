@@ -55,9 +55,10 @@ class QueueResult:
 
 
 def simulate(
-    num_workers: int, mix: Mix, cutting: Cutting, costs: ScriptCosts, seconds: float = 8.0, seed: int = 0
+    num_workers: int, mix: Mix, cutting: Cutting, costs: ScriptCosts, seconds: float = 0.0, seed: int = 0
 ) -> QueueResult:
-    """`seconds` of virtual time are counted."""
+    """`seconds` of virtual time are counted; by default the more, the fewer workers there are to average over."""
+    seconds = seconds or 8.0 + 40.0 / num_workers
     source = random.Random(f"queue/{seed}")
     clock, device = Clock(), CostModel()
     since = SETTLE_S + SETTLE_PER_WORKER_S * num_workers

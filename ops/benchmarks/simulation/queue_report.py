@@ -65,7 +65,7 @@ def _row(mix: Mix, cutting: Cutting, result: QueueResult) -> dict[str, Any]:
 def _title(mix: Mix) -> str:
     return (
         f"\n[b]One queue, {mix.name}[/b]: {mix.num_sequences} sequences a worker, {mix.prompt_tokens:,} tokens in; "
-        "every place always taken"
+        "all taken"
     )
 
 
