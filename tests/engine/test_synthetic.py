@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from transformers import AutoTokenizer
 
 from worker.engine.config import EngineConfig
 from worker.engine.synthetic import END_OF_TEXT, TOKENIZER, SyntheticRunner
@@ -20,6 +21,22 @@ runner = SyntheticRunner.load(EngineConfig(model="synthetic"))
 assert (runner.model_path / "tokenizer.json").exists()
 os.kill(os.getpid(), signal.SIGKILL)
 """
+
+
+LOADS = """
+import sys
+from worker.engine.synthetic import TOKENIZER
+from worker.text.tokenizer import Tokenizer
+
+print(Tokenizer.load(TOKENIZER).encode("Grüße", special=True), "torch" in sys.modules)
+"""
+
+
+def test_its_tokenizer_is_what_transformers_chooses_and_costs_no_torch():
+    said = subprocess.run([sys.executable, "-c", LOADS], capture_output=True, text=True, timeout=120, check=True).stdout
+    chosen = AutoTokenizer.from_pretrained(str(TOKENIZER), local_files_only=True)
+    assert type(chosen) is type(Tokenizer.load(TOKENIZER)._tokenizer)
+    assert said.strip() == f"{tuple(chosen.encode('Grüße'))} False"
 
 
 @pytest.fixture(scope="module")

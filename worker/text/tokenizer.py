@@ -7,6 +7,7 @@ limit: whoever admits a job compares the number of tokens with the model's lengt
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from worker.text.detokenizer import Detokenizer, WindowDetokenizer
 from worker.text.pieces import Pieces, read_pieces
 
 THREAD_CHARS = 4_000  # longer texts leave the event loop
+GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")  # the class of a tokenizer.json that needs no other
 
 
 class TemplateError(ValueError):
@@ -39,10 +41,7 @@ class Tokenizer:
     @classmethod
     def load(cls, folder: str | Path, chat_template: str | None = None) -> Tokenizer:
         """From a model's folder; never asks the network. Raises OSError if there is none."""
-        from transformers import AutoTokenizer
-
-        loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-        return cls(loaded, chat_template)
+        return cls(_load(Path(folder)), chat_template)
 
     # ── encoding ──
 
@@ -114,6 +113,22 @@ class Tokenizer:
         if self._pieces is not None:
             return [self._pieces.token_bytes(token_id) for token_id in range(self.vocab_size)]
         return [self.decode([token_id]).encode() for token_id in range(self.vocab_size)]
+
+
+def _load(folder: Path) -> Any:
+    """AutoTokenizer looks at the model for its class, and imports torch to do so: seconds of work, and memory that this
+    process has no use for. A tokenizer alone that names the generic class needs no such look.
+    """
+    settings = folder / "tokenizer_config.json"
+    if settings.exists() and not (folder / "config.json").exists():
+        named = json.loads(settings.read_text("utf-8")).get("tokenizer_class")
+        if named in GENERIC:
+            from transformers import PreTrainedTokenizerFast
+
+            return PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
 
 
 def _special_ids(tokenizer: Any, backend: Any) -> frozenset[int]:
