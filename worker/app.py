@@ -285,7 +285,8 @@ class Worker:
         self.watch.steps.beat()
         credits = self.service.credits()
         room = (credits.free > 0, credits.urgent > 0)
-        if any(now and not before for now, before in zip(room, self._had_room, strict=True)):
+        is_new = any(now and not before for now, before in zip(room, self._had_room, strict=True))
+        if is_new or (credits and self._consumer.has_missed):
             self._consumer.poke()
         self._had_room = room
 

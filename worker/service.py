@@ -69,6 +69,7 @@ class Service:
         self._quarantine = Quarantine(max_num_seqs)
         self._held: dict[str, Delivery] = {}  # every job in hand: claimed and not yet finished or given back
         self._in_engine: set[str] = set()
+        self._urgent: set[str] = set()  # of these, the most urgent class's
         self._retries: list[RetryOrder] = []
         self._host: EngineHost | None = None
         self._admission: Admission | None = None
@@ -99,7 +100,7 @@ class Service:
         in_flight = len(self._in_engine) - capacity.running - capacity.waiting  # sent, not yet in a frame
         in_flight = max(0, in_flight)
         free = capacity.free_sequences + LOOKAHEAD - capacity.waiting - in_flight
-        return Credits(max(0, free), max(0, capacity.free_urgent - in_flight))
+        return Credits(max(0, free), max(0, capacity.free_urgent - min(in_flight, len(self._urgent))))
 
     async def take(self, deliveries: list[Delivery]) -> None:
         """Called by the consumer with what it claimed."""
@@ -127,6 +128,8 @@ class Service:
         for job in admitted:
             self._publisher.open(job)
             self._in_engine.add(job.job_id)
+            if not job.generation.priority:
+                self._urgent.add(job.job_id)
         if admitted:
             self._watcher.started(admitted)
             self._host.submit(job.generation for job in admitted)
@@ -138,6 +141,7 @@ class Service:
     def _forget(self, job_id: str) -> None:
         self._held.pop(job_id, None)
         self._in_engine.discard(job_id)
+        self._urgent.discard(job_id)
         self._quarantine.ended(job_id)
         if not self._held:
             self._idle.set()

@@ -92,6 +92,20 @@ async def test_a_worker_full_of_bulk_answers_the_bell_for_urgent_jobs() -> None:
         await until(lambda: desk.taken == ["urgent"])
 
 
+async def test_a_ring_that_found_no_credit_is_remembered() -> None:
+    queue, desk = FakeQueue("a"), Desk(0)
+    async with consuming(queue, desk) as consumer:
+        await settle()
+        assert not consumer.has_missed
+        queue.bell.set()
+        await settle()
+        assert consumer.has_missed
+        desk.places = 1
+        consumer.poke()
+        await settle()
+        assert (desk.taken, consumer.has_missed) == (["a"], False)
+
+
 async def test_a_ring_wakes_it_when_it_has_room() -> None:
     queue, desk = FakeQueue(), Desk(2)
     async with consuming(queue, desk):

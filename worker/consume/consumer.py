@@ -63,6 +63,7 @@ class Consumer:
         self._poll_s = poll_s
         self._on_claim = on_claim
         self._on_error = on_error
+        self.has_missed = False  # the bell rang while there was no credit for anything
         self._owed: list[tuple[str, int, bool]] = []
         self._stopping = asyncio.Event()
         self._ended = asyncio.Event()
@@ -109,6 +110,7 @@ class Consumer:
         await self._give_back()
         self._stream.bell.clear()
         wanted = self._credits()
+        self.has_missed = self.has_missed and not wanted
         deliveries = await self._stream.claim(wanted.free, wanted.urgent)
         self._on_claim(len(deliveries))
         if not deliveries:
@@ -136,6 +138,7 @@ class Consumer:
             await wait_at_most(self._stream.bell, left)
             if self._credits():
                 return
+            self.has_missed = self.has_missed or self._stream.bell.is_set()
             self._stream.bell.clear()
 
     async def _sleep(self, seconds: float) -> None:
