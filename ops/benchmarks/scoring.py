@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from worker.engine.attention import AttentionMetadata, choose
 from worker.engine.config import EngineConfig
-from worker.engine.kv.cache_pool import KVCachePool
+from worker.engine.kv.cache_pool import KVCachePool, kv_dtype
 from worker.engine.model.loader import load_model
 from worker.engine.model.paged import LayerBinding, PagedStep
 from worker.engine.model.store import resolve
@@ -22,11 +22,10 @@ class Scorer:
         self._block_size = config.block_size
         num_blocks = -(-max_tokens // config.block_size) + 1
         device = torch.device("cpu")
-        self._backend = choose(config.attention, device, torch.float32, list(self._model.shapes), config.block_size)
+        dtype = kv_dtype(config, torch.float32)
+        self._backend = choose(config.attention, device, dtype, list(self._model.shapes), config.block_size)
         groups = self._model.groups
-        pool = KVCachePool.allocate(
-            groups, [num_blocks] * len(groups), config.block_size, self._backend, torch.float32, device
-        )
+        pool = KVCachePool.allocate(groups, [num_blocks] * len(groups), config.block_size, self._backend, dtype, device)
         places = {layer: (g, i) for g, group in enumerate(groups) for i, layer in enumerate(group.layers)}
         self._layers = [
             LayerBinding(places[layer][0], pool.layer(*places[layer]), shape)

@@ -50,6 +50,17 @@ def test_every_product_is_quantised_and_the_head_keeps_8_bits(folder_of: Callabl
     assert bits(int4) == {"attention": {torch.int32}, "mlp": {torch.int32}, "linear": {torch.uint8}}
 
 
+@pytest.mark.parametrize(
+    ("quantization", "asked", "expected"),
+    [("int8", "auto", torch.float16), ("int4", "float32", torch.float32), (None, "auto", torch.float32)],
+)
+def test_keys_and_values_take_half_precision_beside_rounded_weights(
+    folder_of: Callable[[str], Path], quantization: str | None, asked: str, expected: torch.dtype
+) -> None:
+    with Engine.load(config(folder_of("llama"), quantization, kv_dtype=asked)) as engine:
+        assert engine.runner.config.kv_dtype == str(expected).removeprefix("torch.")
+
+
 def test_what_does_not_fit_4_bits_takes_8() -> None:
     packing = Packing.choose("int4")
     assert packing.body.pack(torch.randn(16, 64)).panels.dtype is torch.int32
