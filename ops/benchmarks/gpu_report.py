@@ -44,7 +44,7 @@ def show(console: Console, record: dict[str, Any]) -> None:
 def _table(name: str, found: dict[str, Any]) -> Table:
     table = Table(title=f"{name}: share of the ceilings, measured in this run", title_justify="left")
     for column in ("", "tokens/s", "ms", "of the bandwidth", "of the roofline"):
-        table.add_column(column, justify="left" if not column else "right")
+        table.add_column(column, justify="left" if not column else "right", no_wrap=True)
     for what, figures in found.items():
         if "share_of_roofline" in figures:
             table.add_row(
@@ -64,7 +64,7 @@ def _table(name: str, found: dict[str, Any]) -> Table:
 def _profile(title: str, figures: dict[str, Any]) -> Table:
     table = Table(title=f"{title}: device busy {figures['busy']:.1%}", title_justify="left")
     for column in ("", "ms a step", "share"):
-        table.add_column(column, justify="left" if not column else "right")
+        table.add_column(column, justify="left" if not column else "right", no_wrap=True)
     for kernel in figures["kernels"]:
         table.add_row(kernel["name"][:90], f"{kernel['ms']:.3f}", f"{kernel['share']:.1%}")
     for gap in figures["gaps"]:

@@ -28,6 +28,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [
     pytest.mark.skipif(DEVICE == "cpu" and not is_interpreted(), reason="neither CUDA nor interpreted"),
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),  # the interpreter's numpy: then infinity
 ]
 ALL = {"DeviceNorm", "DeviceMLP", "DeviceAttention", "DeviceLayer"}
 
@@ -64,9 +65,10 @@ def test_gates(inner: int) -> None:
     torch.testing.assert_close(gate(packed, is_gelu=True), wanted)
 
 
-@pytest.mark.parametrize(("head_dim", "rotary_dim", "has_norm"), [(16, 16, True), (16, 16, False), (20, 12, True)])
-@pytest.mark.parametrize("is_token_major", [False, True])
-@pytest.mark.parametrize("num_tokens", [7, 300])
+@pytest.mark.parametrize(
+    ("head_dim", "rotary_dim", "has_norm", "is_token_major", "num_tokens"),
+    [(16, 16, True, False, 7), (16, 16, False, True, 7), (20, 12, True, True, 7), (20, 12, True, False, 260)],
+)
 def test_one_pass_turns_queries_and_writes_the_cache(
     head_dim: int, rotary_dim: int, has_norm: bool, is_token_major: bool, num_tokens: int
 ) -> None:
@@ -98,13 +100,10 @@ def test_one_pass_turns_queries_and_writes_the_cache(
 @pytest.mark.parametrize(
     ("family", "kinds"),
     [
-        ("llama", ALL),
-        ("qwen2", ALL),
         ("qwen3", ALL),
         ("phi3", ALL),
         ("gemma2", ALL - {"DeviceLayer"}),  # norms behind attention and MLP
         ("gpt_oss", {"DeviceNorm"}),  # sinks, experts
-        ("gpt2", set()),
     ],
 )
 def test_a_fused_model_gives_the_same_tokens(family: str, kinds: set[str], tmp_path: Path) -> None:
@@ -141,7 +140,7 @@ def answers(loaded: LoadedModel, attention: AttentionName) -> list[list[int]]:
     )  # fmt: skip
     runner = ModelRunner.around(loaded, config)
     planner = ChunkingPlanner(runner.cache_config, 6)
-    sequences = [make_sequence(f"s{i}", range(5 + i, 5 + i + length), 4) for i, length in enumerate((14, 3, 7))]
+    sequences = [make_sequence(f"s{i}", range(5 + i, 5 + i + length), 2) for i, length in enumerate((9, 3))]
     for sequence in sequences:
         planner.add(sequence)
     while not (plan := planner.plan()).is_empty:

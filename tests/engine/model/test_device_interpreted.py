@@ -14,8 +14,8 @@ DRAWING = HERE.parent / "sampling" / "test_device_draw.py"
 
 def test_kernels_interpreted() -> None:
     pytest.importorskip("triton")
-    few = "norm or gates or one_pass and not 300 or each_kind and top-p"
-    assert passed(interpreted(str(HERE / "test_device_fused.py"), str(DRAWING), "-k", few)) >= 16
+    few = "norm or gates or one_pass and not 260 or each_kind and top-p"
+    assert passed(interpreted(str(HERE / "test_device_fused.py"), str(DRAWING), "-k", few)) >= 13
 
 
 @pytest.mark.slow
@@ -29,4 +29,4 @@ def test_all_of_drawing_interpreted() -> None:
 @pytest.mark.timeout(600)
 def test_every_family_interpreted() -> None:
     pytest.importorskip("triton")
-    assert passed(interpreted(str(HERE / "test_device_fused.py"), "-k", "model or twist")) >= 8
+    assert passed(interpreted(str(HERE / "test_device_fused.py"), "-k", "fused_model or twist")) >= 5

@@ -136,7 +136,7 @@ def _layer(module: Any) -> nn.Module | None:
         "input_layernorm": DeviceNorm,
         "post_attention_layernorm": DeviceNorm,
     }
-    children = dict(module.named_children())
+    children = {name: child for name, child in module.named_children() if not isinstance(child, nn.Dropout)}
     if children.keys() != kinds.keys() or not all(isinstance(children[name], kind) for name, kind in kinds.items()):
         return None
     return DeviceLayer(module)
