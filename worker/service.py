@@ -100,7 +100,8 @@ class Service:
         in_flight = len(self._in_engine) - capacity.running - capacity.waiting  # sent, not yet in a frame
         in_flight = max(0, in_flight)
         free = capacity.free_sequences + LOOKAHEAD - capacity.waiting - in_flight
-        return Credits(max(0, free), max(0, capacity.free_urgent - min(in_flight, len(self._urgent))))
+        free = max(0, free)
+        return Credits(free, max(0, capacity.free_urgent - free - min(in_flight, len(self._urgent))))
 
     async def take(self, deliveries: list[Delivery]) -> None:
         """Called by the consumer with what it claimed."""

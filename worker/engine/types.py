@@ -50,8 +50,8 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine could take now. `waiting` requests are admitted but not yet running. `free_urgent`: places of
-    bulk work that interactive requests would take, less the interactive ones that wait for such a place already."""
+    """What the engine could take now. `waiting` requests are admitted but not yet running. `free_urgent`: places
+    for interactive requests, free or of bulk work, whatever else waits; less the interactive ones that wait already."""
 
     free_sequences: int
     free_blocks: int

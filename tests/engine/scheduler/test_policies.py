@@ -72,6 +72,15 @@ def test_bulk_works_places_are_offered_to_the_urgent(policy: str, places: int) -
     assert (loop.scheduler.stats.preemptions == 1) is (places > 0)
 
 
+def test_free_places_that_bulk_work_waits_for_are_offered_to_the_urgent() -> None:
+    loop = Loop.build(max_num_seqs=8, max_num_batched_tokens=4, policy="priority")
+    loop.add(*(make_sequence(f"bulk {n}", prompt(n, 6), 40, priority=2) for n in range(8)))
+    assert (loop.scheduler.capacity().running, loop.scheduler.capacity().waiting) == (0, 8)
+    assert loop.scheduler.capacity().free_urgent == 8
+    loop.step()
+    assert loop.scheduler.capacity().free_urgent == 8
+
+
 def test_priority_orders_by_class_then_deadline_then_arrival() -> None:
     loop = Loop.build(max_num_seqs=1, policy="priority")
     now = loop.clock.now

@@ -26,7 +26,9 @@ _SHORT_AT_ONCE = 8
 
 
 def num_for_urgent(state: State) -> int:
-    """Sequences of the most urgent class that could start in bulk work's places, beyond those that wait already."""
+    """Sequences of the most urgent class that could start beyond those that wait already: in free places, whatever
+    waits for these behind them, and in those of bulk work.
+    """
     if state.config.policy is not SchedulingPolicy.PRIORITY:
         return 0
     taken = sum(
@@ -34,7 +36,8 @@ def num_for_urgent(state: State) -> int:
         for running in (state.decoding, state.prefilling)
         for sequence in running
     )
-    return max(0, taken - state.queue.num_below(1))
+    free = max(0, state.config.max_num_seqs - state.num_running)
+    return max(0, free + taken - state.queue.num_below(1))
 
 
 class Verdict(Enum):
