@@ -13,6 +13,7 @@ from typing import Final
 BULK: Final = 2  # the class whose work is held back, and whose places are taken
 MIN_TOKENS: Final = 4  # a step carries so many of bulk's whatever they cost: it is never starved
 RECENT_S: Final = 60.0  # so long after more urgent work, bulk makes its steps short: the next may come at any moment
+_ALONE: Final = 2.0  # and so many times as long as one that it shares with a single token
 SHORT_S: Final = 0.02  # nobody reads faster than steps of this length tell
 _NEW: Final = 0.1  # weight of a step beside those of its size before it
 _ODD: Final = 4.0  # a step so many times as long as others of its size was disturbed: it counts as that
@@ -47,21 +48,20 @@ class Pace:
     def room_at(self, now: float, num_tokens: int) -> int | None:
         """How many tokens of bulk may join a step of so many others, or make one alone; None: any number.
 
-        Who comes while a step runs waits for its end: so after others were there, a step of bulk alone is no longer
-        than one that it shares with a single token.
+        Who comes while a step runs waits for its end: so after others were there, steps of bulk alone are short too.
         """
         if num_tokens:
             self._urgent_at = now
         elif now - self._urgent_at > RECENT_S:
             return None
-        return self.room_beside(max(1, num_tokens))
+        return self.room_beside(num_tokens) if num_tokens else self.room_beside(1, _ALONE)
 
-    def room_beside(self, num_tokens: int) -> int | None:
+    def room_beside(self, num_tokens: int, times: float = 1.0) -> int | None:
         """How many tokens of bulk may join a step of so many others; None: any number."""
         if self._slowdown is None or len(self._sizes) < 2:
             return None
         curve = self._curve()
-        limit = max((1.0 + self._slowdown) * _seconds_at(curve, num_tokens), SHORT_S)
+        limit = max(times * (1.0 + self._slowdown) * _seconds_at(curve, num_tokens), SHORT_S)
         for (left, low), (right, high) in pairwise(curve):
             if high > limit and right > num_tokens:
                 reach = left + (limit - low) * (right - left) / (high - low)
