@@ -9,7 +9,7 @@ so that each script touches one slot of a cluster.
 | `tm:{q}:job:<id>` | hash | scripts only | alive: until finish; then result TTL |
 | `tm:{q}:log:<id>` | stream, entry id `<end>-0` | append | deleted by finish; TTL meanwhile |
 | `tm:{q}:chunks:<id>` | pub/sub channel | append, finish, cancel | – |
-| `tm:{q}:idem:<tenant>:<key>` | string: fingerprint, space, job id | submit, finish | alive: until its job's finish; then idempotency TTL |
+| `tm:{q}:idem:<tenant>:<key>` | fingerprint, space, job id | submit, finish | until finish; then idempotency TTL |
 | `tm:{q}:worker:<id>` | string | heartbeat | TTL = lease |
 | `tm:{q}:workers` | set of worker ids ever seen alive | heartbeat, claim | until the worker is reaped |
 | `tm:{q}:held:<worker>` | set of job ids | claim, finish, release | until empty |

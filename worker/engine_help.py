@@ -15,7 +15,7 @@ ENGINE_HELP: Final[dict[str, str]] = {
     "num_blocks": "blocks in the KV cache (default: what fits)",
     "max_memory_percent": "share of the free memory that the engine may take",
     "max_memory_gib": "cap on the KV cache, whatever is free",
-    "kv_dtype": "type of keys and values: auto (as the weights; float16 beside int8 or int4), float32, bfloat16 or float16",
+    "kv_dtype": "type of keys and values; auto: as the weights, float16 beside int8 and int4",
     "fuse": "swap well-known layers for fused ones",
     "prefix_cache": "keep the blocks of prompts for those that begin alike",
     "cpu_offload_gib": "host memory for preempted sequences and evicted prefixes",

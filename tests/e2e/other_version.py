@@ -49,8 +49,8 @@ def stream_type(version: str) -> type[JobStream]:
             others = [_as_other(value, version) for value in arguments]
             return await super()._call(script, *others, attempts=attempts)
 
-        async def claim(self, credits: int) -> list[Delivery]:
-            deliveries = await super().claim(credits)
+        async def claim(self, credits: int, urgent: int = 0) -> list[Delivery]:
+            deliveries = await super().claim(credits, urgent)
             for delivery in deliveries if version == "newer" else ():
                 await self._client.hset(self.keys.job(delivery.job_id), "future", "x")
             return deliveries
