@@ -15,7 +15,7 @@ from ops.benchmarks.simulation.queue_worker import Cutting, Mix, Observations, W
 
 CUTTINGS = (
     Cutting("token chunks", 1),  # stream: true
-    Cutting("chunks of 8", 8),  # were they gathered: no setting does that today
+    Cutting("chunks of 8", 8),
     Cutting("checkpoints", 32, is_published=False),  # stream: false
 )
 MIXES = (Mix("short prompts", 64, 220), Mix("long prompts", 1_350, 1_500))
