@@ -30,7 +30,7 @@ def kv_dtype(config: EngineConfig, weights: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class KVCachePool:
-    """Device tensors, by group. On CPU untouched blocks take no memory (in units of a huge page)."""
+    """Device tensors, by group."""
 
     tensors: tuple[Tensor, ...]
 
