@@ -1,7 +1,7 @@
 """Everything at once, at random: workers over a real Valkey and a real PostgreSQL, killed, frozen, drained, cut off
 and restarted, while jobs come in and people listen. At the end a checker of its own counts.
 
-`--rounds 3` is the short form, `--rounds 200` the long one. The seed is printed; `CHAOS_SEED` repeats a run's
+`--rounds 2` is the short form, `--rounds 200` the long one. The seed is printed; `CHAOS_SEED` repeats a run's
 choices, not its timing.
 """
 
