@@ -169,7 +169,8 @@ def connect(url: str, link: Link | None = None) -> redis.Redis:
             return redis.Redis.from_url(endpoint.url, **options)
     options |= endpoint.options
     if endpoint.kind == "sentinel":
-        sentinel = _sync_sentinel(list(endpoint.hosts), sentinel_kwargs=_sentinel_options(options), **options)
+        asked = _sentinel_options(options) | {"retry": redis.retry.Retry(_backoff(), 0)}
+        sentinel = _sync_sentinel(list(endpoint.hosts), sentinel_kwargs=asked, **options)
         return cast("redis.Redis", sentinel.master_for(endpoint.service, redis_class=_ThroughSentinel))
     nodes = [_sync_node(host, port) for host, port in endpoint.hosts]
     try:
@@ -187,7 +188,8 @@ def connect_async(url: str, link: Link | None = None) -> redis.asyncio.Redis:
             return redis.asyncio.Redis.from_url(endpoint.url, **options)
     options |= endpoint.options
     if endpoint.kind == "sentinel":
-        sentinel = _async_sentinel(list(endpoint.hosts), sentinel_kwargs=_sentinel_options(options), **options)
+        asked = _sentinel_options(options) | {"retry": redis.asyncio.retry.Retry(_backoff(), 0)}
+        sentinel = _async_sentinel(list(endpoint.hosts), sentinel_kwargs=asked, **options)
         return cast("redis.asyncio.Redis", sentinel.master_for(endpoint.service, redis_class=_AsyncThroughSentinel))
     nodes = [redis.asyncio.cluster.ClusterNode(host, port) for host, port in endpoint.hosts]
     return cast("redis.asyncio.Redis", redis.asyncio.cluster.RedisCluster(startup_nodes=nodes, **options))
@@ -210,5 +212,6 @@ class _AsyncThroughSentinel(redis.asyncio.Redis):
 
 
 def _sentinel_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Sentinels have their own users; timeouts and TLS are shared."""
+    """Sentinels have their own users; timeouts and TLS are shared. One that is away is not asked again (the library
+    would, ten times): the next sentinel is."""
     return {key: value for key, value in options.items() if key.startswith(("socket_", "ssl")) or key == "protocol"}

@@ -172,6 +172,23 @@ async def test_a_topology_out_of_reach_is_said_in_a_sentence(form: str) -> None:
         await asyncio.to_thread(threaded)
 
 
+async def test_a_sentinel_in_trouble_is_asked_once_a_try() -> None:
+    """The library would ask each ten times more, with pauses, before it turns to the next one."""
+    asked = 0
+
+    async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal asked
+        asked += 1
+        writer.close()
+
+    async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as server:
+        url = f"redis+sentinel://127.0.0.1:{server.sockets[0].getsockname()[1]}/main"
+        async with AsyncClient(url, queue="q") as client:
+            with pytest.raises(QueueUnavailable):
+                await client.submit(prompt="x")
+    assert 1 <= asked <= 4
+
+
 @pytest.mark.slow
 async def test_a_replica_of_a_cluster_takes_over_in_the_middle_of_an_answer(tmp_path: Path) -> None:
     queue = "q"
