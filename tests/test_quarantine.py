@@ -21,6 +21,14 @@ def test_the_innocent_start_at_once():
     assert len(quarantine) == 0
 
 
+def test_the_innocent_are_never_held_back():
+    """Full of bulk work, the engine still takes urgent jobs into its places: they must get that far."""
+    quarantine = Quarantine(max_num_seqs=2)
+    assert names(quarantine.admit([delivery(n) for n in "abc"])) == ["a", "b", "c"]
+    assert names(quarantine.admit([delivery("urgent")])) == ["urgent"]
+    assert len(quarantine) == 0
+
+
 def test_one_crash_halves_the_batch():
     quarantine = Quarantine(max_num_seqs=4)
     suspects = [delivery(n, crashes=1) for n in "abcd"]
@@ -61,7 +69,7 @@ def test_the_guilty_one_is_found_in_few_crashes():
 
 def test_clearing_gives_back_what_was_held():
     quarantine = Quarantine(max_num_seqs=1)
-    quarantine.admit([delivery("a"), delivery("b")])
+    quarantine.admit([delivery("a", crashes=1), delivery("b", crashes=1)])
     assert names(quarantine.clear()) == ["b"]
     assert names(quarantine.admit([delivery("c")])) == ["c"]
 

@@ -73,7 +73,6 @@ class Worker:
         self.watch_port: int | None = None  # of /metrics, once it is served
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
-        self._had_room = (False, False)  # for any job, for interactive ones
         self._host_factory = host_factory or self._engine_host
         self._config = settings.engine_config()
         self.metrics = Metrics(settings.queue_name, self._config.model)
@@ -134,7 +133,7 @@ class Worker:
             self._redis_control,
             keys,
             settings.worker_name,
-            on_bell=self._consumer.poke,
+            on_bell=self._consumer.ring,
             on_cancel=self.service.cancel,
             on_drain=self.drain,
         )
@@ -281,14 +280,8 @@ class Worker:
         self.metrics.claims.labels("jobs" if count else "empty").inc()
 
     def _note_frame(self) -> None:
-        """A place that has become free is filled at once; while places are free, the bell says when to look."""
         self.watch.steps.beat()
-        credits = self.service.credits()
-        room = (credits.free > 0, credits.urgent > 0)
-        is_new = any(now and not before for now, before in zip(room, self._had_room, strict=True))
-        if is_new or (credits and self._consumer.has_missed):
-            self._consumer.poke()
-        self._had_room = room
+        self._consumer.notice_room()
 
 
 def stream_options(settings: Settings) -> StreamOptions:

@@ -2,15 +2,20 @@
 
 A job that was in the engine when it died carries a crash count. One with c crashes may only run in a
 batch of at most max_num_seqs / 2^c jobs, so that log2(max_num_seqs) crashes leave it alone; one that
-has crashed alone stays alone. It knows neither queue nor engine: it says which deliveries may start now.
+has crashed alone stays alone. Without a suspect among them any number may be in the engine: some wait there,
+and the urgent take others' places. It knows neither queue nor engine: it says which deliveries may start now.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Final
 
 from worker.jobs import Delivery
+
+_ANY: Final = sys.maxsize
 
 
 @dataclass(slots=True)
@@ -26,7 +31,9 @@ class Quarantine:
 
     def limit(self, delivery: Delivery) -> int:
         """The largest batch that this job may be in."""
-        return 1 if delivery.alone else max(1, self.max_num_seqs >> delivery.crashes)
+        if delivery.alone:
+            return 1
+        return max(1, self.max_num_seqs >> delivery.crashes) if delivery.crashes else _ANY
 
     def admit(self, deliveries: list[Delivery]) -> list[Delivery]:
         """Of these and those held, the ones that may start now; the rest is held in order."""
@@ -40,7 +47,7 @@ class Quarantine:
 
     def _fits(self, delivery: Delivery) -> bool:
         size = len(self._running) + 1
-        tightest = min(self._running.values(), default=self.max_num_seqs)
+        tightest = min(self._running.values(), default=_ANY)
         return size <= min(tightest, self.limit(delivery))
 
     def ended(self, job_id: str) -> None:

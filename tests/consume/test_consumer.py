@@ -1,7 +1,7 @@
 """The consumer with a queue that is played, and its control channel on a real server."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 
 import pytest
@@ -10,10 +10,12 @@ from schemas.codec import encode
 from schemas.control import Drain
 from tests.consume.queue import Queue
 from tests.support.waiting import until
-from worker.consume.consumer import Consumer, Credits
+from worker.consume.consumer import MAX_AT_ONCE, Consumer, Credits
 from worker.consume.control import ControlChannel
 from worker.errors import RedisUnavailable
 from worker.jobs import Delivery
+
+FOR_EVER = 600.0  # until the next poll
 
 
 def delivery(name: str) -> Delivery:
@@ -27,6 +29,7 @@ class FakeQueue:
         self.troubles: list[Exception] = []
         self.asked: list[int] = []
         self.released: list[tuple[str, int, bool]] = []
+        self.on_claim: Callable[[], Awaitable[None]] | None = None  # after the queue was looked at
 
     async def claim(self, credits: int, urgent: int = 0) -> list[Delivery]:
         self.asked.append(credits)
@@ -34,6 +37,8 @@ class FakeQueue:
             raise self.troubles.pop(0)
         credits = max(credits, urgent)  # here all are interactive
         taken, self.waiting = self.waiting[:credits], self.waiting[credits:]
+        if self.on_claim is not None:
+            await self.on_claim()
         return taken
 
     async def release(self, jobs: Iterable[tuple[str, int, bool]]) -> list[bool]:
@@ -93,17 +98,65 @@ async def test_a_worker_full_of_bulk_answers_the_bell_for_urgent_jobs() -> None:
 
 
 async def test_a_ring_that_found_no_credit_is_remembered() -> None:
-    queue, desk = FakeQueue("a"), Desk(0)
-    async with consuming(queue, desk) as consumer:
+    queue, desk = FakeQueue(), Desk(0)
+    async with consuming(queue, desk, poll_s=FOR_EVER) as consumer:
         await settle()
-        missed = [consumer.has_missed]
+        queue.waiting.append(delivery("a"))
         queue.bell.set()
         await settle()
-        missed.append(consumer.has_missed)
         desk.places = 1
-        consumer.poke()
+        consumer.notice_room()
         await until(lambda: desk.taken == ["a"])
-        assert [*missed, consumer.has_missed] == [False, True, False]
+
+
+@pytest.mark.parametrize("first", [["a", "b"], ["a"]], ids=["full", "short"])
+async def test_a_ring_during_a_claim_is_remembered_when_no_credit_is_left(first: list[str]) -> None:
+    """The next claim has no room for anything; what rang must be claimed when there is some, not at the next poll."""
+    queue, desk = FakeQueue(*first), Desk(2)
+
+    async def ring_for_another() -> None:
+        queue.on_claim = None
+        queue.waiting.append(delivery("late"))
+        queue.bell.set()
+        desk.places = len(first)
+
+    queue.on_claim = ring_for_another
+    async with consuming(queue, desk, poll_s=FOR_EVER) as consumer:
+        await until(lambda: desk.taken == first)
+        await settle()
+        desk.places += 1
+        consumer.notice_room()
+        await until(lambda: desk.taken == [*first, "late"])
+
+
+async def test_what_did_not_fit_is_claimed_when_there_is_room_without_another_ring() -> None:
+    queue, desk = FakeQueue("a", "b"), Desk(1)
+    async with consuming(queue, desk, poll_s=FOR_EVER) as consumer:
+        await until(lambda: desk.taken == ["a"])
+        await settle()
+        assert queue.asked == [1]  # a full claim is not followed by one without room
+        desk.places = 2
+        consumer.notice_room()
+        await until(lambda: desk.taken == ["a", "b"])
+
+
+async def test_room_is_not_asked_for_while_nothing_waits() -> None:
+    queue, desk = FakeQueue(), Desk(1)
+    async with consuming(queue, desk, poll_s=FOR_EVER) as consumer:
+        await until(lambda: queue.asked == [1])
+        for _ in range(20):
+            consumer.notice_room()
+            await asyncio.sleep(0.001)
+        assert queue.asked == [1]
+
+
+async def test_many_are_claimed_in_small_parts() -> None:
+    """Between the parts of a wave of bulk work the urgent, who come first in every claim, get their turn."""
+    names = [str(number) for number in range(3 * MAX_AT_ONCE)]
+    queue, desk = FakeQueue(*names), Desk(100)
+    async with consuming(queue, desk, poll_s=FOR_EVER):
+        await until(lambda: desk.taken == names)
+    assert max(queue.asked) == MAX_AT_ONCE
 
 
 async def test_a_ring_wakes_it_when_it_has_room() -> None:

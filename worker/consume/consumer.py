@@ -2,7 +2,8 @@
 
 Work is claimed by credit, so the backlog stays in Redis, where another worker can take it. A ring of the
 bell or a freed place wakes it; otherwise it looks once per poll interval, for orphans and delayed jobs
-ring no bell. It knows no engine: credits come from a callable.
+ring no bell. A ring is a state and not a moment: that something may wait is known until a claim that had room
+for it came back short. It knows no engine: credits come from a callable.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ log = logging.getLogger(__name__)
 
 LONGEST_BACKOFF_S = 2.0
 SHORTEST_GAP_S = 0.005  # between claims that find nothing: a bell that many hear is answered by few
+MAX_AT_ONCE = 16  # jobs of a claim: taking them in keeps the event loop, and who comes meanwhile waits for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,21 @@ class Credits:
 
     def __bool__(self) -> bool:
         return self.free > 0 or self.urgent > 0
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """Whether jobs may wait in the queue: `any`, and of these `urgent` ones."""
+
+    any: bool
+    urgent: bool
+
+    def note(self, wanted: Credits, num_claimed: int) -> None:
+        """A claim gave so many. What there was room for and did not come does not wait."""
+        if wanted.free > 0:
+            self.any = num_claimed >= wanted.free
+        if wanted:
+            self.urgent = num_claimed >= wanted.free + wanted.urgent
 
 
 class Claims(Protocol):
@@ -63,15 +80,26 @@ class Consumer:
         self._poll_s = poll_s
         self._on_claim = on_claim
         self._on_error = on_error
-        self.has_missed = False  # the bell rang while there was no credit for anything
+        self._may_wait = _Waiting(True, True)
+        self._is_idle = False
         self._owed: list[tuple[str, int, bool]] = []
         self._stopping = asyncio.Event()
         self._ended = asyncio.Event()
         self._ended.set()
 
-    def poke(self) -> None:
-        """A place may have become free."""
+    def ring(self) -> None:
+        """Jobs may wait."""
         self._stream.bell.set()
+
+    def notice_room(self) -> None:
+        """Credits may have risen."""
+        if self._is_idle and self._is_due():
+            self._stream.bell.set()
+
+    def _is_due(self) -> bool:
+        """Is there room for what may wait?"""
+        credits, waiting = self._credits(), self._may_wait
+        return (credits.free > 0 and waiting.any) or (credits.urgent > 0 and waiting.urgent)
 
     async def run(self) -> None:
         """Until stop(). Redis being away is waited out; whatever else goes wrong is logged and survived."""
@@ -80,7 +108,7 @@ class Consumer:
         try:
             while not self._stopping.is_set():
                 try:
-                    found = await self._claim_once()
+                    num_found = await self._claim_once()
                     failures = 0
                 except RedisUnavailable as error:
                     failures += 1
@@ -93,9 +121,11 @@ class Consumer:
                     self._on_error(error)
                     await self._sleep(LONGEST_BACKOFF_S)
                     continue
-                if not found:
+                if not num_found:
                     await self._sleep(SHORTEST_GAP_S)
-                    await self._wait()
+                self._is_idle = True
+                await self._wait()
+                self._is_idle = False
         finally:
             self._ended.set()
 
@@ -105,16 +135,16 @@ class Consumer:
         self._stream.bell.set()
         await self._ended.wait()
 
-    async def _claim_once(self) -> bool:
-        """Did it get as many as it asked for? Then there may be more."""
+    async def _claim_once(self) -> int:
         await self._give_back()
-        self._stream.bell.clear()
-        wanted = self._credits()
-        self.has_missed = self.has_missed and not wanted
+        self._hear()
+        credits = self._credits()
+        wanted = Credits(min(credits.free, MAX_AT_ONCE), min(credits.urgent, MAX_AT_ONCE))
         deliveries = await self._stream.claim(wanted.free, wanted.urgent)
         self._on_claim(len(deliveries))
+        self._may_wait.note(wanted, sum(delivery.verdict == "run" for delivery in deliveries))
         if not deliveries:
-            return False
+            return 0
         try:
             await self._take(deliveries)
         except Exception as error:
@@ -122,7 +152,12 @@ class Consumer:
             self._on_error(error)
             self._owed = [(delivery.job_id, delivery.token, True) for delivery in deliveries]
             await self._give_back()
-        return bool(wanted) and len(deliveries) >= (wanted.free or wanted.urgent)
+        return len(deliveries)
+
+    def _hear(self) -> None:
+        if self._stream.bell.is_set():
+            self._stream.bell.clear()
+            self._may_wait.any = self._may_wait.urgent = True
 
     async def _give_back(self) -> None:
         """What could not be taken in; kept until the queue has it."""
@@ -131,15 +166,18 @@ class Consumer:
             self._owed = []
 
     async def _wait(self) -> None:
-        """For a ring or the next poll. A worker without a free place does not answer the bell."""
+        """Until there is room for what may wait, or for the next poll. A worker without a free place does not answer
+        the bell, and remembers it.
+        """
         loop = asyncio.get_running_loop()
         until = loop.time() + self._poll_s
-        while not self._stopping.is_set() and (left := until - loop.time()) > 0:
-            await wait_at_most(self._stream.bell, left)
-            if self._credits():
+        while not self._stopping.is_set():
+            self._hear()
+            if self._is_due():
                 return
-            self.has_missed = self.has_missed or self._stream.bell.is_set()
-            self._stream.bell.clear()
+            if not await wait_at_most(self._stream.bell, until - loop.time()):
+                self._may_wait.any = self._may_wait.urgent = True  # what rings no bell
+                return
 
     async def _sleep(self, seconds: float) -> None:
         await wait_at_most(self._stopping, seconds)
