@@ -9,16 +9,31 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from schemas.job import Message
 from worker.text.detokenizer import Detokenizer, WindowDetokenizer
 from worker.text.pieces import Pieces, read_pieces
 
 THREAD_CHARS = 4_000  # longer texts leave the event loop
-GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")  # the class of a tokenizer.json that needs no other
+_GENERIC: Final = frozenset({"PreTrainedTokenizer", "TokenizersBackend"})  # a tokenizer.json that needs no other class
+# By the model's type ("": a tokenizer alone), the classes that AutoTokenizer takes as they are named. For other types
+# and names it has rules of its own: Qwen2's folders, say, get Qwen2's class whatever they name.
+AS_NAMED: Final[Mapping[str, frozenset[str]]] = {
+    "": _GENERIC,
+    "llama": _GENERIC,
+    "smollm3": _GENERIC,
+    "gpt_oss": _GENERIC,
+    "qwen2": frozenset({"Qwen2Tokenizer"}),
+    "qwen3": _GENERIC | {"Qwen2Tokenizer"},
+    "qwen3_moe": _GENERIC | {"Qwen2Tokenizer"},
+    "gemma": frozenset({"GemmaTokenizer"}),
+    "gemma2": frozenset({"GemmaTokenizer"}),
+    "gemma3": frozenset({"GemmaTokenizer"}),
+    "gemma3_text": frozenset({"GemmaTokenizer"}),
+}
 
 
 class TemplateError(ValueError):
@@ -116,19 +131,34 @@ class Tokenizer:
 
 
 def _load(folder: Path) -> Any:
-    """AutoTokenizer looks at the model for its class, and imports torch to do so: seconds of work, and memory that this
-    process has no use for. A tokenizer alone that names the generic class needs no such look.
+    """AutoTokenizer reads the model's settings for the class, and so imports torch: seconds of work, and 300 MiB that
+    this process has no use for. Where the class is known to be the one that the files name, it is loaded by name.
     """
-    settings = folder / "tokenizer_config.json"
-    if settings.exists() and not (folder / "config.json").exists():
-        named = json.loads(settings.read_text("utf-8")).get("tokenizer_class")
-        if named in GENERIC:
-            from transformers import PreTrainedTokenizerFast
+    import transformers
 
-            return PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
-    from transformers import AutoTokenizer
+    named = str(_settings(folder / "tokenizer_config.json").get("tokenizer_class")).removesuffix("Fast")
+    if named in AS_NAMED.get(_model_type(folder), ()) and not _has_own_code(folder):
+        kind = transformers.TokenizersBackend if named in _GENERIC else getattr(transformers, named)
+        return kind.from_pretrained(str(folder), local_files_only=True)
+    return transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
 
-    return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+
+def _model_type(folder: Path) -> str:
+    path = folder / "config.json"
+    return str(_settings(path).get("model_type")) if path.exists() else ""
+
+
+def _has_own_code(folder: Path) -> bool:
+    return any("auto_map" in _settings(folder / name) for name in ("config.json", "tokenizer_config.json"))
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    """Empty where there are none to read: then AutoTokenizer says what is wrong, or finds another way."""
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _special_ids(tokenizer: Any, backend: Any) -> frozenset[int]:

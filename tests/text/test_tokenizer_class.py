@@ -1,0 +1,62 @@
+"""The class of a tokenizer: the one that AutoTokenizer would choose, and without torch where that is known."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+from transformers import AutoTokenizer
+
+from worker.engine.model.store import resolve
+from worker.engine.synthetic import TOKENIZER
+from worker.text.tokenizer import AS_NAMED, Tokenizer
+
+LOADS = """
+import sys
+from pathlib import Path
+from worker.text.tokenizer import Tokenizer
+
+print(type(Tokenizer.load(Path(sys.argv[1]))._tokenizer).__name__, "torch" in sys.modules)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    def make(model_type: str, named: str, **settings: object) -> str:
+        made = tmp_path / f"{model_type}-{named}"
+        made.mkdir()
+        shutil.copy(TOKENIZER / "tokenizer.json", made)
+        (made / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": named} | settings), "utf-8")
+        if model_type:
+            (made / "config.json").write_text(json.dumps({"model_type": model_type}), "utf-8")
+        return str(made)
+
+    return make
+
+
+@pytest.mark.parametrize("suffix", ["", "Fast"])
+@pytest.mark.parametrize(
+    ("model_type", "named"), [(kind, named) for kind, names in AS_NAMED.items() for named in sorted(names)]
+)
+def test_by_name_is_what_transformers_chooses(folder, model_type, named, suffix):
+    where = folder(model_type, named + suffix)
+    chosen = AutoTokenizer.from_pretrained(where, local_files_only=True)
+    ours = Tokenizer.load(where)._tokenizer
+    assert type(ours) is type(chosen)
+    assert ours.backend_tokenizer.to_str() == chosen.backend_tokenizer.to_str()
+    assert (ours.eos_token_id, ours.bos_token_id) == (chosen.eos_token_id, chosen.bos_token_id)
+
+
+@pytest.mark.parametrize("named", ["TokenizersBackend", "LlamaTokenizer", "Unheard"])
+def test_where_transformers_has_rules_of_its_own_it_decides(folder, named):
+    where = folder("qwen2", named)  # whatever Qwen2's folders name, they get Qwen2's class
+    assert type(Tokenizer.load(where)._tokenizer).__name__ == "Qwen2Tokenizer"
+
+
+@pytest.mark.parametrize("model", ["smollm2-135m-instruct", "gemma3-270m"])
+def test_a_real_models_tokenizer_costs_no_torch(model):
+    where = str(resolve(model))
+    said = subprocess.run([sys.executable, "-c", LOADS, where], capture_output=True, text=True, timeout=300, check=True)
+    chosen = AutoTokenizer.from_pretrained(where, local_files_only=True)
+    assert said.stdout.split() == [type(chosen).__name__, "False"]
