@@ -87,7 +87,7 @@ def status(database_url: DatabaseUrl = None, *, json: Json = False) -> None:
     with _sentences():
         settings = _settings({"database_url": database_url})
         from worker.record.connection import open_engine
-        from worker.record.migrate import standing
+        from worker.record.standing import standing
 
         engine = open_engine(settings.database_url)
         with _database(settings), engine.connect() as connection:

@@ -135,7 +135,7 @@ def _sql(settings: Settings) -> Iterator[Finding]:
 
     from worker.record.connection import open_engine
     from worker.record.faults import sentence_of
-    from worker.record.migrate import standing
+    from worker.record.standing import standing
 
     address = str(settings.public()["database_url"])
     scheme, _, path = settings.database_url.partition(":///")

@@ -1,5 +1,7 @@
 """The revisions and the tables say the same, on both databases, and a start refuses only what is too old."""
 
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -7,12 +9,14 @@ import pytest
 import sqlalchemy as sa
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
 
 from tests.record.support import reading, rows
 from worker.errors import SchemaOutdated, StoreUnavailable
 from worker.record import ResultStore
 from worker.record.connection import open_engine
-from worker.record.migrate import downgrade, standing, upgrade
+from worker.record.migrate import configuration, downgrade, upgrade
+from worker.record.standing import revisions, standing
 from worker.record.tables import metadata
 
 
@@ -31,6 +35,29 @@ def test_primary_keys_and_columns_are_those_of_the_tables(url: str) -> None:
             assert [(c["name"], c["nullable"]) for c in found] == [(c.name, c.nullable) for c in table.columns]
             key = inspector.get_pk_constraint(table.name)["constrained_columns"]
             assert key == [column.name for column in table.primary_key.columns]
+
+
+def test_the_names_of_the_files_are_the_revisions() -> None:
+    scripts = ScriptDirectory.from_config(configuration())
+    assert revisions() == [script.revision for script in scripts.walk_revisions()][::-1]
+    assert scripts.get_heads() == revisions()[-1:]
+
+
+def test_where_a_database_stands_is_what_alembic_says(empty_url: str) -> None:
+    for revision in [None, *revisions()]:
+        if revision is not None:
+            upgrade(empty_url, revision)
+        with reading(empty_url) as connection:
+            found = standing(connection)
+            assert found.current == revision == MigrationContext.configure(connection).get_current_revision()
+            assert found.is_behind == (revision != revisions()[-1])
+
+
+def test_a_workers_modules_leave_alembic_alone() -> None:
+    """It costs a start as much as SQLAlchemy does; only who migrates needs it."""
+    program = "import sys, worker.app, worker.record; print('alembic' in sys.modules, 'sqlalchemy' in sys.modules)"
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert said.stdout.split() == ["False", "True"]
 
 
 def test_upgrading_twice_changes_nothing(empty_url: str) -> None:

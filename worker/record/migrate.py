@@ -9,35 +9,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from alembic import command
 from alembic.config import Config
 from alembic.migration import MigrationContext
-from alembic.script import ScriptDirectory
 from sqlalchemy import Engine, text
 from sqlalchemy.engine import Connection
 
 import migrations
 from worker.record.connection import open_engine
+from worker.record.standing import standing
 
 _LOCK: Final = 0x746F6B656E  # "token": the advisory lock of upgrades
 _LOCK_POLL_S: Final = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """Where a database stands. `current` is None for an empty one."""
-
-    current: str | None
-    head: str
-    is_known: bool
-
-    @property
-    def is_behind(self) -> bool:
-        return self.current is None or (self.is_known and self.current != self.head)
 
 
 def configuration() -> Config:
@@ -45,14 +31,6 @@ def configuration() -> Config:
     config.set_main_option("script_location", str(Path(migrations.__file__).parent).replace("%", "%%"))
     config.set_main_option("path_separator", "os")
     return config
-
-
-def standing(connection: Connection) -> Standing:
-    scripts = ScriptDirectory.from_config(configuration())
-    head = scripts.get_current_head()
-    current = MigrationContext.configure(connection).get_current_revision()
-    known = {script.revision for script in scripts.walk_revisions()}
-    return Standing(current, head or "", current in known)
 
 
 def upgrade(url: str, revision: str = "head", *, engine: Engine | None = None) -> tuple[str | None, str | None]:

@@ -23,8 +23,8 @@ from worker.errors import SchemaOutdated, StoreUnavailable
 from worker.jobs import Finished
 from worker.record.connection import LOCK_TIMEOUT_S, STATEMENT_TIMEOUT_S, in_thread, open_engine
 from worker.record.faults import Verdict, sentence_of, verdict_of
-from worker.record.migrate import Standing, standing
 from worker.record.rows import JobRow
+from worker.record.standing import Standing, standing
 from worker.record.tables import jobs, usage, webhooks
 
 log = logging.getLogger(__name__)
@@ -67,6 +67,9 @@ class ResultStore:
         self._queue = queue
         self._with_prompts = with_prompts
         self._answer_timeout_s = answer_timeout_s
+        dialect = self._engine.dialect.name
+        self._insert_jobs, self._insert_usage = _upsert_job(dialect), _upsert_usage(dialect)  # making them takes long
+        self._insert_notices = _insert(dialect, webhooks).on_conflict_do_nothing()
 
     async def record(self, finished: Sequence[Finished]) -> RecordReport:
         """Raises StoreUnavailable when nothing, or not everything, could be decided: then call again."""
@@ -150,14 +153,14 @@ class ResultStore:
         report = RecordReport()
         with self._engine.begin() as connection:
             _limit(connection)
-            inserted = connection.execute(_upsert_job(self._engine.dialect.name), [row.job for row in rows])
+            inserted = connection.execute(self._insert_jobs, [row.job for row in rows])
             report.written.update(inserted.scalars())
             new = [row for row in rows if row.job_id in report.written]
             if new:
-                connection.execute(_upsert_usage(self._engine.dialect.name), [row.usage for row in new])
+                connection.execute(self._insert_usage, [row.usage for row in new])
             notices = [row.webhook for row in new if row.webhook is not None]
             if notices:
-                connection.execute(_insert(self._engine.dialect.name, webhooks).on_conflict_do_nothing(), notices)
+                connection.execute(self._insert_notices, notices)
             self._read_existing(
                 connection, {row.job_id: row for row in rows if row.job_id not in report.written}, report
             )

@@ -1,0 +1,44 @@
+"""Where a database stands: its revision, beside those that the `migrations` package has.
+
+Every start asks this, so it reads the table of alembic and the names of the revisions' files itself: alembic alone
+would cost each start as much again as SQLAlchemy. It changes nothing; that is `worker/record/migrate.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from sqlalchemy import column, inspect, select, table
+from sqlalchemy.engine import Connection
+
+import migrations
+
+_VERSION = table("alembic_version", column("version_num"))
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """`current` is None for an empty database; `is_known` is False for a newer version's."""
+
+    current: str | None
+    head: str
+    is_known: bool
+
+    @property
+    def is_behind(self) -> bool:
+        return self.current is None or (self.is_known and self.current != self.head)
+
+
+def revisions() -> list[str]:
+    """Oldest first: `versions/0002_….py` is revision 0002, and follows 0001."""
+    files = (Path(migrations.__file__).parent / "versions").glob("[0-9]*_*.py")
+    return sorted(path.name.partition("_")[0] for path in files)
+
+
+def standing(connection: Connection) -> Standing:
+    known = revisions()
+    current = None
+    if inspect(connection).has_table(_VERSION.name):
+        current = connection.scalar(select(_VERSION.c.version_num))
+    return Standing(current, known[-1], current in known)
