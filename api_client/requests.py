@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from api_client.errors import InvalidRequest
-from schemas.codec import MAX_PAYLOAD_BYTES, encode, plain
+from schemas.codec import encode, plain
 from schemas.generation import SamplingParams
 from schemas.job import JobRequest
 from schemas.validation import problems
@@ -72,14 +72,12 @@ def build_request(arguments: Mapping[str, Any]) -> JobRequest:
         request = msgspec.convert(_plain(fields), JobRequest)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:  # msgspec's ValidationError is a ValueError
         raise InvalidRequest([str(error)]) from error
-    return checked(request)
+    return checked(request, is_decoded=True)
 
 
-def checked(request: JobRequest) -> JobRequest:
+def checked(request: JobRequest, *, is_decoded: bool = False) -> JobRequest:
     """Raises InvalidRequest."""
-    found = problems(request)
-    if not found and (size := len(encode(request))) > MAX_PAYLOAD_BYTES:
-        found = [f"the request has {size} bytes; the limit is {MAX_PAYLOAD_BYTES}"]
+    found = problems(request, is_decoded=is_decoded)
     if found:
         raise InvalidRequest(found)
     return request

@@ -41,6 +41,7 @@ def load_script(*parts: tuple[str, str]) -> Script:
 SUBMIT = load_script(COMMON, ("api_client", "submit"))
 CANCEL = load_script(COMMON, ("api_client", "cancel"))
 REDRIVE = load_script(COMMON, ("api_client", "redrive"))
+COLLECT = load_script(COMMON, ("api_client", "collect"))
 
 
 def in_parts(

@@ -39,13 +39,14 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _URL = re.compile(r"https?://[^\s/]+(/\S*)?")
 
 
-def problems(request: JobRequest, now_ms: int | None = None) -> list[str]:
+def problems(request: JobRequest, now_ms: int | None = None, *, is_decoded: bool = False) -> list[str]:
     """One sentence per problem, each naming the field and the value given; empty when all is well.
 
-    With `now_ms`, a deadline that has passed already is a problem too.
+    With `now_ms`, a deadline that has passed already is a problem too. `is_decoded`: its types were checked as it was
+    made from bytes or plain values, and need not be again.
     """
     try:
-        request = _as_received(request)
+        request = request if is_decoded else _as_received(request)
     except msgspec.ValidationError as error:
         return [f"the request has a wrong type: {error}"]
     except (TypeError, ValueError, OverflowError, RecursionError) as error:

@@ -31,8 +31,9 @@ class Collector:
         self._sink = sink
         self._marks = done.marks if done else Marks()
         self.totals = done.totals if done else Totals()
-        self.jobs: dict[int, JobRequest] = {}
+        self.jobs: dict[int, JobRequest] = {}  # by line, in the order in which they were handed in
         self.num_bytes = 0
+        self._sizes: dict[int, int] = {}
 
     @property
     def keeps_answers(self) -> bool:
@@ -45,7 +46,8 @@ class Collector:
         line = line_of(self._batch_id, job.job_id)
         if line not in self.jobs:
             self.jobs[line] = job
-            self.num_bytes += len(encode(job))
+            self._sizes[line] = size = len(encode(job))
+            self.num_bytes += size
 
     def drop(self, job: JobRequest) -> None:
         """The queue has lost it."""
@@ -68,6 +70,5 @@ class Collector:
             self._close(answer.line)
 
     def _close(self, line: int) -> None:
-        job = self.jobs.pop(line, None)
-        if job is not None:
-            self.num_bytes -= len(encode(job))
+        if self.jobs.pop(line, None) is not None:
+            self.num_bytes -= self._sizes.pop(line)

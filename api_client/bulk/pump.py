@@ -35,7 +35,8 @@ WINDOW: Final = 2_000
 WINDOW_BYTES: Final = 64 * 1024 * 1024
 GROUP: Final = 250
 IDLE_LOOKS: Final = 3
-POLL_S: Final = 0.2  # between two looks at the open jobs; up to LOOK_S where few of many end meanwhile
+POLL_S: Final = 0.2  # between two looks at the oldest open jobs
+SWEEP_S: Final = 2.0  # between two looks at all of them
 LOOK_S: Final = 1.0  # how often the batch's record is written and read
 PATIENCE_S: Final = 600.0
 
@@ -87,7 +88,8 @@ class Pump:
         self._state = BatchState.IN_PROGRESS
         self._looked_at = 0.0
         self._polled_at = 0.0
-        self._pause_s = POLL_S
+        self._swept_at = 0.0
+        self._in_files: list[str] = []  # their answers lie there, which the queue has not been told
         self._waits = ""
         self._has_given_up = False
         self._lost: list[JobRequest] = []
@@ -133,6 +135,7 @@ class Pump:
             if self._is_long_late and not self._has_given_up:
                 self._has_given_up = True  # no worker is there to notice
                 self._cancel_open()
+        self._forget()
         self._look(force=True)
         self._tell()
 
@@ -198,7 +201,7 @@ class Pump:
         """They are open as soon as the queue has them."""
         while jobs:
             try:
-                self._patience.ask(partial(self._client.submit_many, jobs))
+                self._patience.ask(partial(queries.hand_in, self._client, jobs))
             except QueueRefusal as refusal:  # it is full, or the tenant too fast
                 self._open([job for job in jobs if job.job_id in refusal.accepted])
                 jobs = [job for job in jobs if job.job_id not in refusal.accepted]
@@ -233,7 +236,7 @@ class Pump:
 
     def _has_room(self) -> bool:
         """Waits for it. False when nothing more is to be handed in."""
-        if time.monotonic() - self._polled_at >= self._pause_s:
+        if time.monotonic() - self._polled_at >= POLL_S:
             self._turn()
         while self.goes_on and self._is_full():
             self._turn()
@@ -244,26 +247,32 @@ class Pump:
         return len(self._collector.jobs) > self._pacing.window - group or self._collector.num_bytes > WINDOW_BYTES
 
     def _turn(self) -> None:
-        time.sleep(max(0.0, self._polled_at + self._pause_s - time.monotonic()))
+        time.sleep(max(0.0, self._polled_at + POLL_S - time.monotonic()))
         self._polled_at = time.monotonic()
         self._collect()
         self._look()
         self._tell()
 
     def _collect(self) -> None:
-        names = {job.job_id: line for line, job in self._collector.jobs.items()}
-        standing = self._patience.ask(lambda: queries.standing(self._client, list(names)))
-        over = [name for name, is_over in standing.items() if is_over]
-        is_worth_it = len(names) <= GROUP or 8 * len(over) >= len(names)  # asking costs the server, and a core here
-        self._pause_s = POLL_S if is_worth_it else min(LOOK_S, 1.5 * self._pause_s)
-        if over:
-            results = self._patience.ask(lambda: list(queries.results(self._client, over)))
-            self._collector.take([self._in_time(result) for result in results])
-        if over and self._collector.keeps_answers:
-            self._patience.ask(lambda: queries.forget_soon(self._client, over))
-        unknown = [self._collector.jobs[line] for name, line in names.items() if name not in standing]
-        if unknown:
-            self._find(unknown)
+        """The oldest first, for they end first, as far as there are ends; now and then all, for some take longer."""
+        is_sweep = time.monotonic() - self._swept_at >= SWEEP_S
+        if is_sweep:
+            self._swept_at = time.monotonic()
+        lines = list(self._collector.jobs)
+        for start in range(0, len(lines), GROUP):
+            names = [job_id(self._batch.id, line) for line in lines[start : start + GROUP]]
+            ends = self._patience.ask(partial(queries.collect, self._client, names, self._in_files))
+            self._collector.take([self._in_time(result) for result in ends.results])
+            self._in_files = [result.job_id for result in ends.results] if self._collector.keeps_answers else []
+            if ends.unknown:
+                self._find([self._collector.jobs[line_of(self._batch.id, name)] for name in ends.unknown])
+            if not (ends.results or is_sweep):
+                return
+
+    def _forget(self) -> None:
+        if self._in_files:
+            self._patience.ask(partial(queries.collect, self._client, (), self._in_files))
+            self._in_files = []
 
     def _in_time(self, result: JobResult) -> JobResult:
         """What was taken back because its time was over has expired."""

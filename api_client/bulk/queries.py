@@ -3,26 +3,70 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import msgspec
 
 from api_client.client import Client
 from api_client.effects import Commands, Program, RunScript
-from api_client.programs import read
-from api_client.records import Record
-from api_client.scripts import CANCEL, Argument
-from schemas.codec import DecodeError, decode_request
+from api_client.programs import read, submit
+from api_client.records import Record, readable
+from api_client.scripts import CANCEL, COLLECT, Argument
+from api_client.tracing import producing
+from schemas.codec import DecodeError, decode_request, decode_result
+from schemas.job import JobRequest
 from schemas.result import JobResult, JobStatus
 
 PAGE: Final = 500
 COLLECTED_TTL_S: Final = 60  # how long Redis keeps a result that lies in a file
+MAX_COLLECTED_BYTES: Final = 16 * 1024 * 1024
 _OVER: Final = frozenset(status.value.encode() for status in JobStatus if status.is_final)
 
 
 def ask(commands: Sequence[tuple[Argument, ...]]) -> Program[Sequence[Any]]:
     """Any commands, in one round trip."""
     replies: Sequence[Any] = yield Commands(tuple(commands))
+    return replies
+
+
+@dataclass(slots=True)
+class Ends:
+    """Of the jobs that were asked about: those that are over, and those that the queue does not know."""
+
+    results: list[JobResult] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+
+
+def hand_in(client: Client, jobs: Sequence[JobRequest]) -> None:
+    """`submit_many` for requests that were checked when they were made."""
+    with producing(client.queue, jobs) as requests:
+        client.perform(submit(client.view, requests))
+
+
+def collect(client: Client, job_ids: Sequence[str], in_files: Sequence[str] = ()) -> Ends:
+    """One call for a page: its ends with their results. Those `in_files` need not stay in the queue's memory."""
+    replies = client.perform(_collect(job_ids, in_files))
+    ends, unrecorded = Ends(), []
+    for job_id, word in zip(job_ids, replies, strict=True):
+        if word is None:
+            ends.unknown.append(job_id)
+        elif word == _UNRECORDED:
+            unrecorded.append(job_id)
+        elif word:
+            with readable(f"the record of job {job_id}"):
+                ends.results.append(decode_result(word))
+    if unrecorded:
+        ends.results += results(client, unrecorded)
+    return ends
+
+
+_UNRECORDED: Final = b"?"  # no result is one byte long
+
+
+def _collect(job_ids: Sequence[str], in_files: Sequence[str]) -> Program[Sequence[bytes | None]]:
+    limits = (COLLECTED_TTL_S, len(in_files), MAX_COLLECTED_BYTES)
+    replies: Sequence[bytes | None] = yield RunScript(COLLECT, (*limits, *in_files, *job_ids))
     return replies
 
 
@@ -66,12 +110,6 @@ def cancel(client: Client, job_ids: Sequence[str]) -> None:
 
 def _cancel(job_ids: Sequence[str]) -> Program[None]:
     yield RunScript(CANCEL, tuple(job_ids))
-
-
-def forget_soon(client: Client, job_ids: Sequence[str]) -> None:
-    """Results that lie elsewhere need not stay in the queue's memory."""
-    for page in _pages(job_ids):
-        client.perform(ask([("EXPIRE", client.keys.job(job_id), COLLECTED_TTL_S) for job_id in page]))
 
 
 def _pages(job_ids: Sequence[str]) -> Iterator[Sequence[str]]:

@@ -208,9 +208,8 @@ async def test_jobs_that_are_not_streamed_leave_checkpoints(log, clock):
     for letter in "abcdefghi":
         await publisher.handle([event(letter)])
     assert [(c.index, c.text) for c in log.chunks["job"]] == [(0, "abcd"), (4, "efgh")]
-    assert len(log.calls) == 2
     [finished] = (await publisher.handle([event("j", end=LENGTH)])).finished
-    assert [(c.index, c.text, c.finish_reason) for c in log.chunks["job"]][2:] == [(8, "ij", LENGTH)]
+    assert len(log.calls) == 2  # the result has the rest
     assert finished.result.text == "abcdefghij"
     assert log.published == []
 

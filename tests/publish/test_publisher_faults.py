@@ -191,7 +191,9 @@ async def test_a_job_opened_anew_during_the_call_is_another_job():
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("stream", [True, False])
 async def test_whatever_goes_wrong_the_log_is_the_result(seed, stream):
-    """Random steps under random faults: at the end log and result agree, and every token is in the log once."""
+    """Random steps under random faults: at the end log and result agree, and every token is in the log once. Of an
+    answer that is told to nobody the log may lack the end.
+    """
     draw = random.Random(seed)
     log = FakeLog()
     publisher = Publisher(log, limits=PublishLimits(checkpoint_tokens=5, max_appends=7), clock=Clock())
@@ -213,6 +215,8 @@ async def test_whatever_goes_wrong_the_log_is_the_result(seed, stream):
         finished += (await publisher.handle([event("q", choice=c, end=LENGTH) for c in range(n)])).finished
         assert [c.index for c in log.chunks["job"]] == sorted({c.index for c in log.chunks["job"]})
         for choice in finished[0].result.choices:
-            assert log.text("job", choice.index) == choice.text
-            assert log.token_ids("job", choice.index) == choice.token_ids
+            ids = log.token_ids("job", choice.index)
+            assert choice.text.startswith(log.text("job", choice.index))
+            assert choice.token_ids[: len(ids)] == ids
+            assert len(ids) == len(choice.token_ids) or not stream
     assert len(finished) == 1

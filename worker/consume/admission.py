@@ -152,7 +152,7 @@ class Admission:
     # ── checks ──
 
     def _check(self, request: JobRequest) -> None:
-        found = problems(request)
+        found = problems(request, is_decoded=True)
         if found:
             raise _Refused("; ".join(found))
         self._adapter(request)

@@ -54,8 +54,10 @@ class Chunker:
     @property
     def is_due(self) -> bool:
         """Is there something to append? A chunk of several tokens waits until it is full, but not at the beginning of
-        a stream, and not at an end.
+        a stream, and not at an end. An answer that is told to nobody needs no log at its end: the result replaces it.
         """
+        if self._answer.is_finished and not self._streams:
+            return False
         waiting = self._answer.num_tokens - self._made
         if waiting >= self._per_chunk or self._unconfirmed:
             return True
