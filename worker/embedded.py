@@ -11,6 +11,7 @@ import signal
 import socket
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -56,7 +57,25 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-class EmbeddedValkey:
+class Stoppable(ABC):
+    """What a `with` statement starts and stops."""
+
+    @abstractmethod
+    def start(self) -> Self: ...
+
+    @abstractmethod
+    def stop(self) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+class EmbeddedValkey(Stoppable):
     """One server. With a `directory` its data stays there after the stop; without, it is thrown away.
 
     `settings` are lines of the server's configuration file, over our defaults. The port is kept over
@@ -135,14 +154,6 @@ class EmbeddedValkey:
         child, self._child = self._child, None
         if child is not None:
             child.end(with_signal, timeout_s)
-
-    def __enter__(self) -> Self:
-        return self.start()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
 
     def _launch(self, binary: Path) -> bool:
         config = self.directory / "server.conf"

@@ -1,29 +1,11 @@
-"""Servers of a test's own: how a `with` statement starts and stops them, and what it means where there are none."""
+"""Servers of a test's own: what it means where there are none."""
 
 import os
-from abc import ABC, abstractmethod
-from types import TracebackType
-from typing import NoReturn, Self
+from typing import NoReturn
 
 import pytest
 
 from worker.embedded import EmbeddedServerError, server_binary
-
-
-class Stoppable(ABC):
-    @abstractmethod
-    def start(self) -> Self: ...
-
-    @abstractmethod
-    def stop(self) -> None: ...
-
-    def __enter__(self) -> Self:
-        return self.start()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
 
 
 def missing(reason: str) -> NoReturn:

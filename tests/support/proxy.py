@@ -12,7 +12,8 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
-from tests.support.lifecycle import Stoppable
+from worker.embedded import Stoppable
+
 
 T = TypeVar("T")
 

@@ -10,9 +10,8 @@ from typing import Any, Self
 
 import redis
 
-from tests.support.lifecycle import Stoppable
 from tests.support.valkey import ValkeyServer
-from worker.embedded import free_port
+from worker.embedded import Stoppable, free_port
 
 _NUM_SLOTS = 16_384
 _TIMEOUT_S = 30.0
