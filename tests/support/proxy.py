@@ -14,7 +14,6 @@ from typing import Any, Self, TypeVar
 
 from worker.embedded import Stoppable
 
-
 T = TypeVar("T")
 
 _CHUNK_BYTES = 65_536
