@@ -102,7 +102,10 @@ class OutputFiles:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for file in self._files.values():
-            file.close()
+            with contextlib.suppress(
+                OSError
+            ):  # what a full disk refused is tried once more here; it is not counted as done
+                file.close()
         self._files.clear()
         if self._lock is not None:
             if not self.paths.record.exists() and not self.paths.output.stat().st_size:

@@ -1,5 +1,7 @@
 """Output files: resumed after any cut, each line once, by one process at a time."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,6 +53,33 @@ def test_any_cut_loses_only_the_line_it_is_in(paths: Paths) -> None:
             files.write([of_result(BATCH, result(BATCH, 9))])
         assert names(paths.output)[-1] == "line-9"
         assert len(names(paths.output)) == whole[:cut].count(b"\n") + 1
+
+
+FILLS = """
+import resource, sys
+from pathlib import Path
+from api_client.bulk.answers import of_result
+from api_client.bulk.files import OutputFiles, Paths
+from api_client.errors import ConfigurationError
+from tests.bulk.support import result
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (3_000, resource.RLIM_INFINITY))  # a small disk
+try:
+    with OutputFiles(Paths.of(Path(sys.argv[1]))) as files:
+        for line in range(1, 100):
+            files.write([of_result("batch_abc", result("batch_abc", line))])
+            print(line)
+except ConfigurationError as error:
+    print(error)
+"""
+
+
+def test_a_full_disk_is_said_in_a_sentence_and_keeps_what_was_written(paths: Paths) -> None:
+    command = [sys.executable, "-c", FILLS, str(paths.output)]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout.splitlines()
+    assert said[-1] == f"{paths.output}: File too large"
+    with OutputFiles(paths) as files:
+        assert files.resume().totals.completed == len(said) - 1 > 1
 
 
 def test_one_writer_at_a_time(paths: Paths) -> None:
