@@ -69,10 +69,12 @@ end
 local function publish_chunk(id, bytes) redis.call(announce, base .. 'chunks:' .. id, bytes) end
 
 -- The backlog's counters: jobs and estimated tokens, per class.
-local function count_queued(class, jobs, cost)
+local function add_queued(class, jobs, cost)
   redis.call('HINCRBY', meta, 'queued:' .. class, jobs)
-  redis.call('HINCRBYFLOAT', meta, 'queued_tokens:' .. class, exact(jobs * cost))
+  redis.call('HINCRBYFLOAT', meta, 'queued_tokens:' .. class, exact(cost))
 end
+
+local function count_queued(class, jobs, cost) add_queued(class, jobs, jobs * cost) end
 
 -- A lane joins the sharing at the present virtual time, or where it left it if that is later:
 -- being idle earns nothing, and leaving for a moment costs nothing.
@@ -84,12 +86,16 @@ local function activate(class, tenant)
   redis.call('ZADD', lanes, exact(math.max(present, own)), tenant)
 end
 
+local entered = {}  -- lanes that this call has put something into: they are there, and take part
+
 local function enter_lane(id, class, tenant)
   local lane = lane_key(class, tenant)
-  if redis.call('EXISTS', lane) == 0 then redis.call('XGROUP', 'CREATE', lane, GROUP, '0', 'MKSTREAM') end
+  local is_ready = entered[lane]
+  if not is_ready and redis.call('EXISTS', lane) == 0 then redis.call('XGROUP', 'CREATE', lane, GROUP, '0', 'MKSTREAM') end
   local entry = redis.call('XADD', lane, '*', 'job', id)
   redis.call('HSET', job_key(id), 'entry', entry)
-  activate(class, tenant)
+  if not is_ready then activate(class, tenant) end
+  entered[lane] = true
 end
 
 -- The entry goes, delivered or not; a named lane that is empty goes with it.
@@ -99,7 +105,10 @@ local function leave_lane(id, class, tenant, entry)
   redis.pcall('XACK', lane, GROUP, entry)
   redis.pcall('XDEL', lane, entry)
   redis.call('HDEL', job_key(id), 'entry')
-  if tenant ~= '' and redis.call('XLEN', lane) == 0 then redis.call('DEL', lane) end
+  if tenant ~= '' and redis.call('XLEN', lane) == 0 then
+    redis.call('DEL', lane)
+    entered[lane] = nil
+  end
 end
 
 -- Ahead of every lane: urgent classes first, then the oldest.

@@ -79,19 +79,21 @@ for tenant, filled in pairs(buckets) do
   redis.call('EXPIRE', tenant_key(tenant), TENANT_TTL_S)
 end
 
-local reply, rings = {'ok'}, false
+local reply, queued, rings = {'ok'}, {}, false
 for _, job in ipairs(jobs) do
   if not job.known then
     local waits = tonumber(job.due) > now
     redis.call('HSET', job_key(job.id), 'request', job.request, 'state', waits and 'scheduled' or 'queued',
       'class', job.class, 'tenant', job.tenant, 'fingerprint', job.fingerprint, 'created_ms', job.created,
       'deadline_ms', job.deadline, 'cost', job.cost, 'due_ms', job.due)
+    local sum = queued[job.class] or {jobs = 0, cost = 0}
+    sum.jobs, sum.cost = sum.jobs + 1, sum.cost + tonumber(job.cost)
+    queued[job.class] = sum
     if job.idem ~= '' then  -- for as long as the job lives; its end starts the clock
       redis.call('SET', job.idem, job.fingerprint .. ' ' .. job.id)
       redis.call('HSET', job_key(job.id), 'idem', job.idem_name, 'idem_ms', whole(idempotency_ttl))
     end
     if tonumber(job.deadline) > 0 then redis.call('ZADD', base .. 'deadlines', job.deadline, job.id) end
-    count_queued(job.class, 1, tonumber(job.cost))
     if waits then
       redis.call('ZADD', base .. 'delayed', job.due, job.id)
     else
@@ -102,6 +104,7 @@ for _, job in ipairs(jobs) do
   reply[#reply + 1] = job.known or job.id
   reply[#reply + 1] = job.known and 'known' or 'new'
 end
+for class, sum in pairs(queued) do add_queued(class, sum.jobs, sum.cost) end
 if num_new > 0 then redis.call('HINCRBY', meta, 'submitted', num_new) end
 if rings then redis.call(announce, base .. 'bell', 'submit') end
 return reply

@@ -29,6 +29,15 @@ async def test_a_prompt_gets_the_models_own_beginning():
     assert smollm2().decode(ids) == "Hello world"
 
 
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("make", [byte_level, llama_like, metaspace, smollm2, gemma3])
+def test_ids_are_those_that_transformers_gives(make, special):
+    tokenizer = make()
+    for text in ("", "Hello world", " two  spaces\n", "é 日本 🙂", "<|im_start|>user <end><pad> </s>", "a" * 500):
+        expected = tokenizer._tokenizer.encode(text, add_special_tokens=special)
+        assert list(tokenizer.encode(text, special)) == expected, text
+
+
 async def test_no_template_and_a_refusing_template_are_said_in_a_sentence():
     with pytest.raises(TemplateError, match="no chat template"):
         await gemma3().encode_chat(CHAT)

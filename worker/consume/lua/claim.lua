@@ -34,4 +34,5 @@ if ARGV[14] == '1' then take_strays() end
 take_from('ended', false, 63)
 take_from('returned', true, 63 + math.max(credits, 0))
 if credits > 0 or urgent > 0 then take_lanes() end
+write_counts()
 return deliveries

@@ -2,13 +2,51 @@
 -- id, token, state, result, final chunk, tokens served
 -- reply per job: 1 done (or done before), 0 refused: another worker holds it, or it is gone.
 local result_ttl, dead_ttl, now = ARGV[3], ARGV[4], clock_ms()
+local AT_ONCE = 1000  -- arguments of one command
+-- What concerns the queue is gathered here and written once for all jobs, at the end.
+local entries, owners, due, ends, freed, served_more, num_freed = {}, {}, {}, {}, {}, {}, 0
 
--- The lane was charged an estimate at the claim; the difference is settled here.
-local function settle_cost(class, tenant, estimate, served)
-  local lanes = lanes_key(class)
-  if served <= 0 or not redis.call('ZSCORE', lanes, tenant) then return end
-  local weight = tonumber(redis.call('HGET', meta, 'weight:' .. tenant) or 1)
-  redis.call('ZINCRBY', lanes, exact((served - math.max(estimate, 1)) / math.max(weight, 0.001)), tenant)
+local function count(sums, key, value) sums[key] = (sums[key] or 0) + value end
+
+local function put(lists, key, value)
+  lists[key] = lists[key] or {}
+  table.insert(lists[key], value)
+end
+
+local function for_all(list, ...)
+  for first = 1, #list, AT_ONCE do
+    local call = {...}
+    for place = first, math.min(first + AT_ONCE - 1, #list) do call[#call + 1] = list[place] end
+    redis.pcall(unpack(call))
+  end
+end
+
+local function leave_lanes()
+  for lane, tenant in pairs(owners) do
+    for_all(entries[lane], 'XACK', lane, GROUP)
+    for_all(entries[lane], 'XDEL', lane)
+    if tenant ~= '' and redis.call('XLEN', lane) == 0 then redis.call('DEL', lane) end
+  end
+end
+
+-- A lane was charged an estimate at the claim; the difference is settled here.
+local function settle_costs()
+  for class, tenants in pairs(served_more) do
+    for tenant, difference in pairs(tenants) do
+      if redis.call('ZSCORE', lanes_key(class), tenant) then
+        local weight = tonumber(redis.call('HGET', meta, 'weight:' .. tenant) or 1)
+        redis.call('ZINCRBY', lanes_key(class), exact(difference / math.max(weight, 0.001)), tenant)
+      end
+    end
+  end
+end
+
+local function write_counts()
+  for tenant, jobs in pairs(freed) do tenant_running(tenant, -jobs) end
+  if num_freed > 0 then redis.call('HINCRBY', meta, 'running', -num_freed) end
+  for state, jobs in pairs(ends) do redis.call('HINCRBY', meta, 'finished:' .. state, jobs) end
+  for_all(due, 'ZREM', base .. 'ended')
+  for_all(due, 'ZREM', base .. 'deadlines')
 end
 
 local function bury_job(id, key)
@@ -20,24 +58,35 @@ end
 
 local function finish(id, token, state, result, chunk, served)
   local key = job_key(id)
-  local job = redis.call('HMGET', key, 'token', 'state', 'settled', 'worker', 'class', 'tenant', 'entry', 'cost')
+  local job = redis.call('HMGET', key, 'token', 'state', 'settled', 'worker', 'class', 'tenant', 'entry', 'cost', 'idem',
+    'end', 'num_ends')
   if job[1] ~= token then return 0 end
   if job[3] then return 1 end
   if (job[4] or '') == '' then return 0 end  -- given back, and not claimed since
   local class, tenant = class_of(job[5]), job[6] or ''
-  leave_lane(id, class, tenant, job[7])
-  let_go(id, job[4] or '', tenant)
-  redis.call('ZREM', base .. 'ended', id)
-  redis.call('ZREM', base .. 'deadlines', id)
+  if job[7] and job[7] ~= '' then
+    local lane = lane_key(class, tenant)
+    owners[lane] = tenant
+    put(entries, lane, job[7])
+  end
+  if redis.call('SREM', base .. 'held:' .. job[4], id) == 1 then
+    count(freed, tenant, 1)
+    num_freed = num_freed + 1
+  end
+  due[#due + 1] = id
+  count(ends, state, 1)
   redis.call('HSET', key, 'state', state, 'result', result, 'settled', '1', 'finished_ms', whole(now))
-  redis.call('HINCRBY', meta, 'finished:' .. state, 1)
-  redis.call('DEL', log_key(id))
-  settle_cost(class, tenant, number(job[8], 0), served)
-  start_key_clock(id, state == 'dead' and tonumber(dead_ttl) or 0)
+  if number(job[10], 0) > 0 or job[11] then redis.call('DEL', log_key(id)) end
+  if served > 0 then
+    served_more[class] = served_more[class] or {}
+    count(served_more[class], tenant, served - math.max(number(job[8], 0), 1))
+  end
+  if job[9] then start_key_clock(id, state == 'dead' and tonumber(dead_ttl) or 0) end
   if state == 'dead' then
+    redis.call('HDEL', key, 'entry')
     bury_job(id, key)
   else
-    redis.call('HDEL', key, 'request', 'history', 'idem', 'idem_ms')
+    redis.call('HDEL', key, 'request', 'history', 'idem', 'idem_ms', 'entry')
     redis.call('EXPIRE', key, result_ttl)
   end
   publish_chunk(id, chunk)
@@ -48,4 +97,7 @@ local reply = {}
 for first = 5, #ARGV, 6 do
   reply[#reply + 1] = finish(ARGV[first], ARGV[first + 1], ARGV[first + 2], ARGV[first + 3], ARGV[first + 4], tonumber(ARGV[first + 5]))
 end
+leave_lanes()
+settle_costs()
+write_counts()
 return reply

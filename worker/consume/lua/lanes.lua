@@ -29,16 +29,26 @@ end
 local function read_job_of(class, tenant, entry)
   local id = adopt(class, tenant, entry)
   local job = id and read_job(id)
-  if job and job.state == 'queued' and redis.call('HGET', job_key(id), 'entry') == entry[1] then return id, job end
+  if job and job.state == 'queued' and job.entry == entry[1] then return id, job end
   redis.call('XACK', lane_key(class, tenant), GROUP, entry[1])
   redis.call('XDEL', lane_key(class, tenant), entry[1])
   redis.call('HINCRBY', meta, 'entries_dropped', 1)
 end
 
+local tenants = {}  -- what is set for each, read once
+
+local function settings_of(tenant)
+  if not tenants[tenant] then
+    local set = redis.call('HMGET', meta, 'concurrency:' .. tenant, 'concurrency:*', 'weight:' .. tenant)
+    tenants[tenant] = {limit = tonumber(set[1] or set[2] or 0), weight = math.max(tonumber(set[3] or 1), 0.001)}
+  end
+  return tenants[tenant]
+end
+
 local function may_run(tenant)
-  local limits = redis.call('HMGET', meta, 'concurrency:' .. tenant, 'concurrency:*')
-  local limit = tonumber(limits[1] or limits[2] or 0)
-  return limit == 0 or tonumber(redis.call('HGET', tenant_key(tenant), 'running') or 0) < limit
+  local limit = settings_of(tenant).limit
+  if limit == 0 then return true end
+  return tonumber(redis.call('HGET', tenant_key(tenant), 'running') or 0) + (taken[tenant] or 0) < limit
 end
 
 -- The nameless tenant's lane is always looked at: entries made by hand arrive there.
@@ -52,7 +62,7 @@ local function open_class(name)
   end
   if not nameless then table.insert(lanes, 1, {tenant = '', served = present, guest = true}) end
   return {
-    name = name, lanes = lanes, present = present, waits = #flat > 0,
+    name = name, lanes = lanes, present = present, waits = #flat > 0, charged = {},
     skipped = tonumber(redis.call('HGET', meta, 'skipped:' .. name) or 0),
   }
 end
@@ -60,18 +70,17 @@ end
 local function close_lane(class, lane)
   table.remove(class.lanes, 1)
   if lane.guest then return end
+  class.charged[lane] = nil
   redis.call('ZREM', lanes_key(class.name), lane.tenant)
   redis.call('HSET', tenant_key(lane.tenant), 'served:' .. class.name, exact(lane.served))
   redis.call('EXPIRE', tenant_key(lane.tenant), TENANT_TTL_S)
 end
 
 local function charge(class, lane, cost)
-  local weight = tonumber(redis.call('HGET', meta, 'weight:' .. lane.tenant) or 1)
   class.present = math.max(class.present, lane.served)
-  lane.served = lane.served + math.max(cost, 1) / math.max(weight, 0.001)
+  lane.served = lane.served + math.max(cost, 1) / settings_of(lane.tenant).weight
   lane.guest = false
-  redis.call('ZADD', lanes_key(class.name), exact(lane.served), lane.tenant)
-  redis.call('HSET', meta, 'served:' .. class.name, exact(class.present))
+  class.charged[lane], class.was_charged = true, true
   local place = 1
   while class.lanes[place + 1] and class.lanes[place + 1].served <= lane.served do
     class.lanes[place] = class.lanes[place + 1]
@@ -132,5 +141,9 @@ local function take_lanes()
   while credits > 0 and take_next(classes) do end
   local first = {classes[1]}
   while credits <= 0 and urgent > 0 and take_next(first) do end
-  for _, class in ipairs(classes) do redis.call('HSET', meta, 'skipped:' .. class.name, class.skipped) end
+  for _, class in ipairs(classes) do
+    redis.call('HSET', meta, 'skipped:' .. class.name, class.skipped)
+    for lane in pairs(class.charged) do redis.call('ZADD', lanes_key(class.name), exact(lane.served), lane.tenant) end
+    if class.was_charged then redis.call('HSET', meta, 'served:' .. class.name, exact(class.present)) end
+  end
 end

@@ -8,6 +8,14 @@ local max_bytes, max_solo, max_crashes, log_ttl = tonumber(ARGV[7]), tonumber(AR
 local max_orphaned, urgent = tonumber(ARGV[12]), tonumber(ARGV[13])
 local held = base .. 'held:' .. worker
 local now, deliveries, bytes = clock_ms(), {}, 0
+-- Counted here and written once, at the end: jobs taken by tenant, and jobs and cost that left each class's backlog.
+local taken, left, num_taken = {}, {}, 0
+
+local function write_counts()
+  for tenant, count in pairs(taken) do tenant_running(tenant, count) end
+  for class, sum in pairs(left) do add_queued(class, -sum.jobs, -sum.cost) end
+  if num_taken > 0 then redis.call('HINCRBY', meta, 'running', num_taken) end
+end
 
 local function verdict_of(job)
   if job.state ~= 'running' and job.state ~= 'queued' then return job.state end
@@ -21,14 +29,14 @@ end
 local function read_job(id)
   local raw = redis.call('HMGET', job_key(id), 'state', 'settled', 'request', 'token', 'deliveries', 'crashes',
     'solo_crashes', 'attempt', 'created_ms', 'started_ms', 'deadline_ms', 'cancel', 'doomed', 'class', 'tenant', 'end', 'cost',
-    'orphaned')
+    'orphaned', 'entry')
   if not raw[1] or raw[2] or not raw[3] then return nil end
   return {
     state = raw[1], request = raw[3], token = number(raw[4], 0), deliveries = number(raw[5], 0),
     crashes = number(raw[6], 0), solo = number(raw[7], 0), attempt = number(raw[8], 1),
     created = number(raw[9], 0), started = number(raw[10], 0), deadline = number(raw[11], 0),
     cancel = raw[12], doomed = raw[13], class = class_of(raw[14]), tenant = raw[15] or '', index = number(raw[16], 0),
-    cost = number(raw[17], 0), orphaned = number(raw[18], 0),
+    cost = number(raw[17], 0), orphaned = number(raw[18], 0), entry = raw[19],
   }
 end
 
@@ -60,19 +68,19 @@ local function take(id, job, again)
   -- Tokens only grow, also when the server comes back without its last second: the clock went on.
   local token = math.max(job.token + 1, now)
   local started = job.started > 0 and job.started or now
-  redis.call('HSET', job_key(id), 'token', whole(token), 'worker', worker, 'started_ms', whole(started),
-    'end', whole(index), 'mark', whole(index))
+  local state = job.state
   if not again then
     job.deliveries = job.deliveries + 1
-    redis.call('HSET', job_key(id), 'deliveries', whole(job.deliveries))
     redis.call('SADD', held, id)
-    tenant_running(job.tenant, 1)
-    redis.call('HINCRBY', meta, 'running', 1)
-    if job.state == 'queued' then
-      redis.call('HSET', job_key(id), 'state', 'running')
-      count_queued(job.class, -1, job.cost)
+    taken[job.tenant], num_taken = (taken[job.tenant] or 0) + 1, num_taken + 1
+    if state == 'queued' then
+      local sum = left[job.class] or {jobs = 0, cost = 0}
+      sum.jobs, sum.cost = sum.jobs + 1, sum.cost + job.cost
+      left[job.class], state = sum, 'running'
     end
   end
+  redis.call('HSET', job_key(id), 'token', whole(token), 'worker', worker, 'started_ms', whole(started),
+    'end', whole(index), 'mark', whole(index), 'deliveries', whole(job.deliveries), 'state', state)
   deliveries[#deliveries + 1] = {
     id, whole(token), job.request, job.deliveries, job.crashes, verdict, whole(job.created), whole(started),
     job.attempt, (job.solo > 0) and 1 or 0, chunks,
