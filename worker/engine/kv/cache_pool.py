@@ -50,9 +50,10 @@ class KVCachePool:
             for group, count in zip(groups, num_blocks, strict=True)
         )
         if device.type == "cpu" and not pinned:
-            return cls(
-                tuple(huge_pages.zeros(prod(shape) * dtype.itemsize).view(dtype).view(shape) for shape in shapes)
-            )
+            pools = tuple(huge_pages.zeros(prod(shape) * dtype.itemsize).view(dtype).view(shape) for shape in shapes)
+            for pool in pools:  # written to now: the system finds the memory here, and not in the steps
+                pool.zero_()
+            return cls(pools)
         return cls(tuple(torch.zeros(shape, dtype=dtype, device=device, pin_memory=pinned) for shape in shapes))
 
     def layer(self, group: int, index: int) -> Tensor:
