@@ -1,6 +1,6 @@
 """The Triton backend's own ways: split contexts, strided inputs, padded launches, how a launch is planned.
 
-Kernels run where there is CUDA, or where this process interprets Triton: test_triton_interpreted starts one.
+Kernels run where there is CUDA, or where this process interprets Triton: test_interpreted starts one.
 """
 
 from __future__ import annotations

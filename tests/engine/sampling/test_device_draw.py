@@ -1,6 +1,6 @@
 """The kernel that draws on a device against torch's way: the same floor, the same noise, the same tokens.
 
-Runs where there is CUDA, or where this process interprets Triton: model/test_device_interpreted starts one.
+Runs where there is CUDA, or where this process interprets Triton: test_interpreted starts one.
 """
 
 from __future__ import annotations

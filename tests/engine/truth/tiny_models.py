@@ -101,10 +101,15 @@ def _partial_phi() -> Any:
 VARIANTS = {"phi3_partial": Family(_partial_phi)}  # for single tests
 
 
-def save(name: str, folder: Path, seed: int = 0) -> Path:
-    """Draw the family's weights and save them; the folder."""
+def save(name: str, folder: Path, seed: int = 0, num_layers: int | None = None) -> Path:
+    """Draw the family's weights and save them; the folder. `num_layers`: only the first ones."""
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config((FAMILIES | VARIANTS)[name].config(), dtype=torch.float32)
+    config = (FAMILIES | VARIANTS)[name].config()
+    if num_layers is not None:
+        config.num_hidden_layers = num_layers
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[:num_layers]
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter.dim() > 1:
