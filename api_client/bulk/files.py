@@ -102,9 +102,7 @@ class OutputFiles:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for file in self._files.values():
-            with contextlib.suppress(
-                OSError
-            ):  # what a full disk refused is tried once more here; it is not counted as done
+            with contextlib.suppress(OSError):  # of a full disk, which refuses again what `write` reported
                 file.close()
         self._files.clear()
         if self._lock is not None:
