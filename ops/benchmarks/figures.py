@@ -6,6 +6,13 @@ from collections.abc import Sequence
 from ops.benchmarks.peers.protocol import Round
 from ops.benchmarks.workload_files import Workload
 
+STAGES = {  # of a chunk's way from the engine to its subscriber, in order
+    "frame": "to the I/O process",
+    "chunk": "chunk made",
+    "server": "through Valkey",
+    "told": "to the subscriber's task",
+}
+
 
 def percentile(values: Sequence[float], share: float) -> float:
     """By linear interpolation between the closest ranks; `share` in [0, 1]."""
@@ -47,10 +54,22 @@ def of_round(workload: Workload, measured: Round) -> dict[str, float]:
     if measured.latency_s:
         figures["latency_p50_ms"] = 1e3 * percentile(measured.latency_s, 0.5)
         figures["latency_p99_ms"] = 1e3 * percentile(measured.latency_s, 0.99)
+    figures |= stage_figures(measured)
     if measured.script_calls is not None and measured.batch_sizes:
         figures["calls_per_step"] = measured.script_calls / len(measured.batch_sizes)
     for part, seconds in measured.cpu_s.items():
         figures[f"cpu_{part}_us"] = 1e6 * seconds / num_output
+    return figures
+
+
+def stage_figures(measured: Round) -> dict[str, float]:
+    """Where a chunk's latency goes: per stage, and what the queue server needs for one script call."""
+    figures = {}
+    for stage, seconds in measured.stages.items():
+        figures[f"stage_{stage}_p50_ms"] = 1e3 * percentile(seconds, 0.5)
+        figures[f"stage_{stage}_p99_ms"] = 1e3 * percentile(seconds, 0.99)
+    if measured.script_s is not None and measured.script_calls:
+        figures["script_ms"] = 1e3 * measured.script_s / measured.script_calls
     return figures
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from ops.benchmarks.figures import STAGES
 from ops.benchmarks.peers.environments import ROOT
 from ops.benchmarks.queue_systems import Arq, CeleryTasks, QueueSystem, Tokenmill
 
@@ -29,6 +30,8 @@ SHOWN = {
     "start_p99_ms": "submit to first token, ms p99",
     "token_p50_ms": "engine to subscriber (32 streams), ms p50",
     "token_p99_ms": "engine to subscriber, ms p99",
+    **{f"stage_{name}_{rank}_ms": f"… {words}, ms {rank}" for name, words in STAGES.items() for rank in ("p50", "p99")},
+    "script_ms": "… a script in the server, ms mean",
     "chunks_s": "chunks to subscribers, 1/s",
     "scripts_per_step": "scripts per engine step (32 streams)",
     "scripts_per_job": "scripts per job (32 streams)",

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ops.benchmarks.figures import equal_requests, equal_tokens, summary
+from ops.benchmarks.figures import STAGES, equal_requests, equal_tokens, summary
 from ops.benchmarks.goals import GOALS
 from ops.benchmarks.rounds import Measurement, Turn
 from ops.benchmarks.tables import plain_table
@@ -29,7 +29,13 @@ DETAILS = {
     "cached_tokens": "{:,.0f} tokens from the prefix cache",
     "latency_p50_ms": "added latency p50 {:.1f} ms",
     "latency_p99_ms": "p99 {:.1f} ms",
+    **{
+        key: text
+        for name, words in STAGES.items()
+        for key, text in ((f"stage_{name}_p50_ms", f"{words} {{:.2f}}"), (f"stage_{name}_p99_ms", "p99 {:.1f}"))
+    },
     "calls_per_step": "{:.2f} scripts a step",
+    "script_ms": "of {:.2f} ms in the server",
     "cpu_worker_us": "CPU a token: I/O process {:.0f} µs",
     "cpu_server_us": "Valkey {:.0f} µs",
     "cpu_subscribers_us": "subscribers {:.0f} µs",

@@ -2,7 +2,8 @@
 
 The whole service (Valkey with its log on disk, a worker, SQLite, a subscriber per job) beside the bare engine,
 on the same file in the same run: the share of the bare engine's tokens per second that is left, the time
-that a token takes from the engine's frame to its subscriber, and the script calls per step.
+that a token takes from its step's end to its subscriber, as a whole and by stage, the script calls per step,
+and the CPU time of each process around the engine.
 """
 
 import argparse

@@ -1,15 +1,14 @@
 """The engine process's main: `python -m worker.engine.child FD`, spoken to over a Unix socket.
 
-Three threads: one reads commands into the mailbox, one writes reports, and the main one owns the
-device and the loop. When the socket ends, the parent is gone: the process ends at once, even in the
-middle of a step.
+The main thread owns the device and the loop, and sends reports itself; another reads commands into the
+mailbox. A third sends what the socket does not take at once. When the socket ends, the parent is gone: the
+process ends at once, even in the middle of a step.
 """
 
 from __future__ import annotations
 
 import gc
 import os
-import queue
 import signal
 import socket
 import sys
@@ -19,8 +18,8 @@ from collections.abc import Callable
 import msgspec
 
 from worker.engine.config import EngineConfig
-from worker.engine.host import LENGTH_BYTES
 from worker.engine.mailbox import Broken, FrameError, Mailbox, Progress, Report, read_command
+from worker.engine.pipe import LENGTH_BYTES, Outlet
 
 PARENT_GONE = 3  # exit status
 
@@ -44,15 +43,12 @@ def main(descriptor: int) -> int:
     except (EOFError, OSError):
         return PARENT_GONE  # before it could say what to load
     mailbox = Mailbox()
-    reports: queue.SimpleQueue[Report | None] = queue.SimpleQueue()
     threading.Thread(target=_read_commands, args=(connection, mailbox), name="commands", daemon=True).start()
-    writer = threading.Thread(target=_write_reports, args=(connection, reports), name="reports")
-    writer.start()
+    reports = Outlet(connection, on_broken=lambda: os._exit(PARENT_GONE))
     try:
         return _serve(start, mailbox, reports.put)
     finally:
-        reports.put(None)
-        writer.join()
+        reports.close()
 
 
 def _serve(start: _Start, mailbox: Mailbox, emit: Callable[[Report], None]) -> int:
@@ -100,16 +96,6 @@ def _read_commands(connection: socket.socket, mailbox: Mailbox) -> None:
     except FrameError as error:
         os.write(2, f"the engine process ends: {error}\n".encode())
         os._exit(4)
-
-
-def _write_reports(connection: socket.socket, reports: queue.SimpleQueue[Report | None]) -> None:
-    encoder = msgspec.msgpack.Encoder()
-    while (report := reports.get()) is not None:
-        payload = encoder.encode(report)
-        try:
-            connection.sendall(len(payload).to_bytes(LENGTH_BYTES, "little") + payload)
-        except OSError:
-            os._exit(PARENT_GONE)
 
 
 if __name__ == "__main__":

@@ -20,23 +20,20 @@ import msgspec
 from schemas.generation import FinishReason
 from worker.engine.config import EngineConfig
 from worker.engine.mailbox import (
-    MAX_FRAME_BYTES,
     Broken,
     Cancel,
     Command,
     Frame,
-    FrameError,
     Mailbox,
     Progress,
     Ready,
     Report,
     Stop,
     Submit,
-    read_report,
 )
+from worker.engine.pipe import Frames
 from worker.engine.types import Capacity, GenerationRequest
 
-LENGTH_BYTES = 4
 DYING_S = (
     1.0  # a process that has closed its end of the socket only has to be reaped; killed before, its status is lost
 )
@@ -136,7 +133,8 @@ class _Reports:
 def _as_one(frames: list[Frame]) -> Frame:
     if len(frames) == 1:
         return frames[0]
-    return msgspec.structs.replace(frames[-1], events=tuple(event for frame in frames for event in frame.events))
+    events = tuple(event for frame in frames for event in frame.events)
+    return msgspec.structs.replace(frames[-1], events=events, ended_s=frames[0].ended_s)
 
 
 class EngineProcess(_Reports):
@@ -147,8 +145,7 @@ class EngineProcess(_Reports):
         self._config = config
         self._cache_dir = cache_dir
         self._process: asyncio.subprocess.Process | None = None
-        self._writer: asyncio.StreamWriter | None = None
-        self._reading: asyncio.Task[None] | None = None
+        self._frames: Frames | None = None
 
     @property
     def pid(self) -> int | None:
@@ -157,7 +154,8 @@ class EngineProcess(_Reports):
     async def start(self, on_progress: Callable[[str, float], None] | None = None) -> Ready:
         ours, theirs = socket.socketpair()
         with theirs:
-            reader, self._writer = await asyncio.open_unix_connection(sock=ours, limit=1 << 24)
+            loop = asyncio.get_running_loop()
+            _, self._frames = await loop.create_unix_connection(lambda: Frames(self._queue.put_nowait), sock=ours)
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "worker.engine.child", str(theirs.fileno()), pass_fds=[theirs.fileno()],
                 start_new_session=True,  # a Ctrl-C at the terminal is the worker's to handle
@@ -167,27 +165,14 @@ class EngineProcess(_Reports):
             raise EngineDied("the engine was stopped while it started", at_start=True)
         settings = msgspec.to_builtins({"config": self._config, "cache_dir": self._cache_dir})
         self._write(_encoder.encode(settings))
-        self._reading = asyncio.create_task(self._read(reader), name="engine-frames")
         return await self._wait_ready(on_progress)
-
-    async def _read(self, reader: asyncio.StreamReader) -> None:
-        try:
-            while True:
-                length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "little")
-                if length > MAX_FRAME_BYTES:
-                    raise FrameError(f"a report of {length} bytes is announced")
-                self._queue.put_nowait(read_report(await reader.readexactly(length)))
-        except FrameError as error:
-            self._queue.put_nowait(Broken(str(error)))
-        except (asyncio.IncompleteReadError, ConnectionError):
-            self._queue.put_nowait(None)
 
     def _send(self, command: Command) -> None:
         self._write(_encoder.encode(command))
 
     def _write(self, payload: bytes) -> None:
-        if self._writer is not None and not self._writer.is_closing():
-            self._writer.write(len(payload).to_bytes(LENGTH_BYTES, "little") + payload)
+        if self._frames is not None:
+            self._frames.write(payload)
 
     async def stop(self) -> None:
         """Ask it to end; kill it after five seconds. While it loads it hears nothing."""
@@ -202,7 +187,7 @@ class EngineProcess(_Reports):
     async def _end(self, patience_s: float) -> None:
         process = self._process
         if process is not None:
-            if self._reading is not None and self._reading.done():
+            if self._frames is not None and self._frames.ended.is_set():
                 patience_s = max(patience_s, DYING_S)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(patience_s):
@@ -211,10 +196,9 @@ class EngineProcess(_Reports):
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
                 await process.wait()
-        if self._writer is not None:
-            self._writer.close()
-        if self._reading is not None:
-            await self._reading
+        if self._frames is not None:
+            self._frames.close()
+            await self._frames.ended.wait()
 
 
 class EngineThread(_Reports):

@@ -6,6 +6,7 @@ mailbox, and says that it is alive twice a second, so that a frozen loop can be 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from worker.engine.engine import Engine, EngineError
@@ -57,8 +58,10 @@ class EngineLoop:
         commands = self._mailbox.take_all(0.0 if self._engine.has_work else IDLE_REPORT_S)
         if not self._apply(commands):
             return False
-        events = self._engine.step()
-        self._emit(Frame(events=tuple(events), capacity=self._engine.capacity(), stats=self._engine.stats()))
+        events = tuple(self._engine.step())
+        ended_s = time.monotonic()
+        engine = self._engine
+        self._emit(Frame(events=events, capacity=engine.capacity(), stats=engine.stats(), ended_s=ended_s))
         return True
 
     def _apply(self, commands: list[Command]) -> bool:

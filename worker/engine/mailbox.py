@@ -61,6 +61,7 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True, tag="frame"):
     events: tuple[TokenEvent, ...]
     capacity: Capacity
     stats: EngineStats
+    ended_s: float = 0.0  # when the step ended, on the machine's monotonic clock
 
 
 class Broken(msgspec.Struct, frozen=True, tag="broken"):

@@ -42,8 +42,10 @@ class Round:
     computed_tokens: int | None = None  # through the model
     cached_tokens: int | None = None
     batch_sizes: list[int] = field(default_factory=list)  # sequences that got a token, per step
-    latency_s: list[float] = field(default_factory=list)  # per chunk: from the engine's frame to the subscriber
+    latency_s: list[float] = field(default_factory=list)  # per chunk: from the step's end to the subscriber
+    stages: dict[str, list[float]] = field(default_factory=dict)  # per chunk: parts of that, in order
     script_calls: int | None = None  # to the queue server
+    script_s: float | None = None  # its time in them
     engine_s: list[float] = field(default_factory=list)  # per request: until the engine had it
     cpu_s: dict[str, float] = field(default_factory=dict)  # CPU time of each process around the engine
 

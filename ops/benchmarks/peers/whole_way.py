@@ -12,15 +12,16 @@ import signal
 import sys
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 from api_client import AsyncClient
-from ops.benchmarks.figures import percentile
+from ops.benchmarks.figures import percentile, stage_figures
 from ops.benchmarks.peers.protocol import EngineOptions, Round, serve
+from ops.benchmarks.peers.stages import Notes, TimedClient, latencies
 from ops.benchmarks.workload_files import WorkloadRequest
 from worker.embedded import EmbeddedValkey
 from worker.record import migrate
@@ -34,14 +35,14 @@ class WholeWay:
     def __init__(self, options: EngineOptions, log: BinaryIO | None = None) -> None:
         self._undo = ExitStack()
         folder = Path(self._undo.enter_context(tempfile.TemporaryDirectory(prefix="tokenmill-bench-")))
-        self._stamps = folder / "stamps"
-        self._stamps.touch()
+        self._notes = folder / "notes"
+        self._notes.touch()
         self._valkey = EmbeddedValkey(at_death=signal.SIGKILL).start()
         self._undo.callback(self._valkey.stop)
         self._database = f"sqlite:///{folder / 'results.db'}"
         migrate.upgrade(self._database)
         settings = os.environ | self._settings(options)
-        command = [sys.executable, "-m", "ops.benchmarks.peers.stamped_worker", str(self._stamps)]
+        command = [sys.executable, "-m", "ops.benchmarks.peers.stamped_worker", str(self._notes)]
         self._worker = Tether(command, at_death=signal.SIGKILL, env=settings, output=log or sys.stderr.buffer)
         self._undo.callback(self._worker.end, signal.SIGTERM)
         self._rounds = 0
@@ -104,6 +105,7 @@ class WholeWay:
             "chunks_s": sum(map(len, done.tokens)) / done.wall_s,
             "token_p50_ms": 1e3 * percentile(done.latency_s, 0.5),
             "token_p99_ms": 1e3 * percentile(done.latency_s, 0.99),
+            **stage_figures(done),
             "scripts_per_job": (done.script_calls or 0) / jobs,
             "scripts_per_step": (done.script_calls or 0) / max(1, len(done.batch_sizes)),
             **{f"cpu_{part}_us": 1e6 * seconds / (jobs * tokens) for part, seconds in done.cpu_s.items()},
@@ -120,8 +122,9 @@ class WholeWay:
         }
 
     async def _run(self, requests: tuple[WorkloadRequest, ...], tenant: str) -> Round:
-        calls_before = self._script_calls()
-        async with AsyncClient(self._valkey.url, queue=QUEUE, database=self._database) as client:
+        calls_before, seconds_before = self._scripts()
+        offset = self._notes.stat().st_size
+        async with TimedClient(self._valkey.url, queue=QUEUE, database=self._database) as client:
             started = time.monotonic()
             jobs = await client.submit_many(
                 {
@@ -135,31 +138,31 @@ class WholeWay:
             )
             readings = await asyncio.gather(*(_subscribe(client, str(job)) for job in jobs))
             wall_s = time.monotonic() - started
-        frames = self._read_stamps({str(job) for job in jobs}, [len(reading.tokens) for reading in readings])
-        calls = self._script_calls() - calls_before
-        return _round(started, wall_s, readings, frames, calls)
+        notes = self._read_notes(offset, [str(job) for job in jobs], [len(reading.tokens) for reading in readings])
+        calls, seconds = self._scripts()
+        done = _round(started, wall_s, readings, notes)
+        done.script_calls, done.script_s = calls - calls_before, seconds - seconds_before
+        told = {reading.job: reading.times for reading in readings}
+        done.latency_s, done.stages = latencies(notes, client.hub.passages(), told)
+        return done
 
-    def _read_stamps(self, jobs: set[str], lengths: list[int]) -> dict[str, dict[int, float]]:
-        """Per job: when the engine had so many tokens. The file is written a moment after the last chunk."""
-        deadline = time.monotonic() + 5.0
-        while True:
-            stamps: dict[str, dict[int, float]] = defaultdict(dict)
-            for line in self._stamps.read_text(encoding="ascii").splitlines():
-                when, job, count = line.split(" ")
-                if job in jobs:
-                    stamps[job].setdefault(int(count), float(when))
-            if sorted(max(counts) for counts in stamps.values()) == sorted(lengths):
-                return stamps
+    def _read_notes(self, offset: int, jobs: list[str], lengths: list[int]) -> Notes:
+        """The file is written a moment after the last chunk."""
+        deadline = time.monotonic() + 10.0
+        while not (notes := Notes.read(self._notes, offset)).are_complete(jobs, lengths):
             if time.monotonic() > deadline:
-                raise RuntimeError("the worker's stamps are not complete")
+                raise RuntimeError("the worker's notes are not complete")
             time.sleep(0.05)
+        return notes
 
     def _cpu(self) -> dict[str, float]:
         """CPU seconds so far. The worker tells its own twice a second while its engine is idle."""
-        since, deadline = time.monotonic(), time.monotonic() + 10.0
+        since, deadline, offset = time.monotonic(), time.monotonic() + 10.0, self._notes.stat().st_size
         while True:
-            told = [line.split(" ") for line in self._stamps.read_text(encoding="ascii").splitlines() if " - " in line]
-            if told and float(told[-1][0]) > since:
+            with self._notes.open("rb") as file:
+                file.seek(offset)
+                told = [line.split() for line in file.read().splitlines() if line.startswith(b"idle ")]
+            if told and float(told[-1][1]) > since:
                 break
             if time.monotonic() > deadline:
                 raise RuntimeError("the worker does not tell its CPU time")
@@ -171,8 +174,10 @@ class WholeWay:
             "subscribers": time.process_time(),
         }
 
-    def _script_calls(self) -> int:
-        return int(self._info("commandstats").get("cmdstat_evalsha", {}).get("calls", 0))
+    def _scripts(self) -> tuple[int, float]:
+        """Calls so far, and the server's seconds in them."""
+        found = self._info("commandstats").get("cmdstat_evalsha", {})
+        return int(found.get("calls", 0)), 1e-6 * float(found.get("usec", 0))
 
     def _info(self, section: str) -> Any:
         import redis
@@ -205,28 +210,17 @@ async def _subscribe(client: AsyncClient, job: str) -> Reading:
     return reading
 
 
-def _round(
-    started: float, wall_s: float, readings: list[Reading], stamps: dict[str, dict[int, float]], calls: int
-) -> Round:
-    latencies = [
-        when - stamps[reading.job][count]
-        for reading in readings
-        for count, when in reading.times.items()
-        if count in stamps[reading.job]
-    ]
-    steps: dict[float, int] = defaultdict(int)
-    for counts in stamps.values():
-        for count, when in counts.items():
-            steps[when] += count > 0
+def _round(started: float, wall_s: float, readings: list[Reading], notes: Notes) -> Round:
+    steps: Counter[float] = Counter()
+    for passage in notes.ends.values():
+        steps.update(passage.values())
     return Round(
         wall_s=wall_s,
         tokens=[reading.tokens for reading in readings],
         first_s=[min(reading.times.values()) - started for reading in readings],
         last_s=[max(reading.times.values()) - started for reading in readings],
-        batch_sizes=[size for size in steps.values() if size],
-        latency_s=latencies,
-        script_calls=calls,
-        engine_s=[stamps[reading.job][0] - started for reading in readings],
+        batch_sizes=list(steps.values()),
+        engine_s=[notes.submits[reading.job] - started for reading in readings],
     )
 
 

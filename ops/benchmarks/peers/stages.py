@@ -1,0 +1,95 @@
+"""A token's way from the engine's step to its subscriber, taken apart by the worker's notes and the subscribers'.
+
+    step's end ──frame──▶ I/O process ──chunk──▶ append called ──server──▶ subscriber's connection ──told──▶ its task
+
+All processes of a benchmark are on one machine and read one monotonic clock.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from api_client import AsyncClient
+from api_client.hub import ChannelHub
+from ops.benchmarks.figures import STAGES
+from schemas.codec import decode_chunk
+
+Passage = dict[int, float]  # tokens so far → when
+
+
+@dataclass(slots=True)
+class Notes:
+    """What the worker wrote, per job."""
+
+    submits: dict[str, float] = field(default_factory=dict)
+    ends: dict[str, Passage] = field(default_factory=lambda: defaultdict(dict))
+    frames: dict[str, Passage] = field(default_factory=lambda: defaultdict(dict))
+    appends: dict[str, Passage] = field(default_factory=lambda: defaultdict(dict))
+
+    @classmethod
+    def read(cls, path: Path, offset: int) -> "Notes":
+        """Lines from `offset` on. Where something was noted twice, the first counts."""
+        notes = cls()
+        with path.open("rb") as file:
+            file.seek(offset)
+            text = file.read().decode("ascii")
+        for line in text.splitlines():
+            match line.split(" "):
+                case ["submit", when, job]:
+                    notes.submits.setdefault(job, float(when))
+                case ["token", ended, when, job, count]:
+                    notes.ends[job].setdefault(int(count), float(ended))
+                    notes.frames[job].setdefault(int(count), float(when))
+                case ["append", when, job, count]:
+                    notes.appends[job].setdefault(int(count), float(when))
+        return notes
+
+    def are_complete(self, jobs: Iterable[str], lengths: Iterable[int]) -> bool:
+        wanted = dict(zip(jobs, lengths, strict=True))
+        return all(count in self.frames[job] and count in self.appends[job] for job, count in wanted.items())
+
+
+class TimedHub(ChannelHub):
+    """Notes when each message came; they are decoded when the round is over."""
+
+    def __init__(self, client: Any) -> None:
+        super().__init__(client)
+        self._messages: list[tuple[float, bytes]] = []
+
+    def _hand_on(self, message: list[Any]) -> bool:
+        if message[0] == b"message":
+            self._messages.append((time.monotonic(), message[2]))
+        return super()._hand_on(message)
+
+    def passages(self) -> dict[str, Passage]:
+        found: dict[str, Passage] = defaultdict(dict)
+        for when, content in self._messages:
+            chunk = decode_chunk(content)
+            found[chunk.job_id].setdefault(chunk.end, when)
+        return found
+
+
+class TimedClient(AsyncClient):
+    def __init__(self, url: str, *, queue: str, database: str) -> None:
+        super().__init__(url, queue=queue, database=database)
+        self.hub = self._hub = TimedHub(self._redis)
+
+
+def latencies(notes: Notes, heard: dict[str, Passage], told: dict[str, Passage]) -> tuple[list[float], dict[str, Any]]:
+    """From step's end to subscriber, per chunk; and the same by stage, of the chunks that came by pub/sub."""
+    whole: list[float] = []
+    stages: dict[str, list[float]] = {name: [] for name in STAGES}
+    for job, passage in told.items():
+        for count, when in passage.items():
+            if count not in notes.ends[job]:
+                continue
+            whole.append(when - notes.ends[job][count])
+            if count in notes.appends[job] and count in heard[job]:
+                times = (notes.ends[job], notes.frames[job], notes.appends[job], heard[job], told[job])
+                moments = [passage[count] for passage in times]
+                for name, before, after in zip(stages, moments, moments[1:], strict=False):
+                    stages[name].append(after - before)
+    return whole, stages
