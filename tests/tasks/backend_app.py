@@ -32,5 +32,5 @@ def _shout(value: Any) -> str:
     return f"<{value['text'] if isinstance(value, dict) else value}>"
 
 
-count = app.task(name="count")(_count)
-shout = app.task(name="shout")(_shout)
+count = app.task(name="count", shared=False)(_count)
+shout = app.task(name="shout", shared=False)(_shout)

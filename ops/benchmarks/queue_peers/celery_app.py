@@ -13,11 +13,11 @@ def make_app(url: str) -> Celery:
 
 
 def make_task(url: str) -> Task:
-    """`generate(prompt, tokens)`; the worker and the producers both make it, by the same name."""
+    """`generate(prompt, tokens)`; the worker and the producers both make it, by the same name, each for its own app."""
     app = make_app(url)
     connection = redis.Redis.from_url(url)
 
-    @app.task(name="generate", bind=True)  # type: ignore[untyped-decorator]
+    @app.task(name="generate", bind=True, shared=False)  # type: ignore[untyped-decorator]
     def generate(task: Task, prompt: str, tokens: int) -> dict[str, object]:
         text = []
         for index in range(tokens):
