@@ -1,6 +1,6 @@
 """Tokenizers for tests: two real ones, and tiny ones of each family of decoders, built in memory.
 
-Each is made once per process; none of them ever asks the network.
+Each is made once per process; none of them ever asks the network. torch is imported for the real ones only.
 """
 
 from functools import cache
@@ -9,7 +9,6 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from worker.engine.model.store import resolve
 from worker.text.pieces import token_bytes
 from worker.text.tokenizer import Tokenizer
 
@@ -22,13 +21,13 @@ CHAT = (
 @cache
 def smollm2() -> Tokenizer:
     """Byte-level, with a chat template."""
-    return Tokenizer.load(resolve("smollm2-135m-instruct"))
+    return _real("smollm2-135m-instruct")
 
 
 @cache
 def gemma3() -> Tokenizer:
     """SentencePiece-like with byte fallback; no chat template."""
-    return Tokenizer.load(resolve("gemma3-270m"))
+    return _real("gemma3-270m")
 
 
 @cache
@@ -63,6 +62,12 @@ def metaspace() -> Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Metaspace()
     return _wrap(backend)
+
+
+def _real(name: str) -> Tokenizer:
+    from worker.engine.model.store import resolve
+
+    return Tokenizer.load(resolve(name))
 
 
 def _fallback_backend() -> Backend:
