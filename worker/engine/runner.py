@@ -193,7 +193,7 @@ class ModelRunner:
         return self.graphs
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
-        step = PagedStep(self._backend, self._layers, inputs.metadata)
+        step = PagedStep(self._backend, self._layers, inputs.metadata, inputs.rows)
         return self._loaded.logits(inputs.input_ids, inputs.positions, inputs.rows, step)
 
     # ── the rest of what the engine asks ──

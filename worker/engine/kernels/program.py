@@ -22,6 +22,19 @@ class Step:
     arguments: ctypes.Structure
 
 
+class RowArguments(ctypes.Structure):
+    """As in program.cpp: row `from_rows[i]` of one buffer becomes row `to_rows[i]` of another; null: row i."""
+
+    _fields_: ClassVar = [
+        *((name, c_void_p) for name in ("source", "target", "from_rows", "to_rows")),
+        *((name, c_int64) for name in ("count", "width")),
+    ]
+
+
+def move_rows(arguments: RowArguments) -> Step:
+    return Step(load("program").tokenmill_move_rows_member, arguments)
+
+
 class _Call(ctypes.Structure):
     """As in program.cpp."""
 
@@ -42,10 +55,11 @@ class Program:
         self._answer_at = ctypes.byref(self._answer)
         self._count = len(steps)
 
-    def run(self, num_threads: int, on_answer: Callable[[int], None]) -> None:
-        """A call that answers (a workspace too small) is repeated after `on_answer` has met its need."""
-        threads, count = c_int64(num_threads), c_int64(self._count)
+    def run(self, num_threads: int, on_answer: Callable[[int], None], stop: int | None = None) -> None:
+        """Calls [0, stop). One that answers (a workspace too small) is repeated after `on_answer` has met its need."""
+        last = self._count if stop is None else stop
+        threads, count = c_int64(num_threads), c_int64(last)
         at = self._run(self._calls, c_int64(0), count, threads, self._answer_at)
-        while at < self._count:
+        while at < last:
             on_answer(self._answer.value)
             at = self._run(self._calls, c_int64(at), count, threads, self._answer_at)

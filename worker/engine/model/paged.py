@@ -82,11 +82,15 @@ class RotatingBackend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PagedStep:
-    """One step: the layers' bindings (the same for every step) and the metadata of each layer group."""
+    """One step: the layers' bindings (the same for every step) and the metadata of each layer group.
+
+    Of the last layer's output only `rows` are read (int64, ascending; None: all): the others need not be computed.
+    """
 
     backend: AttentionBackend
     layers: Seq[LayerBinding]
     metadata: Seq[AttentionMetadata]
+    rows: Tensor | None = None
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float, extras: dict[str, Any]

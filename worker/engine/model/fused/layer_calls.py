@@ -71,6 +71,8 @@ class LayerParts:
             "attended": query,
             "gated": mlp.down.k,
             "raw": self.hidden,  # what a norm behind a part reads
+            "picked": self.hidden,  # rows of the last layer that are read
+            "picked_query": query,
         }
 
 

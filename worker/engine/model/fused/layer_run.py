@@ -14,6 +14,7 @@ from torch import Tensor
 
 from worker.engine.attention.cpu import CpuAttention
 from worker.engine.kernels.program import Program
+from worker.engine.model.fused.last_layer import LastLayerCalls, of_rows
 from worker.engine.model.fused.layer_calls import LayerCalls, LayerParts, Scratch
 from worker.engine.model.paged import LayerBinding, PagedStep
 
@@ -25,6 +26,7 @@ class LayerRun:
         self._parts = tuple(parts)
         self._scratch = scratch
         self._calls = [LayerCalls(part) for part in parts]
+        self._narrow = LastLayerCalls(parts[-1])
         self._layer_ids = [part.attention.layer_idx for part in parts]
         self._backend: CpuAttention | None = None
         self._bound: list[LayerBinding] = []
@@ -34,7 +36,8 @@ class LayerRun:
 
     def __call__(self, hidden_states: Tensor, kwargs: Mapping[str, Any]) -> Tensor | None:
         """The rows that the layers make of `[1, num_tokens, hidden]`, called with the arguments of Transformers'
-        decoder layers; None where these are not what the kernels take.
+        decoder layers; None where these are not what the kernels take. Rows that the step does not read may hold
+        what the layer before the last made of them.
         """
         step, tables = kwargs.get("paged"), kwargs.get("position_embeddings")
         if not isinstance(step, PagedStep) or not isinstance(step.backend, CpuAttention) or tables is None:
@@ -45,36 +48,55 @@ class LayerRun:
         self._adapt(hidden_states.shape[-2], step.backend, bindings, step)
         out = torch.empty_like(hidden_states)
         x, y = hidden_states.data_ptr(), out.data_ptr()
-        for calls, binding in zip(self._calls, bindings, strict=True):
+        rows = step.rows if self._leaves_out(step.rows, hidden_states.shape[-2]) else None
+        for calls, binding in zip(self._calls if rows is None else self._calls[:-1], bindings, strict=False):
             calls.use(x, y, tables, step.metadata[binding.group])
             x = y
         self._give_workspace(0)
-        self._program.run(self._scratch.num_threads, self._give_workspace)
+        if rows is None:
+            self._program.run(self._scratch.num_threads, self._give_workspace)
+            return out
+        metadata = of_rows(step.metadata[bindings[-1].group], rows)
+        self._narrow.narrow(rows)
+        self._narrow.use(x, y, tables, metadata)
+        stop = None if rows.numel() else self._without_last + self._narrow.num_steps_for_cache
+        self._narrow_program.run(self._scratch.num_threads, self._give_workspace, stop)
         return out
+
+    def _leaves_out(self, rows: Tensor | None, num_tokens: int) -> bool:
+        """Is it worth gathering? The last layer of one would leave rows of `out` unwritten."""
+        return rows is not None and len(self._parts) > 1 and 2 * rows.numel() <= num_tokens
 
     def _adapt(self, num_tokens: int, backend: CpuAttention, bindings: list[LayerBinding], step: PagedStep) -> None:
         """Bring the arguments up to date that are not new in every call."""
-        scratch = self._scratch
+        scratch, every = self._scratch, [*self._calls, self._narrow]
         scratch.fit(num_tokens)
         if self._version != scratch.version:
-            for calls, parts in zip(self._calls, self._parts, strict=True):
+            for calls, parts in zip(every, [*self._parts, self._parts[-1]], strict=True):
                 calls.point(scratch, parts)
             self._version = scratch.version
         if self._num_tokens != num_tokens:
-            for calls in self._calls:
+            for calls in every:
                 calls.resize(num_tokens)
             self._num_tokens = num_tokens
         if self._backend is not backend:
-            self._program = Program([each for calls in self._calls for each in calls.steps(backend)])
-            self._backend = backend
+            self._build(backend)
         if len(self._bound) != len(bindings) or any(a is not b for a, b in zip(self._bound, bindings, strict=True)):
-            for calls, binding in zip(self._calls, bindings, strict=True):
+            for calls, binding in zip(every, [*bindings, bindings[-1]], strict=True):
                 calls.bind(binding, step.metadata[binding.group])
             self._bound = bindings
 
+    def _build(self, backend: CpuAttention) -> None:
+        steps = [calls.steps(backend) for calls in self._calls]
+        before = [step for layer in steps[:-1] for step in layer]
+        self._program = Program([*before, *steps[-1]])
+        self._narrow_program = Program([*before, *self._narrow.steps(backend)])
+        self._without_last = len(before)
+        self._backend = backend
+
     def _give_workspace(self, num_bytes: int) -> None:
         assert self._backend is not None
-        for calls in self._calls:
+        for calls in (*self._calls, self._narrow):
             self._backend.use_workspace(calls.attend, num_bytes)
 
 
