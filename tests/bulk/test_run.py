@@ -226,17 +226,22 @@ async def test_a_cancelled_run_names_every_line(desk: Desk, database: str) -> No
 async def test_without_a_worker_the_completion_window_ends_it(tmp_path: Path, redis_url: str) -> None:
     desk = Desk(tmp_path, redis_url, None)
     path = write_many(desk.folder / "in.jsonl", 30)
-    notes: set[str] = set()
-    batch = await desk.run(
-        path,
-        terms=Terms(completion_window="5s"),
-        window=10,
-        late_s=0.0,
-        watch=lambda stand: notes.add(stand.note),
-    )
+    batch = await desk.run(path, terms=Terms(completion_window="2s"), window=10, late_s=0.0)
     assert (batch.state, batch.totals.expired) == (BatchState.EXPIRED, 30)
     assert {line["error"]["code"] for line in read(desk.paths.errors)} == {"batch_expired"}
-    assert "no worker serves this queue" in notes
+
+
+async def test_that_no_worker_is_there_is_said(tmp_path: Path, redis_url: str) -> None:
+    class SaidError(Exception):
+        pass
+
+    def watch(stand: Any) -> None:
+        if stand.note:
+            raise SaidError(stand.note)
+
+    desk = Desk(tmp_path, redis_url, None)
+    with pytest.raises(SaidError, match="no worker serves this queue"):
+        await desk.run(write_many(desk.folder / "in.jsonl", 30), window=10, watch=watch)
 
 
 async def test_an_empty_file_fails(tmp_path: Path, redis_url: str, database: str) -> None:
