@@ -24,6 +24,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # noqa: TID251
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # noqa: TID251
 
 _PASSED = pytest.StashKey[bool]()
+_LONG = ("slow", "chaos", "soak")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -31,7 +32,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak-seconds", type=float, default=60.0, help="how long each soak test runs")
 
 
+def _length(item: pytest.Item) -> tuple[float, bool]:
+    """Who may take longest, as far as marks tell."""
+    limit = item.get_closest_marker("timeout")
+    return (float(limit.args[0]) if limit else 0.0, any(map(item.get_closest_marker, _LONG)))
+
+
+@pytest.hookimpl(trylast=True)  # the order is random until here
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=_length, reverse=True)  # a run in several processes would else wait for a long one that began last
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not on_gpu:
         return

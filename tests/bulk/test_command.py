@@ -18,7 +18,7 @@ from tests.bulk.support import names, read, write_many
 from tests.support.waiting import until
 from tests.support.worker import QUEUE, running_worker
 
-pytestmark = [pytest.mark.redis, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.redis, pytest.mark.timeout(240)]
 
 
 class Shell:

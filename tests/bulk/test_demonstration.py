@@ -6,7 +6,7 @@ import pytest
 
 from tests.e2e.test_demo import Demo
 
-pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(240)]
 
 
 def test_it_is_killed_goes_on_and_answers_each_line_once(tmp_path: Path) -> None:

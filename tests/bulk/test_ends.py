@@ -27,7 +27,7 @@ from tests.bulk.support import completion, names, read, write, write_many
 from tests.bulk.test_run import Desk, Interrupted, interrupt_after, until
 from tests.support.worker import running_worker
 
-pytestmark = [pytest.mark.redis, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.redis, pytest.mark.timeout(240)]
 SLOW: dict[str, Any] = {"model": "synthetic?step_ms=50", "aliases": "synthetic=synthetic?step_ms=50", "max_num_seqs": 2}
 
 

@@ -32,7 +32,7 @@ from api_client.errors import ConfigurationError
 from tests.bulk.support import chat, completion, names, numbered, read, write, write_many
 from tests.support.worker import running_worker
 
-pytestmark = [pytest.mark.redis, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.redis, pytest.mark.timeout(240)]
 T = TypeVar("T")
 
 

@@ -304,7 +304,7 @@ class Arena:
                 worker.kill()
             self.problems += worker.problems()
             worker.end()
-        _, alive = await asyncio.to_thread(psutil.wait_procs, marked_processes(self._mark), timeout=5)
+        _, alive = await asyncio.to_thread(psutil.wait_procs, marked_processes(self._mark), timeout=30)
         self.problems += [f"process {process.pid} is left" for process in alive]
         self.problems += [f"file {path} is left" for path in (self._folder / "tmp").iterdir()]
 

@@ -25,7 +25,7 @@ pytestmark = [
 
 def health(port):
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=5) as reply:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=30) as reply:
             return reply.status, json.load(reply)["checks"]
     except urllib.error.HTTPError as error:
         with error:

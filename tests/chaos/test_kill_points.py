@@ -14,7 +14,7 @@ from tests.chaos.workload import CRASH, NOTHING
 from tests.support.worker import QUEUE, client_of, database_url, running_worker
 from worker.consume import scripts
 
-pytestmark = [pytest.mark.redis, pytest.mark.chaos, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.redis, pytest.mark.chaos, pytest.mark.timeout(240)]
 
 ROOT = Path(__file__).parents[2]
 JOBS = [{"prompt": f"job {i}", "max_tokens": 25 + 3 * i, "ignore_eos": True, "seed": i} for i in range(4)]

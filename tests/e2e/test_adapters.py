@@ -12,7 +12,7 @@ from tests.engine.lora.support import save_adapter
 from tests.engine.truth import tiny_models
 from tests.support.worker import client_of, database_url, running_worker
 
-pytestmark = [pytest.mark.redis, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.redis, pytest.mark.timeout(240)]
 
 
 @pytest.fixture

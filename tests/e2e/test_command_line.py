@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.worker import QUEUE, database_url, running_worker
 
-pytestmark = [pytest.mark.redis, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.redis, pytest.mark.timeout(240)]
 
 
 class Shell:

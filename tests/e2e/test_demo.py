@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-pytestmark = [pytest.mark.redis, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.redis, pytest.mark.timeout(240)]
 ROOT = Path(__file__).parents[2]
 MARK = "DEMO_TEST_MARK"
 

@@ -42,6 +42,7 @@ def without_fast() -> list[str]:
     return [word for name in FAST[1:] for word in ("--deselect", name)]
 
 
+@pytest.mark.timeout(600)
 def test_kernels() -> None:
     pytest.importorskip("triton")
     assert interpreted(*FAST) >= 27

@@ -70,7 +70,7 @@ def test_another_thread_waits_for_the_result():
     outputs = Outputs()
     outputs.open("a", 1, 1, wants_logprobs=False)
     threading.Timer(0.05, outputs.deliver, [[event(tokens=[4], reason=FinishReason.STOP)]]).start()
-    output = outputs.take_within("a", timeout=10)
+    output = outputs.take_within("a", timeout=60)
     assert output is not None
     assert output.token_ids == (4,)
 

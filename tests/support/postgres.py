@@ -149,7 +149,7 @@ class PostgresServer:
 
     def _connect(self) -> "psycopg.Connection[tuple[object, ...]]":
         return psycopg.connect(
-            host="127.0.0.1", port=self.port, user="tokenmill", dbname="postgres", autocommit=True, connect_timeout=5
+            host="127.0.0.1", port=self.port, user="tokenmill", dbname="postgres", autocommit=True, connect_timeout=30
         )
 
     def _initialise(self) -> None:

@@ -163,7 +163,7 @@ class FaultProxy(Stoppable):
         self._call(run())
 
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout=10)
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout=30)
 
 
 def _abort(writer: asyncio.StreamWriter) -> None:

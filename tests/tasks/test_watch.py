@@ -26,7 +26,7 @@ from worker.tasks.app import build_app
 from worker.tasks.desk import Desk
 from worker.tasks.watch import STUCK_S, TasksWatch
 
-pytestmark = [pytest.mark.redis, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.redis, pytest.mark.timeout(240)]
 SWEEP = "tokenmill.webhooks.sweep"
 
 

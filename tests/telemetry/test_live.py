@@ -47,7 +47,7 @@ async def queue(redis_url: str) -> AsyncIterator[Queue]:
 
 
 def scrape(port: int, path: str = "/metrics") -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=30) as answer:
         return str(answer.read().decode())
 
 
