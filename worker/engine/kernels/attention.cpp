@@ -215,7 +215,7 @@ struct Attention {
         memset(values, 0, sizeof(float) * rows * width);
         for (int r = 0; r < rows; ++r) max[r] = -INFINITY, sum[r] = 0.0f;
         for (int t = u.first_tile; t < u.last_tile; ++t) {
-            const Item following = {(int32_t)(&u - plan.units), t + 1};
+            const Item following = {(int32_t)(&u - plan.units), t + 1, -1};
             one_tile(u, t, t + 1 < u.last_tile ? &following : next, query, rest, tile_max, tile_sum, tile_values);
             for (int r = 0; r < rows; ++r)
                 fold(max + r, sum + r, values + (int64_t)r * width, tile_max[r], tile_sum[r],
@@ -227,11 +227,32 @@ struct Attention {
     void work(const Item &item, const Item *next, float *scratch) const {
         const Unit &u = plan.units[item.unit];
         if (item.tile < 0) return whole_unit(u, next, scratch);
+        if (item.others >= 0) return shared_tile(item, next, scratch);
         const int rows = u.num_tokens * group;
         float *partial = plan.partials + u.partials + (int64_t)(item.tile - u.first_tile) * partial_floats(u);
         load_query(u, scratch);
         one_tile(u, item.tile, next, scratch, scratch + (int64_t)rows * a.head_dim, partial, partial + rows,
                  partial + 2 * rows);
+    }
+
+    // One tile for the only tokens of several units, as if they were tokens of one that all see the whole tile.
+    void shared_tile(const Item &item, const Item *next, float *scratch) const {
+        int32_t members[UNIT_ROWS], count = 0;
+        members[count++] = item.unit;
+        for (int32_t l = item.others; l >= 0; l = plan.links[l].next) members[count++] = plan.links[l].unit;
+        for (int i = 0; i < count; ++i) load_query(plan.units[members[i]], scratch + (int64_t)i * group * a.head_dim);
+        Unit all = plan.units[item.unit];
+        all.num_tokens = count, all.position = (item.tile + 1) * TILE;
+        const int64_t rows = (int64_t)count * group;
+        float *max = scratch + rows * a.head_dim, *sum = max + rows, *values = sum + rows, *rest = values + rows * width;
+        one_tile(all, item.tile, next, scratch, rest, max, sum, values);
+        for (int i = 0; i < count; ++i) {
+            const Unit &u = plan.units[members[i]];
+            float *partial = plan.partials + u.partials + (int64_t)(item.tile - u.first_tile) * partial_floats(u);
+            memcpy(partial, max + i * group, group * sizeof(float));
+            memcpy(partial + group, sum + i * group, group * sizeof(float));
+            memcpy(partial + 2 * group, values + (int64_t)i * group * width, sizeof(float) * group * width);
+        }
     }
 
     void fold_partials(const Unit &u, float *values) const {
@@ -268,13 +289,15 @@ int64_t make_plan(const AttendArguments &a, int threads) {
     planner.all(nullptr, false);
     const bool scarce = planner.num_items < 4 * threads;
     if (scarce) planner.all(nullptr, true);
-    const int64_t width = rounded(a.head_dim, STRIP), rows = planner.max_rows + 1;
+    const int64_t width = rounded(a.head_dim, STRIP), slots = Sharing::slots_for(planner.num_items);
+    const int64_t rows = (planner.partials && planner.max_rows < UNIT_ROWS ? UNIT_ROWS : planner.max_rows) + 1;
     const int64_t scratch_floats =
         aligned((rows * (a.head_dim + 2 * width + TILE + 4) + 2 * TILE * width) * 4) / 4;
-    int64_t offset = aligned(sizeof(Plan)), place[4];
-    const int64_t sizes[4] = {planner.num_units * (int64_t)sizeof(Unit), planner.num_items * (int64_t)sizeof(Item),
-                              planner.partials * 4, threads * scratch_floats * 4};
-    for (int i = 0; i < 4; ++i) place[i] = offset, offset += aligned(sizes[i]);
+    int64_t offset = aligned(sizeof(Plan)), place[6];
+    const int64_t sizes[6] = {planner.num_units * (int64_t)sizeof(Unit), planner.num_items * (int64_t)sizeof(Item),
+                              planner.partials * 4, threads * scratch_floats * 4,
+                              planner.num_items * (int64_t)sizeof(Link), slots * (int64_t)sizeof(int32_t)};
+    for (int i = 0; i < 6; ++i) place[i] = offset, offset += aligned(sizes[i]);
     if (offset > a.workspace_bytes) return offset;
     Plan &plan = *(Plan *)a.workspace;
     plan = {};
@@ -283,9 +306,11 @@ int64_t make_plan(const AttendArguments &a, int threads) {
     plan.items = (Item *)(a.workspace + place[1]);
     plan.partials = (float *)(a.workspace + place[2]);
     plan.scratch = (float *)(a.workspace + place[3]);
+    plan.links = (Link *)(a.workspace + place[4]);
     planner.all(&plan, scarce);
     plan.num_units = (int32_t)planner.num_units, plan.num_items = (int32_t)planner.num_items;
     plan.has_partials = planner.partials > 0;
+    if (plan.has_partials) Sharing{a, plan, (int32_t *)(a.workspace + place[5]), slots}.find();
     const int64_t row = (int64_t)a.num_heads * a.head_dim, used = a.num_seqs ? a.query_start[a.num_seqs] : 0;
     if (used < a.num_tokens) memset(a.out + used * row, 0, (a.num_tokens - used) * row * sizeof(float));
     return 0;

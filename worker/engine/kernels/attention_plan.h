@@ -32,11 +32,16 @@ struct Unit {
 };
 struct Item {
     int32_t unit, tile;  // tile −1: all of the unit's
+    int32_t others;      // units that see the same keys in this tile, as a chain of links; −1: none
+};
+struct Link {
+    int32_t unit, next;
 };
 
 struct Plan {
     Unit *units;
     Item *items;
+    Link *links;
     float *partials, *scratch;
     int64_t scratch_floats;  // of each thread
     int32_t num_units, num_items;
@@ -57,9 +62,9 @@ struct Planner {
         if (plan) {
             plan->units[num_units] = unit;
             plan->units[num_units].partials = split ? partials : -1;
-            if (!split) plan->items[num_items] = {(int32_t)num_units, -1};
+            if (!split) plan->items[num_items] = {(int32_t)num_units, -1, -1};
             for (int t = 0; split && t < tiles; ++t)
-                plan->items[num_items + t] = {(int32_t)num_units, unit.first_tile + t};
+                plan->items[num_items + t] = {(int32_t)num_units, unit.first_tile + t, -1};
         }
         num_units += 1;
         num_items += split ? tiles : 1;
@@ -69,17 +74,17 @@ struct Planner {
     void sequence(Plan *plan, int seq, bool scarce) {
         const int group = a.num_heads / a.num_kv_heads, start = a.query_start[seq];
         const int num_tokens = a.query_start[seq + 1] - start, step = group < UNIT_ROWS ? UNIT_ROWS / group : 1;
-        for (int token = num_tokens - 1; token >= 0; token -= step) {
-            const int first = token - step + 1 > 0 ? token - step + 1 : 0, count = token - first + 1;
-            const int position = a.seq_lens[seq] - num_tokens + first, end = position + count;
-            const int begin = a.window && position >= a.window ? position - a.window + 1 : 0;
-            const int first_tile = begin / TILE, last_tile = end > 0 ? (end + TILE - 1) / TILE : first_tile;
-            const int64_t rows = (int64_t)count * group, floats = rows * (rounded(a.head_dim, STRIP) + 2);
-            const bool split = last_tile - first_tile > 1 && (scarce || rows <= 2 * MAX_ROWS);
-            if (rows > max_rows) max_rows = rows;
-            for (int head = 0; head < a.num_kv_heads; ++head)
+        for (int head = 0; head < a.num_kv_heads; ++head)  // outermost, so that a head's keys stay in the cache
+            for (int token = num_tokens - 1; token >= 0; token -= step) {
+                const int first = token - step + 1 > 0 ? token - step + 1 : 0, count = token - first + 1;
+                const int position = a.seq_lens[seq] - num_tokens + first, end = position + count;
+                const int begin = a.window && position >= a.window ? position - a.window + 1 : 0;
+                const int first_tile = begin / TILE, last_tile = end > 0 ? (end + TILE - 1) / TILE : first_tile;
+                const int64_t rows = (int64_t)count * group, floats = rows * (rounded(a.head_dim, STRIP) + 2);
+                const bool split = last_tile - first_tile > 1 && (scarce || rows <= 2 * MAX_ROWS);
+                if (rows > max_rows) max_rows = rows;
                 add(plan, {seq, head, start + first, count, position, first_tile, last_tile, 0}, split, floats);
-        }
+            }
     }
 
     void all(Plan *plan, bool scarce) {
@@ -87,5 +92,68 @@ struct Planner {
         for (int chunks = 1; chunks >= 0; --chunks)  // prefill chunks first: their units are the longest
             for (int seq = 0; seq < a.num_seqs; ++seq)
                 if ((a.query_start[seq + 1] - a.query_start[seq] > 1) == (bool)chunks) sequence(plan, seq, scarce);
+    }
+};
+
+// Decodes whose prompts begin alike have the same blocks in their first tiles: such a tile is computed once for all of
+// them, so that its keys and values are read once and enough rows stand against them. Each row's arithmetic stays the
+// same. Hydragen and cascade attention part a batch's common prefix off likewise.
+struct Sharing {
+    const AttendArguments &a;
+    Plan &plan;
+    int32_t *leaders;  // [slots] items by the first block of their tile, −1: none
+    int64_t slots;     // a power of two
+
+    static int64_t slots_for(int64_t num_items) {
+        int64_t slots = 16;
+        while (slots < 2 * num_items) slots *= 2;
+        return slots;
+    }
+
+    const int32_t *blocks(const Item &item) const {
+        return a.block_table + plan.units[item.unit].seq * a.table_stride + item.tile * (TILE / a.block_size);
+    }
+    bool may_share(const Item &item) const {
+        if (item.tile < 0) return false;
+        const Unit &u = plan.units[item.unit];
+        return u.num_tokens == 1 && u.position + 1 >= (item.tile + 1) * TILE;
+    }
+    bool alike(const Item &x, const Item &y) const {
+        return plan.units[x.unit].head == plan.units[y.unit].head && x.tile == y.tile &&
+               !memcmp(blocks(x), blocks(y), TILE / a.block_size * sizeof(int32_t));
+    }
+
+    // Moves items that follow another out of the list.
+    void find() {
+        const int most = UNIT_ROWS / (a.num_heads / a.num_kv_heads);
+        if (a.window || TILE % a.block_size || most < 2) return;
+        memset(leaders, -1, slots * sizeof(int32_t));
+        int32_t kept = 0, num_links = 0;
+        for (int32_t i = 0; i < plan.num_items; ++i) {
+            const Item item = plan.items[i];
+            int32_t *leader = may_share(item) ? slot_of(item) : nullptr;
+            if (leader && *leader >= 0 && num_others(plan.items[*leader]) + 2 <= most) {
+                Item &first = plan.items[*leader];
+                plan.links[num_links] = {item.unit, first.others};
+                first.others = num_links++;
+                continue;
+            }
+            if (leader) *leader = kept;
+            plan.items[kept++] = item;
+        }
+        plan.num_items = kept;
+    }
+
+    int32_t *slot_of(const Item &item) const {
+        uint64_t at = ((uint64_t)*blocks(item) * a.num_kv_heads + plan.units[item.unit].head) * 0x9e3779b97f4a7c15u >> 20;
+        for (;; ++at) {
+            int32_t *slot = leaders + (at & (slots - 1));
+            if (*slot < 0 || alike(plan.items[*slot], item)) return slot;
+        }
+    }
+    int num_others(const Item &item) const {
+        int count = 0;
+        for (int32_t l = item.others; l >= 0; l = plan.links[l].next) ++count;
+        return count;
     }
 };

@@ -120,7 +120,7 @@ static void softmax_row(float *row, int begin, int end, int first, int last, flo
                 x = select((index >= first) & (index < last), x, nothing);
             }
             best[v] = larger(best[v], x);
-            store(row + c + v * VW, x);
+            if (softcap > 0 || c < first || c + STRIP > last) store(row + c + v * VW, x);
         }
     float m = max_lanes(best[0]);
     for (int v = 1; v < VPS; ++v) m = fmaxf(m, max_lanes(best[v]));
@@ -132,8 +132,8 @@ static void softmax_row(float *row, int begin, int end, int first, int last, flo
             store(row + c + v * VW, w);
         }
     for (int v = 1; v < VPS; ++v) total[0] += total[v];
-    *max = m;
     *sum = sum_lanes(total[0]);
+    *max = *sum == *sum ? m : *sum;  // a NaN among the logits must not pass for a row that saw nothing
 }
 
 // Fold one tile's (max, sum, values) into the running ones. A row that saw nothing leaves them untouched.

@@ -177,15 +177,18 @@ INLINE vf vtanh(vf x) {
     return select(x == x, (vf)((vi)result | sign), x);
 }
 
+// Lanes folded in halves, so that sums do not depend on the machine's instructions.
+INLINE vf swapped(vf v, int distance) {
+    vi at = lanes() ^ distance;
+    return __builtin_shuffle(v, at);
+}
 INLINE float sum_lanes(vf v) {
-    float total = 0;
-    for (int width = VW / 2; width > 0; width /= 2)
-        for (int i = 0; i < width; ++i) v[i] += v[i + width];
-    total = v[0];
-    return total;
+#pragma GCC unroll 8
+    for (int width = VW / 2; width > 0; width /= 2) v += swapped(v, width);
+    return v[0];
 }
 INLINE float max_lanes(vf v) {
-    float best = v[0];
-    for (int i = 1; i < VW; ++i) best = v[i] > best ? v[i] : best;
-    return best;
+#pragma GCC unroll 8
+    for (int width = VW / 2; width > 0; width /= 2) v = larger(v, swapped(v, width));
+    return v[0];
 }
