@@ -1,12 +1,15 @@
-"""One of two ranks, for test_failing_ranks: its forward pass fails in the middle of the third step, or never.
+"""Pairs of ranks, for test_failing_ranks: `MODEL FOLDER PORT…`. In the pair at the first port rank 0 fails in the
+middle of the third step, in the next one rank 1.
 
-Started without torchrun, which would end the other rank by itself. Rank 0 stays alive after its engine has failed, as
-a program that handles the error would.
+Started without torchrun, which would end the other rank by itself; each rank is a fork of this process, which has
+imported everything once. Rank 0 stays alive after its engine has failed, as a program that handles the error would.
+What rank R of pair P said is in FOLDER/P-R.txt, and its exit status, when it has ended, in FOLDER/P-R.status.
 """
 
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,7 +51,36 @@ class _Breaking:
         return self._step.attend(module, *arguments)
 
 
-def main(path: str, guilty: int) -> None:
+def main(path: str, folder: Path, ports: list[str]) -> None:
+    ranks = {}
+    for guilty, port in enumerate(ports):
+        for rank in (0, 1):
+            name = f"{guilty}-{rank}"
+            pid = os.fork()
+            if pid == 0:
+                said = os.open(folder / f"{name}.txt", os.O_WRONLY | os.O_CREAT)
+                os.dup2(said, 1)
+                os.dup2(said, 2)
+                local = {
+                    "RANK": rank,
+                    "LOCAL_RANK": rank,
+                    "WORLD_SIZE": 2,
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": port,
+                }
+                os.environ.update({key: str(value) for key, value in local.items()})  # noqa: TID251 - torch reads them
+                serve(path, guilty)
+                sys.stdout.flush()
+                os._exit(0)
+            ranks[pid] = name
+    while ranks:
+        pid, status = os.wait()
+        ended = folder / f"{ranks.pop(pid)}.new"
+        ended.write_text(str(os.waitstatus_to_exitcode(status)))
+        ended.rename(ended.with_suffix(".status"))
+
+
+def serve(path: str, guilty: int) -> None:
     config = EngineConfig(
         model=path, dtype="float32", device="cpu", num_blocks=24, block_size=4, attention="reference",
         tensor_parallel=True, num_threads=1,
@@ -71,4 +103,4 @@ def main(path: str, guilty: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])

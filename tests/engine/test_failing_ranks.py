@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,47 +35,49 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Pair:
     """Two ranks as plain processes, with nobody above them who would end one for the other's sake."""
 
-    def __init__(self, path: Path, guilty: int, folder: Path) -> None:
-        script = Path(__file__).with_name("failing_ranks.py")
-        self.outputs = [folder / f"rank-{rank}.txt" for rank in (0, 1)]
-        port = free_port()
-        self.processes = []
-        for rank, output in enumerate(self.outputs):
-            variables = [f"RANK={rank}", f"LOCAL_RANK={rank}", "WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1"]
-            variables += [f"MASTER_PORT={port}", f"PYTHONPATH={ROOT}", "PYTHONUNBUFFERED=1"]
-            command = ["env", *variables, sys.executable, str(script), str(path), str(guilty)]
-            with output.open("wb") as file:
-                self.processes.append(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT))
+    def __init__(self, guilty: int, folder: Path) -> None:
+        self._guilty = guilty
+        self._folder = folder
 
     def said(self, rank: int) -> str:
-        return self.outputs[rank].read_text(errors="replace")
+        return (self._folder / f"{self._guilty}-{rank}.txt").read_text(errors="replace")
 
-    def end(self) -> None:
-        for process in self.processes:
-            if process.poll() is None:
-                os.kill(process.pid, signal.SIGKILL)
-            process.wait()
+    def status(self, rank: int) -> int | None:
+        ended = self._folder / f"{self._guilty}-{rank}.status"
+        return int(ended.read_text()) if ended.exists() else None
+
+    def wait(self, rank: int, timeout_s: float = 200.0) -> int:
+        deadline = time.monotonic() + timeout_s
+        while (status := self.status(rank)) is None:
+            assert time.monotonic() < deadline, (self._folder / "launcher.txt").read_text(errors="replace")
+            time.sleep(0.05)
+        return status
 
 
-@pytest.fixture
-def pairs(model_path: Path, tmp_path: Path) -> Iterator[list[Pair]]:
-    started: list[Pair] = []
-    yield started
-    for pair in started:
-        pair.end()
+@pytest.fixture(scope="module")
+def pairs(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Pair]]:
+    """One whose rank 0 fails, and one whose rank 1 does."""
+    folder = tmp_path_factory.mktemp("ranks")
+    script = Path(__file__).with_name("failing_ranks.py")
+    variables = (f"PYTHONPATH={ROOT}", "PYTHONUNBUFFERED=1")
+    command = ["env", *variables, sys.executable, str(script), str(model_path), str(folder)]
+    command += [str(free_port()), str(free_port())]
+    with (folder / "launcher.txt").open("wb") as said:
+        process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True)
+    try:
+        yield [Pair(guilty, folder) for guilty in (0, 1)]
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 @pytest.mark.parametrize("guilty", [0, 1])
-def test_the_other_rank_does_not_wait_for_ever(
-    guilty: int, model_path: Path, tmp_path: Path, pairs: list[Pair]
-) -> None:
-    pair = Pair(model_path, guilty, tmp_path)
-    pairs.append(pair)
-    innocent = 1 - guilty
-    assert pair.processes[innocent].wait(timeout=120) != 0, pair.said(innocent)
+def test_the_other_rank_does_not_wait_for_ever(guilty: int, pairs: list[Pair]) -> None:
+    pair, innocent = pairs[guilty], 1 - guilty
+    assert pair.wait(innocent) != 0, pair.said(innocent)
+    if guilty == 1:
+        assert pair.wait(1) != 0
     assert "this rank is broken" in pair.said(guilty), pair.said(guilty)
     if guilty == 0:
         assert "LOST the device is lost: rank 0 failed in a step: RuntimeError: this rank is broken" in pair.said(0)
-        assert pair.processes[0].poll() is None  # alive, so the other has not ended for want of a peer
-    else:
-        assert pair.processes[1].wait(timeout=60) != 0
+        assert pair.status(0) is None  # alive, so the other has not ended for want of a peer
