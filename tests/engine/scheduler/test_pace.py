@@ -9,7 +9,7 @@ import pytest
 from schemas.generation import SamplingParams
 from tests.engine.scheduler.loop import Loop, make_cache, make_sequence
 from tests.engine.scheduler.test_policies import prompt
-from worker.engine.scheduler.pace import MIN_TOKENS, RECENT_S, SHORT_S, Pace
+from worker.engine.scheduler.pace import ALONE_S, FIRST_TOKENS, MIN_TOKENS, RECENT_S, SHORT_S, Pace
 from worker.engine.sequence import Sequence
 
 
@@ -27,7 +27,7 @@ def test_what_costs_time_is_held_back() -> None:
 
 
 def test_what_costs_none_goes_along() -> None:
-    assert taught(0.5, fixed=0.1, each=0.0).room_beside(10) is None
+    assert taught(0.5, fixed=0.1, each=0.0).room_beside(10) == 4 * 64 - 10  # more than 64 at once was never seen
     assert taught(None, fixed=0.1, each=0.01).room_beside(10) is None
 
 
@@ -35,15 +35,45 @@ def test_steps_that_nobody_notices_may_be_filled() -> None:
     room = taught(0.0, fixed=0.001, each=0.001).room_beside(1)
     assert room is not None
     assert 0.002 + room * 0.001 == pytest.approx(SHORT_S, rel=0.05)
-    assert taught(0.0, fixed=0.001, each=0.0001).room_beside(1) is None
+    assert taught(0.0, fixed=0.001, each=0.0001).room_beside(1) == pytest.approx(190, abs=1)
 
 
-def test_nothing_is_held_back_before_anything_is_known() -> None:
+def test_the_first_steps_are_bounded_before_anything_is_known() -> None:
     pace = Pace(0.5)
-    assert pace.room_beside(1) is None
+    assert pace.room_at(0.0, 0) == FIRST_TOKENS
+    assert pace.room_beside(1) == FIRST_TOKENS
     for _ in range(50):
-        pace.note(64, 0.5)  # all of one size: what a token costs cannot be told
-    assert pace.room_beside(1) is None
+        pace.note(64, 0.5)  # all of one size: what a token costs cannot be told, so each costs its part
+    assert pace.room_at(0.0, 0) == pytest.approx(64 * ALONE_S / 0.5, abs=1)
+    assert pace.room_beside(1) == MIN_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("fixed", "lately", "long_ago"),
+    [(0.005, 3 * 0.01, ALONE_S), (0.1, ALONE_S, ALONE_S), (0.3, 1.5 * 0.305, 1.5 * 0.305)],
+)
+def test_a_step_of_bulk_alone_is_short_after_others_were_there(fixed: float, lately: float, long_ago: float) -> None:
+    """Three times as long as one token takes, but no longer than the target, unless a shared step is longer."""
+    pace = taught(0.5, fixed, each=0.005)
+    pace.room_at(1000.0, 1)
+    seconds = [fixed + 0.005 * (pace.room_at(1000.0 + after, 0) or 0) for after in (RECENT_S, 2 * RECENT_S)]
+    assert seconds == pytest.approx([lately, long_ago], rel=0.1)
+
+
+def test_bulk_alone_is_bounded_also_where_nobody_else_ever_came() -> None:
+    """Whoever comes first waits for the end of the step that runs."""
+    loop = Loop.build(make_cache(2000), max_num_seqs=8, max_num_batched_tokens=512, policy="priority")
+    loop.seconds_of = lambda plan: 0.02 + 0.002 * plan.num_tokens
+    for number in range(8):
+        loop.add(forever(f"bulk {number}", number, 20, length=230, priority=2))
+    seconds = []
+    while loop.scheduler.has_work:
+        before = loop.clock.now
+        loop.step()
+        seconds.append(loop.clock.now - before)
+    assert max(seconds) <= ALONE_S + 0.01
+    assert max(seconds) >= ALONE_S / 2  # and they are not shorter than they need be
+    loop.assert_truth()
 
 
 def test_smaller_steps_than_any_seen_are_foreseen() -> None:
@@ -80,12 +110,12 @@ def test_one_disturbed_step_does_not_change_the_picture() -> None:
 @pytest.mark.parametrize("slowdown", [0.5, None])
 def test_bulk_steps_back_while_others_are_served_and_comes_back_after(slowdown: float | None) -> None:
     loop = Loop.build(make_cache(400), max_num_seqs=24, policy="priority", bulk_slowdown=slowdown)
-    loop.seconds_of = lambda plan: 0.05 + 0.01 * plan.num_tokens
+    loop.seconds_of = lambda plan: 0.02 + 0.005 * plan.num_tokens
     for number in range(20):  # one after the other: steps of many sizes
         loop.add(forever(f"bulk {number}", number, 60, priority=2))
         loop.step()
-    loop.add(forever("urgent", 99, 6, priority=0))
-    shared = [step_of(loop) for _ in range(6)]
+    loop.add(forever("urgent", 99, 9, priority=0))
+    shared = [step_of(loop) for _ in range(9)]
     assert all("urgent" in step for step in shared)
     beside = [len(step) - 1 for step in shared]
     if slowdown is None:
