@@ -146,7 +146,7 @@ def test_processes_that_ask_at_once_convert_once(gguf_file: Path, tmp_path: Path
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
     children = [
-        context.Process(target=_resolve_in_child, args=(str(gguf_file), str(tmp_path), answers)) for _ in range(3)
+        context.Process(target=_resolve_in_child, args=(str(gguf_file), str(tmp_path), answers)) for _ in range(2)
     ]
     for child in children:
         child.start()
@@ -156,7 +156,7 @@ def test_processes_that_ask_at_once_convert_once(gguf_file: Path, tmp_path: Path
     while not answers.empty():
         said.append(answers.get())
     folders = [line for line in said if line.startswith("/")]
-    assert len(folders) == 3
+    assert len(folders) == 2
     assert len(set(folders)) == 1
     assert sum(line.endswith(" 0.05") for line in said) == 1, "more than one process converted"
 
