@@ -156,7 +156,8 @@ def test_a_step_that_fails_once_changes_nothing(folder, undisturbed):
 
 @pytest.mark.model
 @pytest.mark.timeout(300)
-def test_structured_output_holds_to_its_schema():
+def test_structured_output_obeys_its_schema():
+    """And a plain request beside it stays as it is alone."""
     schema = {
         "type": "object",
         "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
@@ -166,7 +167,9 @@ def test_structured_output_holds_to_its_schema():
     engine = Engine.load(EngineConfig(model="smollm2-135m-instruct", dtype="float32", num_blocks=128, num_threads=1))
     shape = SamplingParams(max_tokens=60, temperature=0.7, seed=1, response_format=ResponseFormat(json_schema=schema))
     number = SamplingParams(max_tokens=8, temperature=0, response_format=ResponseFormat(regex="[0-9]{3}-[0-9]{2}"))
+    assert engine.runner.can_structure
     outputs = engine.generate_batch([[1, 2, 3, 4], [5, 6, 7], [8, 9]], [shape, number, GREEDY])
+    assert outputs[2].token_ids == engine.generate_batch([[8, 9]], GREEDY)[0].token_ids
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(engine.runner.model_path)
