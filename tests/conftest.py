@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Generator, Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.support.leaks import leaked_keys
 from tests.support.lifecycle import missing, need_valkey
@@ -22,6 +23,10 @@ for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_name, "1")  # noqa: TID251 - libraries read them, we do not
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # noqa: TID251
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # noqa: TID251
+
+# What is slow here may be quick elsewhere: no example fails for the time that it, or its making, took.
+settings.register_profile("any machine", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 _PASSED = pytest.StashKey[bool]()
 _LONG = ("slow", "chaos", "soak")
