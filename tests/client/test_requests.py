@@ -33,7 +33,7 @@ def test_arguments_find_their_place() -> None:
         max_tokens=5, temperature=0, stop=("x",), logit_bias={5: 1.5}, response_format=ResponseFormat(regex="a+")
     )
     assert (request.priority, request.tenant, request.stream) == (Priority.BULK, "t", False)
-    assert abs(request.created_ms - time.time() * 1000) < 5_000
+    assert abs(request.created_ms - time.time() * 1000) < 60_000
 
 
 def test_times_are_relative_or_absolute() -> None:
@@ -44,7 +44,7 @@ def test_times_are_relative_or_absolute() -> None:
     moment = datetime.fromtimestamp(now + 60, UTC)
     spans = build_request({"prompt": "x", "deadline": moment, "not_before": timedelta(seconds=5)})
     assert spans.deadline_ms == round(moment.timestamp() * 1000)
-    assert abs((spans.not_before_ms or 0) - (now + 5) * 1000) < 1_000
+    assert spans.not_before_ms == spans.created_ms + 5_000
 
 
 def test_everything_wrong_is_said_at_once() -> None:

@@ -75,7 +75,7 @@ def test_service(workload: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     (result,) = record["results"]
     (whole, *_), (bare, *_) = result["rounds"]["whole way"], result["rounds"]["tokenmill"]
     assert result["comparisons"]["tokenmill"]["equal_requests"] == len(REQUESTS)
-    assert 0 < whole["latency_p50_ms"] <= whole["latency_p99_ms"] < 5_000
+    assert 0 < whole["latency_p50_ms"] <= whole["latency_p99_ms"]
     assert whole["calls_per_step"] >= 1
     assert whole["wall_s"] > 0 < bare["wall_s"]
     assert "tokenmill: ratio by round" in capsys.readouterr().out

@@ -4,7 +4,6 @@ everything else running in one.)"""
 import fcntl
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -110,7 +109,7 @@ def test_without_npm_s_packages_setup_goes_on_but_not_in_ci(checkout: Path, tmp_
     assert (".tokenmill-dev to try again" in done.stderr) is (ci == "")
 
 
-def test_the_second_of_two_setups_waits_and_does_nothing(checkout: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_second_of_two_setups_waits_and_does_nothing(checkout: Path) -> None:
     (checkout / ".cache").mkdir()
     with (checkout / ".cache" / "setup.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -119,11 +118,12 @@ def test_the_second_of_two_setups_waits_and_does_nothing(checkout: Path, capfd: 
             "from provision import Progress, Provisioner\nfrom pathlib import Path\n"
             "Provisioner(Path('.').resolve(), 'demo', Progress()).run('the stamp')\n"
         )
-        second = subprocess.Popen([sys.executable, "-c", body], cwd=checkout)
-        time.sleep(0.5)
+        second = subprocess.Popen([sys.executable, "-c", body], cwd=checkout, stderr=subprocess.PIPE, text=True)
+        assert second.stderr is not None
+        assert "waiting for another setup" in second.stderr.readline()
         assert second.poll() is None, "it must wait for the lock"
         (checkout / ".venv").mkdir()
         (checkout / ".venv" / ".tokenmill-demo").write_text("the stamp")
-    assert second.wait(60) == 0
-    assert "waiting for another setup" in capfd.readouterr().err
+    second.communicate(timeout=60)
+    assert second.returncode == 0
     assert not (checkout / ".venv" / "bin").exists()
