@@ -73,6 +73,42 @@ def test_keda_knows_every_field_of_the_scaler() -> None:
         jsonschema.validate(broken, SCALER_SCHEMA)
 
 
+def keda_reads(document: dict[str, Any]) -> dict[str, Any]:
+    """What is left of it in KEDA's own definition, as classes: a field that it does not know is not."""
+    from cloudcoil.models.keda.v1alpha1 import ScaledObject  # a second's import
+
+    read: dict[str, Any] = ScaledObject.model_validate(document).model_dump(
+        mode="json", by_alias=True, exclude_unset=True
+    )
+    return read
+
+
+def test_keda_s_own_definition_has_every_field_of_the_scaler() -> None:
+    scaler = DOCUMENTS["ScaledObject/tokenmill-worker"]
+    assert keda_reads(scaler) == scaler
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        ("minReplicas",),
+        ("fallback", "replica"),
+        ("scaleTargetRef", "deployment"),
+        ("triggers", 0, "metric"),
+        ("advanced", "horizontalPodAutoscalerConfig", "behavior", "scaleUp", "policies", 0, "seconds"),
+    ],
+)
+def test_a_field_that_keda_does_not_have_is_noticed(path: tuple[str | int, ...]) -> None:
+    broken = json.loads(json.dumps(DOCUMENTS["ScaledObject/tokenmill-worker"]))
+    place = broken["spec"]
+    for step in path[:-1]:
+        place = place[step]
+    place[path[-1]] = 1
+    assert keda_reads(broken) != broken
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(broken, SCALER_SCHEMA)
+
+
 def test_a_misspelt_field_is_noticed() -> None:
     broken = json.loads(json.dumps(DOCUMENTS[WORKER]))
     broken["spec"]["template"]["spec"]["terminationGracePeriod"] = 90
