@@ -127,7 +127,7 @@ def test_the_loss_on_real_text_is_bounded() -> None:
         resolve(name)
     except ModelNotFoundError as error:
         pytest.skip(str(error))
-    options = argparse.Namespace(model=name, length=128, answers=16, threads=None)
+    options = argparse.Namespace(model=name, length=128, answers=1, threads=None)
     windows = text_windows(name, 6, 128)
     exact, int8, int4 = (measure(options, kind, windows) for kind in (None, "int8", "int4"))
     assert 2.0 < exact.nll < 4.0, "a text that the model can read"
