@@ -18,6 +18,7 @@ from collections.abc import Callable
 import msgspec
 
 from worker.engine.config import EngineConfig
+from worker.engine.cpu_slices import lengthen_slices
 from worker.engine.mailbox import Broken, FrameError, Mailbox, Progress, Report, read_command
 from worker.engine.pipe import LENGTH_BYTES, Outlet
 
@@ -55,6 +56,7 @@ def _serve(start: _Start, mailbox: Mailbox, emit: Callable[[Report], None]) -> i
     from worker.engine.engine import Engine
     from worker.engine.loop import EngineLoop
 
+    lengthen_slices()  # of this thread and those that compute with it, not of the ones that read and write
     try:
         engine = Engine.load(
             start.config,
