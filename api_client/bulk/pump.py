@@ -254,7 +254,7 @@ class Pump:
         self._tell()
 
     def _collect(self) -> None:
-        """The oldest first, for they end first, as far as there are ends; now and then all, for some take longer."""
+        """The oldest first, for they end first, as far as most have ended; now and then all, for some take longer."""
         is_sweep = time.monotonic() - self._swept_at >= SWEEP_S
         if is_sweep:
             self._swept_at = time.monotonic()
@@ -266,7 +266,7 @@ class Pump:
             self._in_files = [result.job_id for result in ends.results] if self._collector.keeps_answers else []
             if ends.unknown:
                 self._find([self._collector.jobs[line_of(self._batch.id, name)] for name in ends.unknown])
-            if not (ends.results or is_sweep):
+            if 2 * len(ends.results) < len(names) and not is_sweep:
                 return
 
     def _forget(self) -> None:

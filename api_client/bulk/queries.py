@@ -44,9 +44,11 @@ def hand_in(client: Client, jobs: Sequence[JobRequest]) -> None:
         client.perform(submit(client.view, requests))
 
 
-def collect(client: Client, job_ids: Sequence[str], in_files: Sequence[str] = ()) -> Ends:
+def collect(
+    client: Client, job_ids: Sequence[str], in_files: Sequence[str] = (), *, max_bytes: int = MAX_COLLECTED_BYTES
+) -> Ends:
     """One call for a page: its ends with their results. Those `in_files` need not stay in the queue's memory."""
-    replies = client.perform(_collect(job_ids, in_files))
+    replies = client.perform(_collect(job_ids, in_files, max_bytes))
     ends, unrecorded = Ends(), []
     for job_id, word in zip(job_ids, replies, strict=True):
         if word is None:
@@ -64,8 +66,8 @@ def collect(client: Client, job_ids: Sequence[str], in_files: Sequence[str] = ()
 _UNRECORDED: Final = b"?"  # no result is one byte long
 
 
-def _collect(job_ids: Sequence[str], in_files: Sequence[str]) -> Program[Sequence[bytes | None]]:
-    limits = (COLLECTED_TTL_S, len(in_files), MAX_COLLECTED_BYTES)
+def _collect(job_ids: Sequence[str], in_files: Sequence[str], max_bytes: int) -> Program[Sequence[bytes | None]]:
+    limits = (COLLECTED_TTL_S, len(in_files), max_bytes)
     replies: Sequence[bytes | None] = yield RunScript(COLLECT, (*limits, *in_files, *job_ids))
     return replies
 

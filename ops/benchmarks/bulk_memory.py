@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -37,6 +37,7 @@ from worker.record.rows import JobRow
 from worker.record.tables import jobs
 
 _STEP_S = 0.2
+_TOLD_EVERY_S = 60.0
 _PAGE = 2_000
 
 
@@ -45,7 +46,7 @@ class Meter:
 
     def __init__(self, pid: int, at: Callable[[], float]) -> None:
         self.mib: dict[int, float] = {}  # by tenths of the way
-        self.peak = 0.0
+        self.peak = self.last = 0.0
         self._pid, self._at = pid, at
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -59,9 +60,24 @@ class Meter:
 
     def _run(self) -> None:
         while not self._over.wait(_STEP_S):
-            mib = resident_mib(self._pid)
+            mib = self.last = resident_mib(self._pid) or self.last
             self.peak = max(self.peak, mib)
             self.mib[min(10, int(10 * self._at()))] = mib
+
+
+class Counter:
+    """Lines of a file that grows; what was read once is not read again."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._place, self._lines = path, 0, 0
+
+    def count(self) -> int:
+        with self._path.open("rb") as file:
+            file.seek(self._place)
+            while block := file.read(1 << 20):
+                self._lines += block.count(b"\n")
+                self._place += len(block)
+        return self._lines
 
 
 def resident_mib(pid: int) -> float:
@@ -81,12 +97,13 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
         write_lines(source, arguments.memory, arguments.bulk_tokens)
         report["lines"] = arguments.memory
         report["file MiB"] = round(source.stat().st_size / 2**20, 1)
-        for name in ("survey", "jobs"):
+        for name in () if arguments.only_way else ("survey", "jobs"):
             report[name] = _apart(name, source, arguments.memory)
         if not arguments.only_file:
             print(json.dumps(report, indent=2), file=sys.stderr)
             report["whole way"] = _whole_way(stack, source, arguments.memory, arguments.limit)
-        report["export"] = _apart("export", source, arguments.memory, stack.redis_url, stack.database_url)
+        if not arguments.only_way:
+            report["export"] = _apart("export", source, arguments.memory, stack.redis_url, stack.database_url)
     print(json.dumps(report, indent=2))
     return report
 
@@ -211,17 +228,19 @@ def _whole_way(stack: DemoStack, source: Path, count: int, limit_s: float) -> di
         info = server.info("server")
         meters |= {"Valkey": Meter(int(info["process_id"]), at)}
         meters |= {name: Meter(pid, at) for name, pid in worker_pids(stack).items()}
-        is_whole = True
-        try:
-            child.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            is_whole = False
-            child.kill()
+        counter, by_time = Counter(output), []
+        while child.poll() is None and time.monotonic() - began < limit_s:
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(max(0.1, min(_TOLD_EVERY_S, began + limit_s - time.monotonic())))
+            mib = {name: round(meter.last, 1) for name, meter in meters.items()}
+            by_time.append({"seconds": round(time.monotonic() - began), "lines": counter.count(), **mib})
+            print(json.dumps(by_time[-1]), file=sys.stderr, flush=True)
+        is_whole = child.poll() is not None
+        child.kill()
         seconds = time.monotonic() - began
-    with output.open("rb") as file:
-        answered = sum(1 for _ in file)
+    answered = counter.count()
     told: dict[str, object] = {"came to its end": is_whole, "lines answered": answered}
-    told |= {"seconds": round(seconds, 1), "lines/s": round(answered / seconds, 1)}
+    told |= {"seconds": round(seconds, 1), "lines/s": round(answered / seconds, 1), "over time": by_time}
     return told | {name: meter.stop() for name, meter in meters.items()}
 
 

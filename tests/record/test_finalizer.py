@@ -70,7 +70,7 @@ class Rig:
         finalizer = Finalizer(
             self.store,
             self.redis,
-            FinalizerLimits(record_backoff=FAST, acknowledge_backoff=FAST, **limits),  # type: ignore[arg-type]
+            FinalizerLimits(record_backoff=FAST, acknowledge_backoff=FAST, **({"linger_s": 0.0} | limits)),  # type: ignore[arg-type]
             on_lost=self.lost.extend,
             on_recorded=lambda jobs: self.told.extend(job.result.job_id for job in jobs),
         )
@@ -114,6 +114,33 @@ async def test_what_waits_is_written_as_one_group(rig: Rig) -> None:
         rig.store.gate.set()
         assert await finalizer.drain(60) == []
     assert rig.store.groups == [1, 40, 40, 20]
+
+
+async def test_lines_of_a_batch_wait_for_a_full_group_or_for_somebody_who_waits(rig: Rig) -> None:
+    async with rig.running(max_group=4, linger_s=1000.0) as finalizer:
+        for number in range(4):
+            await finalizer.submit(_line(f"line-{number}"))
+            await asyncio.sleep(0)
+        await until(lambda: rig.store.groups == [4])
+        for number in range(2):
+            await finalizer.submit(_line(f"late-{number}"))
+            await asyncio.sleep(0.01)
+        assert rig.store.groups == [4]
+        await finalizer.submit(finished("job"))
+        assert await finalizer.drain(60) == []
+    assert rig.store.groups == [4, 3]
+
+
+async def test_lines_that_nobody_joins_go_after_a_moment(rig: Rig) -> None:
+    async with rig.running(linger_s=0.01) as finalizer:
+        await finalizer.submit(_line("line"))
+        assert await finalizer.drain(60) == []
+    assert rig.store.groups == [1]
+
+
+def _line(job_id: str) -> Finished:
+    request = JobRequest(job_id=job_id, batch_id="b", prompt="x", stream=False)
+    return replace(finished(job_id), request=request)
 
 
 async def test_nothing_is_acknowledged_while_sql_is_down_and_all_of_it_afterwards(rig: Rig) -> None:

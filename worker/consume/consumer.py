@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 LONGEST_BACKOFF_S = 2.0
 SHORTEST_GAP_S = 0.005  # between claims that find nothing: a bell that many hear is answered by few
-MAX_AT_ONCE = 16  # jobs of a claim: taking them in keeps the event loop, and who comes meanwhile waits for it
+MAX_AT_ONCE = 32  # jobs of a claim: taking them in keeps the event loop, and who comes meanwhile waits for it
 
 
 @dataclass(frozen=True, slots=True)

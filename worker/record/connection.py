@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar
 from sqlalchemy import Engine, create_engine, event, make_url
 from sqlalchemy.engine import URL
 
-from worker.errors import StoreUnavailable
+from worker.errors import StoreUnavailable, TokenmillError
 
 T = TypeVar("T")
 
@@ -54,8 +54,14 @@ def open_engine(url: str, *, pool_size: int = 2) -> Engine:
 
 def _open_sqlite(url: URL) -> Engine:
     if url.database and url.database != ":memory:" and not url.database.startswith("file:"):
-        Path(url.database).expanduser().parent.mkdir(parents=True, exist_ok=True)
-        url = url.set(database=str(Path(url.database).expanduser()))
+        path = Path(url.database).expanduser()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise TokenmillError(
+                f"the folder {path.parent} of the SQLite file cannot be made: {error.strerror}"
+            ) from error
+        url = url.set(database=str(path))
     engine = create_engine(url, connect_args={"timeout": LOCK_TIMEOUT_S}, hide_parameters=True)
 
     @event.listens_for(engine, "connect")

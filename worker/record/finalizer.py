@@ -45,6 +45,7 @@ class Recorder(Protocol):
 class FinalizerLimits:
     max_buffered: int = 1024  # jobs in both stages from which on `is_full`
     max_group: int = 256
+    linger_s: float = 0.25  # so long lines of a batch wait for others to share a transaction
     record_backoff: Backoff = field(default_factory=Backoff)
     acknowledge_backoff: Backoff = field(default_factory=lambda: Backoff(longest_s=2.0))
 
@@ -93,8 +94,9 @@ class Finalizer:
         self._on_recorded = on_recorded
         self._changed = asyncio.Event()
         self._to_record = Stage[Finished](
-            self._record, limits.max_group, limits.record_backoff, on_failure=self._record_failed
-        )
+            self._record, limits.max_group, limits.record_backoff, on_failure=self._record_failed,
+            can_wait=_is_line, linger_s=limits.linger_s,
+        )  # fmt: skip
         self._to_acknowledge = Stage[Finished](
             self._acknowledge, limits.max_group, limits.acknowledge_backoff, on_failure=self._acknowledge_failed
         )
@@ -202,6 +204,11 @@ class Finalizer:
         if stats.acknowledge_down_since is None:
             stats.acknowledge_down_since = time.monotonic()
             log.error("recorded jobs cannot be acknowledged, %d wait: %s", len(self._to_acknowledge), error)
+
+
+def _is_line(finished: Finished) -> bool:
+    """Of a batch: nobody waits for it alone."""
+    return finished.request is not None and bool(finished.request.batch_id) and not finished.request.stream
 
 
 def _notify(hook: Callable[[list[T]], None] | None, items: list[T]) -> None:

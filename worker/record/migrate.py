@@ -19,6 +19,7 @@ from sqlalchemy import Engine, text
 from sqlalchemy.engine import Connection
 
 import migrations
+from worker.errors import TokenmillError
 from worker.record.connection import open_engine
 from worker.record.standing import standing
 
@@ -46,8 +47,20 @@ def upgrade(url: str, revision: str = "head", *, engine: Engine | None = None) -
 
 
 def downgrade(url: str, revision: str, *, engine: Engine | None = None) -> tuple[str | None, str | None]:
-    """Takes away what came after `revision`, with the data in it. Only with no worker of this version running."""
-    return _migrate(url, engine, lambda _connection, config: command.downgrade(config, revision))
+    """Takes away what came after `revision`, with the data in it. Only with no worker of this version running.
+    Raises TokenmillError for a database of a newer version: only that one knows the way back."""
+
+    def change(connection: Connection, config: Config) -> None:
+        found = standing(connection)
+        _leave_transaction(connection)
+        if found.current is not None and not found.is_known:
+            raise TokenmillError(
+                f"the database is at revision {found.current}, of a newer version: take it back with that"
+            )
+        if found.current is not None and (revision == "base" or revision < found.current):
+            command.downgrade(config, revision)
+
+    return _migrate(url, engine, change)
 
 
 def _migrate(

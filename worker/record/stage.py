@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from api_client.cancellation import heeding_cancellation
+from api_client.cancellation import heeding_cancellation, wait_at_most
 
 T = TypeVar("T")
 
@@ -41,7 +41,10 @@ class Stage(Generic[T]):
         *,
         on_failure: Callable[[Exception], None],
         rng: random.Random | None = None,
+        can_wait: Callable[[T], bool] = lambda _: False,
+        linger_s: float = 0.0,
     ) -> None:
+        """A group that is not full waits `linger_s` for more, while all that is in it `can_wait`."""
         self._work = work
         self._max_group = max_group
         self._backoff = backoff
@@ -51,6 +54,8 @@ class Stage(Generic[T]):
         self._later: list[T] = []  # came back by themselves; they return when the others have moved, or after a pause
         self._current: list[T] = []
         self._arrived = asyncio.Event()
+        self._can_wait, self._linger_s = can_wait, linger_s
+        self._is_awaited = False  # somebody waits for one of those that wait here
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._current) + len(self._later)
@@ -60,7 +65,9 @@ class Stage(Generic[T]):
         return [*self._current, *self._waiting, *self._later]
 
     def put(self, items: Iterable[T]) -> None:
-        self._waiting.extend(items)
+        for item in items:
+            self._waiting.append(item)
+            self._is_awaited = self._is_awaited or not self._can_wait(item)
         self._arrived.set()
 
     async def run(self) -> None:
@@ -69,6 +76,8 @@ class Stage(Generic[T]):
         size = self._max_group
         while True:
             await self._wait_for_items()
+            await self._wait_for_more(size)
+            self._is_awaited = self._is_awaited and len(self._waiting) > size
             self._current = [self._waiting.popleft() for _ in range(min(size, len(self._waiting)))]
             try:
                 with heeding_cancellation():
@@ -83,6 +92,13 @@ class Stage(Generic[T]):
             size = min(self._max_group, 2 * size)
             self._current = []
             self._later.extend(again)
+
+    async def _wait_for_more(self, size: int) -> None:
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._linger_s
+        while not self._is_awaited and len(self._waiting) < size and (left := until - loop.time()) > 0:
+            self._arrived.clear()
+            await wait_at_most(self._arrived, left)
 
     def _put_back(self, size: int) -> int:
         """The group returns to where it was; one that fails alone goes last. Returns the next group's size."""

@@ -29,10 +29,12 @@ local function take_from(name, costs, limit)
   end
 end
 
-sweep(now, sweep_ms)
-if ARGV[14] == '1' then take_strays() end
-take_from('ended', false, 63)
-take_from('returned', true, 63 + math.max(credits, 0))
-if credits > 0 or urgent > 0 then take_lanes() end
+local is_whole, trouble = pcall(function()
+  sweep(now, sweep_ms)
+  if ARGV[14] == '1' then take_strays() end
+  take_from('ended', false, 63)
+  take_from('returned', true, 63 + math.max(credits, 0))
+  if credits > 0 or urgent > 0 then take_lanes() end
+end)
 write_counts()
-return deliveries
+return is_whole and deliveries or as_reply(trouble)

@@ -13,11 +13,19 @@ local function put(lists, key, value)
   table.insert(lists[key], value)
 end
 
+-- One command for many. One bad word among them, which somebody has written there, must not keep the others.
 local function for_all(list, ...)
   for first = 1, #list, AT_ONCE do
     local call = {...}
     for place = first, math.min(first + AT_ONCE - 1, #list) do call[#call + 1] = list[place] end
-    redis.pcall(unpack(call))
+    local answer = redis.pcall(unpack(call))
+    if type(answer) == 'table' and answer.err then
+      for place = #{...} + 1, #call do
+        local one = {...}
+        one[#one + 1] = call[place]
+        redis.pcall(unpack(one))
+      end
+    end
   end
 end
 
@@ -94,10 +102,13 @@ local function finish(id, token, state, result, chunk, served)
 end
 
 local reply = {}
-for first = 5, #ARGV, 6 do
-  reply[#reply + 1] = finish(ARGV[first], ARGV[first + 1], ARGV[first + 2], ARGV[first + 3], ARGV[first + 4], tonumber(ARGV[first + 5]))
-end
+local is_whole, trouble = pcall(function()
+  for first = 5, #ARGV, 6 do
+    local id, token, state, result, chunk, served = unpack(ARGV, first, first + 5)
+    reply[#reply + 1] = finish(id, token, state, result, chunk, tonumber(served))
+  end
+end)
 leave_lanes()
 settle_costs()
 write_counts()
-return reply
+return is_whole and reply or as_reply(trouble)

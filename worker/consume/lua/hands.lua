@@ -8,6 +8,11 @@ local function tenant_running(tenant, change)
   redis.call('EXPIRE', key, TENANT_TTL_S)
 end
 
+-- What is counted on the way is written in the end, whatever stopped the script before.
+local function as_reply(trouble)
+  return redis.error_reply(type(trouble) == 'table' and trouble.err or tostring(trouble))
+end
+
 local function let_go(id, worker, tenant)
   if redis.call('SREM', base .. 'held:' .. worker, id) == 0 then return end
   tenant_running(tenant, -1)

@@ -1,0 +1,66 @@
+"""One call says what has come of a page of jobs, on a real queue; and what it says of those it does not know."""
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from api_client import Client
+from api_client.bulk import queries
+from schemas.job import JobRequest, Priority
+from schemas.result import JobStatus
+from tests.consume.queue import Queue, close_queue, end_of, open_queue
+
+pytestmark = [pytest.mark.redis, pytest.mark.timeout(120)]
+
+
+def line(number: int) -> JobRequest:
+    return JobRequest(job_id=f"b-{number}", batch_id="b", prompt="x", priority=Priority.BULK, stream=False)
+
+
+async def finish(redis_url: str, count: int) -> Queue:
+    """The first `count` of the waiting jobs; one more is running."""
+    queue = await open_queue(redis_url)
+    worker = queue.worker("w1")
+    jobs = await worker.claim(credits=count + 1)
+    assert await worker.finish([end_of(job, 3) for job in jobs[:count]]) == [True] * count
+    return queue
+
+
+async def collect(client: Client, names: Sequence[str], in_files: Sequence[str] = ()) -> queries.Ends:
+    return await asyncio.to_thread(queries.collect, client, names, in_files)
+
+
+async def test_ends_come_with_their_results_and_the_unknown_are_named(client: Client, redis_url: str) -> None:
+    await asyncio.to_thread(queries.hand_in, client, [line(number) for number in range(5)])
+    queue = await finish(redis_url, 2)
+    await asyncio.to_thread(queries.cancel, client, ["b-4"])
+    ends = await collect(client, [f"b-{number}" for number in range(6)])
+    assert [(end.job_id, end.status) for end in ends.results] == [
+        ("b-0", JobStatus.SUCCEEDED),
+        ("b-1", JobStatus.SUCCEEDED),
+        ("b-4", JobStatus.CANCELLED),
+    ]
+    assert ends.unknown == ["b-5"]
+    assert ends.results[0].usage.completion_tokens == 3
+    await close_queue(queue)
+
+
+async def test_what_lies_in_files_leaves_the_queue_soon(client: Client, redis_url: str) -> None:
+    await asyncio.to_thread(queries.hand_in, client, [line(number) for number in range(3)])
+    queue = await finish(redis_url, 2)
+    await collect(client, ["b-1", "b-2"], in_files=["b-0"])
+    assert 0 < await queue.redis.ttl(client.keys.job("b-0")) <= queries.COLLECTED_TTL_S
+    assert await queue.redis.ttl(client.keys.job("b-1")) > queries.COLLECTED_TTL_S
+    assert await queue.redis.ttl(client.keys.job("b-2")) == -1
+    await close_queue(queue)
+
+
+async def test_a_reply_that_is_full_leaves_the_rest_to_the_next(client: Client, redis_url: str) -> None:
+    await asyncio.to_thread(queries.hand_in, client, [line(number) for number in range(4)])
+    queue = await finish(redis_url, 3)
+    small = await asyncio.to_thread(queries.collect, client, ["b-0", "b-1", "b-2"], max_bytes=1)
+    assert [end.job_id for end in small.results] == ["b-0"]  # one goes through, however large
+    rest = await collect(client, ["b-1", "b-2"])
+    assert [end.job_id for end in rest.results] == ["b-1", "b-2"]
+    await close_queue(queue)
