@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from celery import Celery
 
-from api_client.errors import QueueUnavailable
+from api_client.errors import QueueUnavailable, TokenmillError
 from worker.settings import Settings
 from worker.tasks.bulk import NotYet, Order
 from worker.tasks.desk import Desk
@@ -74,8 +74,9 @@ def _register_upkeep(app: Celery, desk: Desk) -> None:
 
 
 def _register_bulk(app: Celery, desk: Desk) -> None:
-    """Acknowledged at their end: one whose process died comes again, and goes on where it stopped."""
-    options: dict[str, Any] = {"bind": True, "acks_late": True, "max_retries": None}
+    """Acknowledged at their end: one whose process died comes again, and goes on where it stopped. What is wrong with
+    an order is its sender's to read: a sentence, no traceback."""
+    options: dict[str, Any] = {"bind": True, "acks_late": True, "max_retries": None, "throws": (TokenmillError,)}
 
     def fetch(task: Any, batch_id: str, queue: str, output: str, errors: str | None) -> None:
         try:
@@ -83,6 +84,9 @@ def _register_bulk(app: Celery, desk: Desk) -> None:
         except (NotYet, QueueUnavailable) as error:
             pause_s = FETCH_SECONDS[min(task.request.retries, len(FETCH_SECONDS) - 1)]
             raise task.retry(countdown=pause_s, exc=error, throw=False) from None
+        except TokenmillError as error:
+            log.error("batch %s was not fetched: %s", batch_id, error)
+            raise
 
     exporting = app.task(name="tokenmill.bulk.export", shared=False, **options)(fetch)
 
@@ -94,6 +98,9 @@ def _register_bulk(app: Celery, desk: Desk) -> None:
             desk.bulk.bring_in(order)
         except (NotYet, QueueUnavailable) as error:
             raise task.retry(countdown=1, exc=error, throw=False) from None
+        except TokenmillError as error:
+            log.error("batch %s was not handed in: %s", order.batch_id, error)
+            raise
         if output is not None:
             exporting.apply_async(
                 (order.batch_id, queue, output, errors), queue=BULK, task_id=f"{task.request.id}-export"

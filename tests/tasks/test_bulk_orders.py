@@ -1,0 +1,24 @@
+"""Orders of bulk files that cannot be carried out: a sentence in the log, and a task that failed for good."""
+
+from pathlib import Path
+
+import pytest
+
+from api_client.errors import ConfigurationError
+from worker.settings import load_settings
+from worker.tasks.app import build_app
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize("name", ["none.jsonl", "."])
+def test_a_file_that_cannot_be_read_is_said_in_a_sentence(
+    sqlite_url: str, redis_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    app = build_app(load_settings({"database_url": sqlite_url, "redis_url": redis_url, "queue": "q"}))
+    source = tmp_path / name
+    outcome = app.tasks["tokenmill.bulk.import"].apply(kwargs={"source": str(source), "output": str(tmp_path / "o")})
+    assert outcome.state == "FAILURE"
+    assert isinstance(outcome.result, ConfigurationError)
+    (said,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert f"was not handed in: cannot read {source}: " in said.getMessage()
+    assert not any(record.exc_info for record in caplog.records)
