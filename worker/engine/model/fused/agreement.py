@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from worker.engine.attention import AttentionMetadata
+
 log = logging.getLogger(__name__)
 
 TOLERANCE = 2e-4  # of a row's largest value; float32 sums in another order differ by some 1e-6
@@ -40,10 +42,25 @@ def close(a: Tensor, b: Tensor) -> bool:
     return bool(((a - b).abs().amax(dim=-1) <= bound).all())
 
 
-def random_rows(width: int) -> Tensor:
+def random_rows(width: int, device: torch.device | str = "cpu") -> Tensor:
     """`[1, num_tokens, width]`; the same on every call."""
     rows = torch.randn(len(_SIZES), width, generator=torch.Generator().manual_seed(1))
-    return (rows * torch.tensor(_SIZES)[:, None])[None]
+    return (rows * torch.tensor(_SIZES)[:, None])[None].to(device)
+
+
+def two_prompts(block_size: int, device: torch.device | str = "cpu") -> AttentionMetadata:
+    """The rows of `random_rows` as prompts of two and three tokens, in blocks 1 and 2."""
+    lens = (2, 3)
+    slots = [block_size * (1 + index) + offset for index, length in enumerate(lens) for offset in range(length)]
+
+    def ints(values: Any, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    return AttentionMetadata(
+        query_start=ints([0, 2, 5]), seq_lens=ints(lens), block_table=ints([[1], [2]]),
+        slot_mapping=ints(slots, torch.int64), max_query_len=max(lens), max_seq_len=max(lens), block_size=block_size,
+        window=None, query_lens_host=lens, seq_lens_host=lens,
+    )  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -67,10 +84,10 @@ class AttentionCall:
         return all(close(a, b) for a, b in zip(self.seen, other.seen, strict=True))
 
 
-def random_tables(rotary_dim: int) -> tuple[Tensor, Tensor]:
+def random_tables(rotary_dim: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
     """Cosines and sines for `random_rows`, `[1, num_tokens, rotary_dim]`."""
     angles = torch.randn(len(_SIZES), rotary_dim // 2, generator=torch.Generator().manual_seed(2))
-    angles = angles.repeat(1, 2)[None]
+    angles = angles.repeat(1, 2)[None].to(device)
     return angles.cos(), angles.sin()
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from worker.engine.attention import AttentionMetadata, AttentionShape
+from worker.engine.attention import AttentionShape
 from worker.engine.attention.cpu import CpuAttention
-from worker.engine.model.fused.agreement import call_attention, close, random_rows, random_tables
+from worker.engine.model.fused.agreement import call_attention, close, random_rows, random_tables, two_prompts
 from worker.engine.model.fused.layer import FusedLayer, FusedList
 from worker.engine.model.fused.layer_calls import LayerParts, Scratch
 from worker.engine.model.fused.modules import FusedAttention, FusedMLP, FusedNorm
@@ -27,7 +27,6 @@ log = logging.getLogger(__name__)
 _BEFORE = ("input_layernorm", "post_attention_layernorm")
 _AROUND = ("input_layernorm", "pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm")
 _BLOCK_SIZE = 16
-_SEQ_LENS = (2, 3)  # the rows of `random_rows` as two prompts
 
 
 def fuse_layers(model: nn.Module) -> Counter[str]:
@@ -126,7 +125,7 @@ def _run(
     block = backend.block_shape(_BLOCK_SIZE, shape.num_kv_heads, shape.head_dim)
     caches = [torch.zeros(3, 2, *block) for _ in ids]
     bindings = {index: LayerBinding(0, cache, shape) for index, cache in zip(ids, caches, strict=True)}
-    step = PagedStep(backend, bindings, (_metadata(),))  # type: ignore[arg-type]
+    step = PagedStep(backend, bindings, (two_prompts(_BLOCK_SIZE),))  # type: ignore[arg-type]
     out = rows = random_rows(width)
     kept = rows.clone()
     try:
@@ -137,18 +136,3 @@ def _run(
         log.debug("not fused: %s", error)
         return None
     return (out, *caches) if isinstance(out, Tensor) and torch.equal(rows, kept) else None
-
-
-def _metadata() -> AttentionMetadata:
-    return AttentionMetadata(
-        query_start=torch.tensor([0, 2, 5], dtype=torch.int32),
-        seq_lens=torch.tensor(_SEQ_LENS, dtype=torch.int32),
-        block_table=torch.tensor([[1], [2]], dtype=torch.int32),
-        slot_mapping=torch.tensor([16, 17, 32, 33, 34]),
-        max_query_len=max(_SEQ_LENS),
-        max_seq_len=max(_SEQ_LENS),
-        block_size=_BLOCK_SIZE,
-        window=None,
-        query_lens_host=_SEQ_LENS,
-        seq_lens_host=_SEQ_LENS,
-    )
