@@ -190,6 +190,7 @@ async function main() {
       stream: { type: "string" }, "starting-after": { type: "string", default: "0" }, json: { type: "boolean" },
     },
   });
+  if (!values.queue) throw new Error("name the queue: --queue smollm2-135m-instruct");
   const producer = new Producer(values.url, values.queue);
   const request = { messages: [{ role: "user", content: positionals.join(" ") }], params: { max_tokens: Number(values["max-tokens"]) } };
   if (values["idempotency-key"]) request.idempotency_key = values["idempotency-key"];
@@ -203,6 +204,8 @@ async function main() {
   const result = await producer.result(job);
   say("result", result);
   if (!values.json) console.log(`\n${result.status}, ${result.usage?.completion_tokens ?? 0} tokens`);
+  if (result.error) console.error(`producer: ${result.error.message}`);
+  if (result.status !== "succeeded") process.exitCode = 1;
   producer.close();
 }
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import subprocess
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -18,8 +19,8 @@ pytestmark = pytest.mark.redis
 SLOW = "synthetic?step_ms=10&mean_tokens=1000000"
 
 
-async def told(*arguments: str) -> AsyncIterator[tuple[str, Any]]:
-    """What `producer.mjs --json` says, line by line; its exit status must be 0."""
+async def told(*arguments: str, exits_with: int = 0) -> AsyncIterator[tuple[str, Any]]:
+    """What `producer.mjs --json` says, line by line; its exit status is 1 for a job that did not succeed."""
     try:
         command = [node(), str(EXAMPLES / "producer.mjs"), "--queue", QUEUE, "--json", *arguments]
     except NodeUnavailable as error:
@@ -30,16 +31,16 @@ async def told(*arguments: str) -> AsyncIterator[tuple[str, Any]]:
         async for line in child.stdout:
             ((kind, value),) = json.loads(line).items()
             yield kind, value
-        assert await asyncio.wait_for(child.wait(), 30) == 0
+        assert await asyncio.wait_for(child.wait(), 30) == exits_with
     finally:
         if child.returncode is None:
             child.kill()
             await child.wait()
 
 
-async def collect(*arguments: str) -> tuple[str, list[Any], Any]:
+async def collect(*arguments: str, exits_with: int = 0) -> tuple[str, list[Any], Any]:
     """The job's id, its chunks, its result."""
-    found = [pair async for pair in told(*arguments)]
+    found = [pair async for pair in told(*arguments, exits_with=exits_with)]
     assert found[0][0] == "job"
     assert found[-1][0] == "result"
     return found[0][1], [value for kind, value in found if kind == "chunk"], found[-1][1]
@@ -96,11 +97,21 @@ async def test_refusals_and_cancelled_jobs_are_said(redis_url: str, database: st
     async with client_of(redis_url) as client:
         job = await client.submit(prompt="Never")
         await client.cancel(job)
-        _, chunks, result = await collect("--url", redis_url, "--stream", job)
+        _, chunks, result = await collect("--url", redis_url, "--stream", job, exits_with=1)
         assert [chunk["status"] for chunk in chunks] == ["cancelled"]
         assert result["status"] == "cancelled"
         with pytest.raises(AssertionError):
             await collect("--url", redis_url, "--stream", "no-such-job")
+
+
+async def test_without_a_queue_nothing_is_submitted(redis_url: str) -> None:
+    try:
+        command = [node(), str(EXAMPLES / "producer.mjs"), "--url", redis_url, "Hello"]
+    except NodeUnavailable as error:
+        missing(str(error))
+    said = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60)
+    assert (said.returncode, said.stdout) == (1, "")
+    assert said.stderr.startswith("producer: name the queue")
 
 
 def test_the_scripts_it_joins_are_ours() -> None:
