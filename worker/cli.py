@@ -82,6 +82,32 @@ def upgrade(database_url: DatabaseUrl = None) -> None:
 
 
 @db.command()
+def downgrade(
+    revision: Annotated[str, typer.Argument(help="The last one to keep, as `0003`; `base` removes all tables.")],
+    database_url: DatabaseUrl = None,
+    *,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Do it: what later revisions brought is lost, data included.")
+    ] = False,
+) -> None:
+    """Take back what came after a revision, with the data in it. Stop the workers of this version first."""
+    with _sentences():
+        settings = _settings({"database_url": database_url})
+        from worker.record.migrate import downgrade as migrate
+        from worker.record.standing import revisions
+
+        known = ["base", *revisions()]
+        if revision not in known:
+            raise TokenmillError(f"there is no revision {revision}, only {', '.join(known)}")
+        if not yes:
+            raise TokenmillError("this loses the data that later revisions hold: say --yes to do it")
+        with _database(settings):
+            before, after = migrate(settings.database_url, revision)
+        words = "nothing to take back" if before == after else f"{before} → {after or 'no tables'}"
+        out().print(f"{settings.public()['database_url']}: {words}")
+
+
+@db.command()
 def status(database_url: DatabaseUrl = None, *, json: Json = False) -> None:
     """Which revision the database has, and which this version needs. Exits with 1 when it is behind."""
     with _sentences():

@@ -143,3 +143,36 @@ def test_secrets(database: str) -> None:
     derived = run(database, "webhooks", "secret", "--tenant", "acme", TOKENMILL_WEBHOOK_SECRET=fresh).stdout.strip()
     assert derived == tenant_secret(fresh, "acme") != tenant_secret(SECRET, "acme")
     assert "TOKENMILL_WEBHOOK_SECRET" in run(database, "webhooks", "secret").stderr
+
+
+def test_the_way_back_is_asked_for_twice_and_says_what_it_did(database: str) -> None:
+    refused = run(database, "db", "downgrade", "0003")
+    assert (refused.exit_code, "--yes" in refused.stderr) == (1, True)
+    assert "up to date" in run(database, "db", "status").stdout
+    assert "0004 → 0003" in run(database, "db", "downgrade", "0003", "--yes").stdout
+    assert run(database, "db", "status").exit_code == 1
+    assert "nothing to take back" in run(database, "db", "downgrade", "0004", "--yes").stdout
+    assert "0003 → no tables" in run(database, "db", "downgrade", "base", "--yes").stdout
+    assert "nothing to take back" in run(database, "db", "downgrade", "0001", "--yes").stdout
+    assert "new → 0004" in run(database, "db", "upgrade").stdout
+
+
+def test_a_revision_that_nobody_knows_is_no_way_back(database: str) -> None:
+    unknown = run(database, "db", "downgrade", "0007", "--yes")
+    assert (unknown.exit_code, unknown.stderr) == (
+        1,
+        "Error: there is no revision 0007, only base, 0001, 0002, 0003, 0004\n",
+    )
+    engine = open_engine(database)
+    with engine.begin() as connection:
+        connection.execute(sa.text("UPDATE alembic_version SET version_num = '9999'"))
+    engine.dispose()
+    newer = run(database, "db", "downgrade", "0003", "--yes")
+    assert (newer.exit_code, "of a newer version" in newer.stderr) == (1, True)
+
+
+@pytest.mark.parametrize("command", [("upgrade",), ("status",), ("downgrade", "0003", "--yes")])
+def test_a_folder_that_cannot_be_made_is_said_in_a_sentence(tmp_path: Path, command: tuple[str, ...]) -> None:
+    (tmp_path / "file").touch()
+    said = run(f"sqlite:///{tmp_path}/file/t.db", "db", *command)
+    assert (said.exit_code, said.stderr.count("\n"), "cannot be made" in said.stderr) == (1, 1, True)
