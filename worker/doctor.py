@@ -178,13 +178,21 @@ def _model(settings: Settings) -> Iterator[Finding]:
             yield Finding("model", "error", f"{model}: {error}", hint)
         else:
             yield Finding("model", "ok", f"{model} is built in")
-    elif path.suffix == ".gguf":
-        yield Finding(
-            "model", "ok" if path.is_file() else "error", f"{path}" + ("" if path.is_file() else ": no such file")
-        )
+    elif path.suffix == ".gguf" or path.is_absolute() or model.count("/") > 1:
+        trouble = _trouble_with_file(path)
+        yield Finding("model", "error" if trouble else "ok", f"{path}{trouble}")
     else:
         hint = "a directory is surer; or it is fetched from the hub at the first start"
         yield Finding("model", "warning", f"{model} is not on this machine", hint)
+
+
+def _trouble_with_file(path: Path) -> str:
+    """Empty for what begins as a GGUF file does."""
+    try:
+        with path.open("rb") as file:
+            return "" if file.read(4) == b"GGUF" else " is no GGUF file"
+    except OSError as error:
+        return f": {error.strerror}"
 
 
 def _machine(_settings: Settings) -> Iterator[Finding]:

@@ -1,0 +1,33 @@
+"""What `tokenmill doctor` says of a model, before anything is loaded or fetched."""
+
+from pathlib import Path
+
+import pytest
+
+from worker.doctor import examine
+from worker.settings import load_settings
+
+
+def model_finding(model: str, database: Path) -> tuple[str, str]:
+    settings = load_settings(
+        {"model": model, "redis_url": "redis://127.0.0.1:1/0", "database_url": f"sqlite:///{database}/none.db"}
+    )
+    (found,) = [finding for finding in examine(settings) if finding.subject == "model"]
+    return found.verdict, found.words
+
+
+def test_a_models_file_is_looked_into(tmp_path: Path) -> None:
+    good, bad, folder = tmp_path / "good.gguf", tmp_path / "bad.gguf", tmp_path / "folder"
+    good.write_bytes(b"GGUF\x03\0\0\0")
+    bad.touch()
+    folder.mkdir()
+    assert model_finding(str(good), tmp_path) == ("ok", str(good))
+    assert model_finding(str(bad), tmp_path) == ("error", f"{bad} is no GGUF file")
+    assert model_finding(str(folder), tmp_path)[0] == "error"
+
+
+@pytest.mark.parametrize("name", ["none.gguf", "none", "models/none"])
+def test_a_path_that_leads_nowhere_is_no_name_of_the_hub(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    assert model_finding(str(path), tmp_path) == ("error", f"{path}: No such file or directory")
+    assert model_finding("organisation/model", tmp_path)[0] == "warning"
