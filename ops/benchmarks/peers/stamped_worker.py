@@ -98,7 +98,7 @@ def main() -> int:
             host.notes = notes
             return host
 
-        worker = Worker(settings, make_host, stream_type=StampingStream)
+        worker = Worker(settings, make_host, stream_type=StampingStream, has_process=True)
         assert isinstance(worker.stream, StampingStream), "what it was told to make"
         worker.stream.notes = notes
         return asyncio.run(worker.serve())

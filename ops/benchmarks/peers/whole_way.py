@@ -6,6 +6,7 @@ the prefixes of an earlier one.
 """
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -48,6 +49,8 @@ class WholeWay:
         self._rounds = 0
         self.url, self.database = self._valkey.url, self._database
         asyncio.run(self._wait_ready())
+        gc.collect()
+        gc.freeze()  # the subscribers' process pauses for no object of the benchmark
         self.description = "Valkey (append-only), worker, SQLite (WAL), a subscriber per job"
 
     @classmethod
