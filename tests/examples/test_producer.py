@@ -104,6 +104,35 @@ async def test_refusals_and_cancelled_jobs_are_said(redis_url: str, database: st
             await collect("--url", redis_url, "--stream", "no-such-job")
 
 
+SUBMITS = """
+import { pathToFileURL } from "node:url";
+const [url, queue, request, file] = process.argv.slice(1); // the file first would be the one that is run
+const { Producer } = await import(pathToFileURL(file).href);
+const producer = new Producer(url, queue);
+console.log(await producer.submit(JSON.parse(request)));
+producer.close();
+"""
+
+
+async def test_what_a_request_says_beside_its_prompt_is_obeyed(redis_url: str) -> None:
+    """The fields that the script is given apart from the request itself."""
+    late, later = 4_000_000_000_000, 4_100_000_000_000
+    wanted = {"priority": "bulk", "tenant": "acme", "not_before_ms": late, "deadline_ms": later}
+    request = json.dumps({"prompt": "Hello", "params": {"max_tokens": 4}, **wanted})
+    try:
+        program = [node(), "--input-type=module", "-e", SUBMITS]
+    except NodeUnavailable as error:
+        missing(str(error))
+    command = [*program, redis_url, QUEUE, request, str(EXAMPLES / "producer.mjs")]
+    said = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60)
+    assert said.returncode == 0, said.stderr
+    async with client_of(redis_url) as client:
+        info = await client.status(said.stdout.strip())
+        assert info.status == "scheduled"
+        assert {name: getattr(info, name) for name in wanted} == wanted
+        assert await client.cancel(info.job_id) == "cancelled"
+
+
 async def test_without_a_queue_nothing_is_submitted(redis_url: str) -> None:
     try:
         command = [node(), str(EXAMPLES / "producer.mjs"), "--url", redis_url, "Hello"]

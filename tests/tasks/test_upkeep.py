@@ -10,7 +10,7 @@ from api_client.sql import SqlResults
 from schemas import JobStatus
 from tests.record.support import failed, finished, rows
 from tests.tasks.support import Clock, record
-from worker.record.tables import usage_daily
+from worker.record.tables import jobs, usage_daily
 from worker.tasks.retention import Limits, Removed, Retention
 from worker.tasks.rollup import RollUp
 
@@ -81,11 +81,15 @@ def retention(engine: sa.Engine, **limits: Any) -> Retention:
 
 def test_what_a_job_said_goes_first_then_the_job(url: str, engine: sa.Engine) -> None:
     record(url, *(finished(f"a{n}", finished_ms=at(TODAY - n)) for n in range(20)))
+    said = {"prompt": "a secret", "logprobs": [], "error_message": "a secret", "metadata": {"a": "secret"}}
+    with engine.begin() as connection:  # also what these jobs, as recorded, do not have
+        connection.execute(sa.update(jobs).values(said))
+    emptied = ("text", "token_ids", "logprobs", "error_message", "prompt", "params", "metadata", "result")
+    assert all(row[name] is not None for row in rows(url, "SELECT * FROM jobs") for name in emptied)
     assert retention(engine, payload_days=5, job_days=12).run() == Removed(payloads=7, jobs=8)
     assert retention(engine, payload_days=5, job_days=12).run() == Removed()
     found = rows(url, "SELECT * FROM jobs ORDER BY finished_ms DESC")
     assert [row["id"] for row in found] == [f"a{n}" for n in range(12)]
-    emptied = ("text", "token_ids", "logprobs", "error_message", "prompt", "params", "metadata", "result")
     assert all(row[name] is None for row in found[5:] for name in emptied)
     assert all(row["text"] and row["result"] for row in found[:5])
     assert {row["tenant"] for row in found} == {"acme"}
