@@ -3,7 +3,8 @@
     place free ─▶ claim ─▶ joins the next step ─▶ a token per step ─▶ append (one under way) ─▶ SQL ─▶ finish
 
 Each loop has one call under way, as the real one; the engine goes on while appends wait, and claims stop when too
-many tokens do. It knows no scripts, only what they cost.
+many tokens do. It knows no scripts, only what they cost. Claims are as they once were: for every free place, and again
+after one that got all it asked for.
 """
 
 import random
