@@ -30,7 +30,8 @@ def environment(folder: Path, mark: str) -> dict[str, str]:
     values = dict(os.environ)  # noqa: TID251 - handed on, not read
     values.pop("PYTHONDONTWRITEBYTECODE", None)
     (folder / "tmp").mkdir(exist_ok=True)
-    return values | {MARK: mark, "TMPDIR": str(folder / "tmp")}
+    # torch makes this folder when it is imported, among the temporary files unless told, and keeps it.
+    return values | {MARK: mark, "TMPDIR": str(folder / "tmp"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
 
 
 class WorkerProcess:
