@@ -179,9 +179,13 @@ class Worker:
     async def _run_stages(self) -> None:
         engine = asyncio.create_task(self.service.run_engine(), name="engine")
         engine.add_done_callback(lambda _task: self._stop.set())
-        async with _background(self._finalizer.run()), _background(self._lease.run()), _background(self._control.run()):
+        async with (
+            background(self._finalizer.run(), self._stop),
+            background(self._lease.run(), self._stop),
+            background(self._control.run(), self._stop),
+        ):
             await _first(self.service.started, self._stop)
-            async with _background(self._claim()):
+            async with background(self._claim(), self._stop):
                 await self._stop.wait()
                 log.info("draining: no job is claimed any more")
                 await self._consumer.stop()
@@ -274,7 +278,7 @@ class Worker:
         undo.push_async_callback(client.close)
         watch = QueueWatch(client)
         self.metrics.watch_queues(lambda: queue_readings([watch]))
-        await undo.enter_async_context(_background(watch.run()))
+        await undo.enter_async_context(background(watch.run(), self._stop))
 
     def _recorded(self, finished: list[Finished]) -> None:
         self._observer.recorded(finished)
@@ -328,9 +332,12 @@ async def _first(*events: asyncio.Event) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Runs beside the body and is cancelled after it."""
+async def background(work: Coroutine[Any, Any, None], stop: asyncio.Event) -> AsyncIterator[None]:
+    """Runs beside the body, which ends at `stop`, and is cancelled after it. Work that ends by itself sets `stop`, and
+    what it failed with is raised behind the body: a worker without one of its stages would hold jobs and do nothing.
+    """
     task = asyncio.create_task(work)
+    task.add_done_callback(lambda _task: stop.set())
     try:
         yield
     finally:
