@@ -34,7 +34,8 @@ def test_the_whole_command_on_a_tiny_model(tmp_path: Path, capsys: pytest.Captur
             assert 0 < figures["share_of_bandwidth"] <= figures["share_of_roofline"] * 1.001
     assert {"default: decode 1", "default: decode 3", "default: drawn 3", "default: profile 3"} <= set(found)
     assert found["default: prefill"]["tokens_s"] > 0
-    assert found["default: profile 3"]["kernels"]
+    assert found["default: profile 3"]["busy"] > 0  # no operator of torch need take 2 % of so short a step
+    assert isinstance(found["default: profile 3"]["kernels"], list)
     assert found["mixed"]["times_transformers"] > 0
     assert found["mixed"]["equal_answers"] == 1.0
     assert "does not run on cpu" in record["left_out"]["tiny: attention flash"]
