@@ -30,7 +30,7 @@ from worker.engine.model.paged import LayerBinding, PagedStep
 from worker.engine.model.vocabulary import tokenizer_info
 from worker.engine.plan import StepOutput, StepPlan
 from worker.engine.runner_inputs import InputBuilder, PreviousTokens, StepInputs
-from worker.engine.runner_memory import size_cache
+from worker.engine.runner_memory import free_memory, size_cache
 from worker.engine.sampling import GrammarCompiler, Sampled, Sampler
 from worker.engine.sampling.draws import Kernel
 from worker.engine.sampling.lookup import PromptLookup
@@ -121,6 +121,8 @@ class ModelRunner:
         pool = KVCachePool.allocate(
             loaded.groups, cache_config.num_blocks, config.block_size, backend, dtype, loaded.device
         )
+        if loaded.device.type == "cpu" and pool.num_bytes <= free_memory(loaded.device) // 2:
+            pool.touch()  # where memory is scarce, blocks take theirs when they are first used
         host_pool = None
         if any(cache_config.num_host_blocks):
             host_pool = KVCachePool.allocate(

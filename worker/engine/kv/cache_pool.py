@@ -30,7 +30,7 @@ def kv_dtype(config: EngineConfig, weights: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class KVCachePool:
-    """Device tensors, by group."""
+    """Device tensors, by group. On CPU untouched blocks take no memory (in units of a huge page)."""
 
     tensors: tuple[Tensor, ...]
 
@@ -50,11 +50,15 @@ class KVCachePool:
             for group, count in zip(groups, num_blocks, strict=True)
         )
         if device.type == "cpu" and not pinned:
-            pools = tuple(huge_pages.zeros(prod(shape) * dtype.itemsize).view(dtype).view(shape) for shape in shapes)
-            for pool in pools:  # written to now: the system finds the memory here, and not in the steps
-                pool.zero_()
-            return cls(pools)
+            return cls(
+                tuple(huge_pages.zeros(prod(shape) * dtype.itemsize).view(dtype).view(shape) for shape in shapes)
+            )
         return cls(tuple(torch.zeros(shape, dtype=dtype, device=device, pin_memory=pinned) for shape in shapes))
+
+    def touch(self) -> None:
+        """Make the system find the memory of an empty pool now, and not in the steps that first write to it."""
+        for tensor in self.tensors:
+            tensor.zero_()
 
     def layer(self, group: int, index: int) -> Tensor:
         """The view of the group's index-th layer: `[num_blocks, 2, *block_shape]`."""
