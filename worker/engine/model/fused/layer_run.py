@@ -26,7 +26,11 @@ class LayerRun:
         self._parts = tuple(parts)
         self._scratch = scratch
         self._calls = [LayerCalls(part) for part in parts]
-        self._narrow = LastLayerCalls(parts[-1])
+        # A single layer has none before it, whose rows could stand in `out` for those left out.
+        self._narrow = LastLayerCalls(parts[-1]) if len(parts) > 1 else None
+        self._every = list(zip(self._calls, self._parts, strict=True))
+        if self._narrow is not None:
+            self._every.append((self._narrow, parts[-1]))
         self._layer_ids = [part.attention.layer_idx for part in parts]
         self._backend: CpuAttention | None = None
         self._bound: list[LayerBinding] = []
@@ -48,41 +52,39 @@ class LayerRun:
         self._adapt(hidden_states.shape[-2], step.backend, bindings, step)
         out = torch.empty_like(hidden_states)
         x, y = hidden_states.data_ptr(), out.data_ptr()
-        rows = step.rows if self._leaves_out(step.rows, hidden_states.shape[-2]) else None
-        for calls, binding in zip(self._calls if rows is None else self._calls[:-1], bindings, strict=False):
+        narrow = self._narrow if _are_few(step.rows, hidden_states.shape[-2]) else None
+        for calls, binding in zip(self._calls if narrow is None else self._calls[:-1], bindings, strict=False):
             calls.use(x, y, tables, step.metadata[binding.group])
             x = y
         self._give_workspace(0)
-        if rows is None:
+        if narrow is None:
             self._program.run(self._scratch.num_threads, self._give_workspace)
             return out
-        metadata = of_rows(step.metadata[bindings[-1].group], rows)
-        self._narrow.narrow(rows)
-        self._narrow.use(x, y, tables, metadata)
-        stop = None if rows.numel() else self._without_last + self._narrow.num_steps_for_cache
+        assert step.rows is not None
+        metadata = of_rows(step.metadata[bindings[-1].group], step.rows)  # kept while the kernels read it
+        narrow.narrow(step.rows)
+        narrow.use(x, y, tables, metadata)
+        stop = None if step.rows.numel() else self._without_last + narrow.num_steps_for_cache
         self._narrow_program.run(self._scratch.num_threads, self._give_workspace, stop)
         return out
 
-    def _leaves_out(self, rows: Tensor | None, num_tokens: int) -> bool:
-        """Is it worth gathering? The last layer of one would leave rows of `out` unwritten."""
-        return rows is not None and len(self._parts) > 1 and 2 * rows.numel() <= num_tokens
-
     def _adapt(self, num_tokens: int, backend: CpuAttention, bindings: list[LayerBinding], step: PagedStep) -> None:
         """Bring the arguments up to date that are not new in every call."""
-        scratch, every = self._scratch, [*self._calls, self._narrow]
+        scratch = self._scratch
         scratch.fit(num_tokens)
         if self._version != scratch.version:
-            for calls, parts in zip(every, [*self._parts, self._parts[-1]], strict=True):
+            for calls, parts in self._every:
                 calls.point(scratch, parts)
             self._version = scratch.version
         if self._num_tokens != num_tokens:
-            for calls in every:
+            for calls, _ in self._every:
                 calls.resize(num_tokens)
             self._num_tokens = num_tokens
         if self._backend is not backend:
             self._build(backend)
         if len(self._bound) != len(bindings) or any(a is not b for a, b in zip(self._bound, bindings, strict=True)):
-            for calls, binding in zip(every, [*bindings, bindings[-1]], strict=True):
+            for calls, parts in self._every:
+                binding = step.layers[parts.attention.layer_idx]
                 calls.bind(binding, step.metadata[binding.group])
             self._bound = bindings
 
@@ -90,14 +92,20 @@ class LayerRun:
         steps = [calls.steps(backend) for calls in self._calls]
         before = [step for layer in steps[:-1] for step in layer]
         self._program = Program([*before, *steps[-1]])
-        self._narrow_program = Program([*before, *self._narrow.steps(backend)])
+        if self._narrow is not None:
+            self._narrow_program = Program([*before, *self._narrow.steps(backend)])
         self._without_last = len(before)
         self._backend = backend
 
     def _give_workspace(self, num_bytes: int) -> None:
         assert self._backend is not None
-        for calls in (*self._calls, self._narrow):
+        for calls, _ in self._every:
             self._backend.use_workspace(calls.attend, num_bytes)
+
+
+def _are_few(rows: Tensor | None, num_tokens: int) -> bool:
+    """Is gathering them worth it?"""
+    return rows is not None and 2 * rows.numel() <= num_tokens
 
 
 def _is_plain(tensor: Tensor) -> bool:
