@@ -50,6 +50,25 @@ def test_every_product_is_quantised_and_the_head_keeps_8_bits(folder_of: Callabl
     assert bits(int4) == {"attention": {torch.int32}, "mlp": {torch.int32}, "linear": {torch.uint8}}
 
 
+def test_a_model_that_was_bfloat16_stays_so_in_memory_and_gives_the_same_bits(
+    folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Most checkpoints are bfloat16; in float32 the engine computes with the same weights at half the traffic."""
+    load_model(folder_of("llama"), config(folder_of("llama"), None, fuse=False)).model.bfloat16().save_pretrained(tmp_path)
+    plain = config(tmp_path, None, dtype="float32", narrow_weights=False)
+    narrow = plain.replace(narrow_weights=True)
+    half, whole = {torch.bfloat16}, {torch.float32}
+    assert bits(load_model(tmp_path, narrow).model) == {"attention": half, "mlp": half, "linear": half}
+    assert bits(load_model(tmp_path, plain).model) == {"attention": whole, "mlp": whole, "linear": whole}
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, top_logprobs=20)
+    answers = []
+    for one in (narrow, plain):
+        with Engine.load(one) as engine:
+            outputs = engine.generate_batch([list(range(3, 3 + n)) for n in (1, 5, 30, 41)], [params] * 4)
+            answers.append([(output.token_ids, output.logprobs) for output in outputs])
+    assert answers[0] == answers[1]
+
+
 @pytest.mark.parametrize(
     ("quantization", "asked", "expected"),
     [("int8", "auto", torch.float16), ("int4", "float32", torch.float32), (None, "auto", torch.float32)],

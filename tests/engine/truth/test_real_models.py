@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 from pathlib import Path
 
@@ -64,6 +65,26 @@ def test_smollm2_answers_64_prompts_that_join_at_different_steps(
     with Engine.load(config) as engine:
         assert answers_of(engine, wanted, [draw.choice((0, 0, 1, 3)) for _ in wanted]) == [one.answer for one in wanted]
         assert engine.stats().finished == 64
+
+
+@pytest.mark.usefixtures("linear_kernels")
+def test_weights_kept_as_their_file_has_them_change_no_bit(caplog: pytest.LogCaptureFixture) -> None:
+    """SmolLM2's file holds blocks of 4 bits, its embedding blocks of 8."""
+    folder = folder_of("smollm2-135m-instruct")
+    prompts = [list(range(100 + n, 100 + 3 * n)) for n in (1, 5, 30, 41)]
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, top_logprobs=20)
+    answers = []
+    for narrow in (True, False):
+        config = EngineConfig(
+            model=str(folder), dtype="float32", device="cpu", attention="cpu", num_blocks=100, narrow_weights=narrow
+        )
+        with caplog.at_level(logging.INFO), Engine.load(config) as engine:
+            answers.append([(one.token_ids, one.logprobs) for one in engine.generate_batch(prompts, [params] * 4)])
+    assert answers[0] == answers[1]
+    told = [record.getMessage() for record in caplog.records if "same bits" in record.getMessage()]
+    assert told == [
+        "weights in memory, each the same bits as in float32: 106.2 million as 4 bits, 28.3 million as 8 bits"
+    ]
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,8 @@
 // Tiles of rows × panels of float32 weights: one chain of fused multiply-adds over k for each output.
 //
 // Panels lie SIDE by SIDE, [n / NR / SIDE][k][SIDE][NR], since a tile of few rows and many columns loads least for what
-// it multiplies; SIDE panels or one of them are multiplied at a time, by the same chains.
+// it multiplies; SIDE panels or one of them are multiplied at a time, by the same chains. A chain may be cut along k:
+// its sums then wait in memory, as exact as they were.
 #pragma once
 
 #include "linear.h"
@@ -21,23 +22,38 @@
 #endif
 #define STEP (SIDE * NR)  // floats from one step of k to the next
 
+namespace {  // tables of templates are shared between libraries otherwise, whatever machine these were compiled for
+
 // While panels are multiplied, the next ones are fetched into the second-level cache, evenly over all tiles of rows: the
 // first tile would otherwise wait for memory alone and the others for nothing.
 struct Tile {
     const float *x, *panel;
     int64_t x_stride, k;
+    float *sums;  // [rows, STEP] of the steps before, and for those behind
+    bool first, last;
     Output out[SIDE];
-    const char *ahead;    // what this tile fetches: two lines for each step of k, `ahead_stride` bytes apart
+    const char *ahead;    // what this tile fetches: FETCHES lines for each step of k, `ahead_stride` bytes apart
     int64_t ahead_stride;
 };
 
-template <int R, int P>
-static void tile(const Tile &t) {
+// What becomes of the sums [rows, STEP] of `count` panels; a function of its own, since tiles are many.
+__attribute__((noinline)) void finish_rows(const Output *out, int count, const float *sums, int rows) {
+    for (int r = 0; r < rows; ++r)
+        for (int q = 0; q < count; ++q)
+            finish_row(out[q], load(sums + r * STEP + q * NR), load(sums + r * STEP + q * NR + VW), r);
+}
+
+// NEAR: the panels are in the first-level cache already.
+template <bool NEAR>
+constexpr int FETCHES = NEAR ? 1 : 2;
+
+template <int R, int P, bool NEAR>
+void tile(const Tile &t) {
     vf acc[R][2 * P];
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-        for (int v = 0; v < 2 * P; ++v) acc[r][v] = vf{};
+        for (int v = 0; v < 2 * P; ++v) acc[r][v] = t.first ? vf{} : load(t.sums + r * STEP + v * VW);
     const float *w = t.panel;
     const char *ahead = t.ahead;
     for (int64_t i = 0; i < t.k; ++i, w += STEP) {
@@ -45,11 +61,9 @@ static void tile(const Tile &t) {
 #pragma GCC unroll 4
         for (int v = 0; v < 2 * P; ++v) {
             columns[v] = load(w + v * VW);
-            __builtin_prefetch(w + 8 * STEP + v * VW);
+            if (!NEAR) __builtin_prefetch(w + 8 * STEP + v * VW);
         }
-        __builtin_prefetch(ahead, 0, 2);
-        __builtin_prefetch(ahead + t.ahead_stride, 0, 2);
-        ahead += 2 * t.ahead_stride;
+        for (int f = 0; f < FETCHES<NEAR>; ++f, ahead += t.ahead_stride) __builtin_prefetch(ahead, 0, 2);
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
             const vf x = splat(t.x[r * t.x_stride + i]);
@@ -57,23 +71,32 @@ static void tile(const Tile &t) {
             for (int v = 0; v < 2 * P; ++v) acc[r][v] = fma(x, columns[v], acc[r][v]);
         }
     }
+    float ends[R * STEP];
+    float *sums = t.last ? ends : t.sums;
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
-        for (int q = 0; q < P; ++q) finish_row(t.out[q], acc[r][2 * q], acc[r][2 * q + 1], r);
+#pragma GCC unroll 4
+        for (int v = 0; v < 2 * P; ++v) store(sums + r * STEP + v * VW, acc[r][v]);
+    if (t.last) finish_rows(t.out, P, ends, R);
 }
 
 typedef void (*TileFunction)(const Tile &);
-static const TileFunction ONE[] = {nullptr, tile<1, 1>, tile<2, 1>, tile<3, 1>, tile<4, 1>,
+template <bool NEAR>
+struct Tiles {
+    static constexpr TileFunction ONE[] = {nullptr, tile<1, 1, NEAR>, tile<2, 1, NEAR>, tile<3, 1, NEAR>, tile<4, 1, NEAR>,
 #if MR > 4
-                            tile<5, 1>,
+                                           tile<5, 1, NEAR>,
 #endif
 #if MR > 5
-                            tile<6, 1>, tile<7, 1>, tile<8, 1>, tile<9, 1>, tile<10, 1>, tile<11, 1>, tile<12, 1>,
+                                           tile<6, 1, NEAR>, tile<7, 1, NEAR>, tile<8, 1, NEAR>, tile<9, 1, NEAR>,
+                                           tile<10, 1, NEAR>, tile<11, 1, NEAR>, tile<12, 1, NEAR>,
+#endif
+    };
+#if SIDE == 2
+    static constexpr TileFunction BOTH[] = {nullptr, tile<1, 2, NEAR>, tile<2, 2, NEAR>, tile<3, 2, NEAR>,
+                                            tile<4, 2, NEAR>, tile<5, 2, NEAR>, tile<6, 2, NEAR>};
 #endif
 };
-#if SIDE == 2
-static const TileFunction BOTH[] = {nullptr, tile<1, 2>, tile<2, 2>, tile<3, 2>, tile<4, 2>, tile<5, 2>, tile<6, 2>};
-#endif
 
 // Panels [panel, panel + count), what a thread multiplies at a time: SIDE of them, and single ones at the end, so that
 // threads have equal shares.
@@ -92,24 +115,34 @@ struct Turns {
     }
 };
 
-// Every row against `columns`, whose weights begin at `weights`, in tiles of nearly equal height, while `ahead_bytes`
-// from `ahead` on are fetched.
-static void all_rows(const LinearArguments &a, Columns columns, const float *weights, const void *ahead,
-                     int64_t ahead_bytes) {
+// Steps [first, first + count) of k.
+struct Depth {
+    int64_t first, count;
+};
+
+// Every row against `columns` over some steps of k, whose weights begin at `weights`, in tiles of nearly equal height,
+// while `ahead_bytes` from `ahead` on are fetched. `sums` [m, STEP] hold what steps of k before and behind share.
+template <bool NEAR>
+void all_rows(const LinearArguments &a, Columns columns, Depth depth, const float *weights, float *sums,
+                     const void *ahead, int64_t ahead_bytes) {
     const bool both = columns.count > 1;
     const int64_t height = both ? SIDE_MR : MR, tiles = (a.m + height - 1) / height;
-    const int64_t base = a.m / tiles, extra = a.m % tiles, lines = 2 * tiles * a.k;
-    Tile t{a.x, weights, a.x_stride, a.k, {}, (const char *)ahead, (ahead_bytes + lines - 1) / lines};
+    const int64_t base = a.m / tiles, extra = a.m % tiles, lines = FETCHES<NEAR> * tiles * depth.count;
+    Tile t{a.x + depth.first, weights, a.x_stride, depth.count, sums, depth.first == 0, depth.first + depth.count == a.k,
+           {}, (const char *)ahead, (ahead_bytes + lines - 1) / lines};
     for (int q = 0; q < columns.count; ++q) t.out[q] = at_panel(whole_output(a), columns.panel + q, a.n);
     for (int64_t index = 0; index < tiles; ++index) {
         const int64_t rows = base + (index < extra);
 #if SIDE == 2
-        (both ? BOTH : ONE)[rows](t);
+        (both ? Tiles<NEAR>::BOTH : Tiles<NEAR>::ONE)[rows](t);
 #else
-        ONE[rows](t);
+        Tiles<NEAR>::ONE[rows](t);
 #endif
         t.x += rows * a.x_stride;
-        t.ahead += 2 * a.k * t.ahead_stride;
+        if (sums) t.sums += rows * STEP;
+        t.ahead += FETCHES<NEAR> * depth.count * t.ahead_stride;
         for (int q = 0; q < columns.count; ++q) t.out[q] = below(t.out[q], rows);
     }
 }
+
+}  // namespace

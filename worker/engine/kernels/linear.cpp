@@ -68,7 +68,8 @@ extern "C" int64_t tokenmill_linear_member(const LinearArguments *arguments, con
     for (int64_t turn = team->take(1), next; turn < turns.count(); turn = next) {
         next = team->take(1);  // early, to know what to fetch meanwhile
         const Columns mine = turns[turn], then = turns[next < turns.count() ? next : turn];
-        all_rows(a, mine, weights(mine), weights(then), next < turns.count() ? then.count * NR * a.k * sizeof(float) : 0);
+        all_rows<false>(a, mine, {0, a.k}, weights(mine), nullptr, weights(then),
+                 next < turns.count() ? then.count * NR * a.k * sizeof(float) : 0);
     }
     return 0;
 }

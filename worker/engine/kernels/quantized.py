@@ -74,21 +74,20 @@ class Int4Packer:
         n, k = weight.shape
         if k % INT4_GROUP:
             raise ValueError(f"4-bit weights take a multiple of {INT4_GROUP} inputs, not {k}")
-        codes, scale, zero = round_int4(weight)
+        return self.pack_codes(*round_int4(weight), bias)
+
+    def pack_codes(self, codes: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None = None) -> PackedWeight:
+        """What `round_int4` gives."""
+        n, k = codes.shape
         columns = -(-n // self.panel_width) * self.panel_width
         panels = self._arena.take(columns * k // 8, torch.int32)
         scales = self._arena.take(columns * k // INT4_GROUP * 2, torch.float16)
         pointers = (c_void_p(tensor.data_ptr()) for tensor in (codes, scale, zero, panels, scales))
         self._pack(*pointers, c_int64(n), c_int64(k))
-        thread_bytes = self._thread_bytes(c_int64(k))
         return PackedWeight(
-            self._library,
-            (n, k),
-            panels,
-            scales,
-            padded_bias(bias, self.panel_width),
-            thread_bytes=thread_bytes,
-        )
+            self._library, (n, k), panels, scales, padded_bias(bias, self.panel_width),
+            thread_bytes=self._thread_bytes(c_int64(k)),
+        )  # fmt: skip
 
 
 def round_int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 def optimise(
-    model: nn.Module, config: EngineConfig, choose: Callable[[Quantization | None], Packing] = Packing.choose
+    model: nn.Module, config: EngineConfig, choose: Callable[[Quantization | None, bool], Packing] = Packing.choose
 ) -> nn.Module:
     """Swap its modules in place where the settings and the device allow. Raises EngineConfigError."""
     weight = next(model.parameters())
@@ -31,13 +31,15 @@ def optimise(
             f"not on {weight.device.type} in {str(weight.dtype).removeprefix('torch.')}"
         ])  # fmt: skip
     try:
-        packing = choose(config.quantization)
+        packing = choose(config.quantization, config.narrow_weights)
     except KernelUnavailableError as error:
         if config.quantization is not None:
             raise EngineConfigError([f"quantization {config.quantization!r} needs compiled kernels: {error}"]) from None
         log.warning("the model runs on torch's own linear layers: %s", error)
         return model
     swapped = swap_modules(model, packing)
+    if (told := packing.told()) is not None:
+        log.info("weights in memory, each the same bits as in float32: %s", told)
     if config.quantization is not None:
         _report_the_rest(model, config, swapped)
     return model

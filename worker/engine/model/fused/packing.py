@@ -11,27 +11,39 @@ from torch import Tensor
 
 from worker.engine.config import Quantization
 from worker.engine.kernels.linear import LinearKernels, PackedWeight, Packer
+from worker.engine.kernels.narrow import NarrowPacker
 from worker.engine.kernels.quantized import INT4_GROUP, MAX_INT8_DEPTH, Int4Packer, Int8Packer
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """`exact` is float32: stand-ins are compared through it, and norms run in it. `body` is what the model
-    then runs on, `head` what turns the last hidden states into logits."""
+    """Norms run in `kernels`. Stand-ins are compared through `exact`, which gives what float32 weights give; `body` is
+    what the model then runs on, `head` what turns the last hidden states into logits."""
 
-    exact: LinearKernels
+    kernels: LinearKernels
+    exact: Packer
     body: Packer
     head: Packer
 
     @classmethod
-    def choose(cls, quantization: Quantization | None) -> Packing:
-        """Raises KernelUnavailableError where the kernels cannot be compiled."""
-        exact = LinearKernels()
+    def choose(cls, quantization: Quantization | None, narrow: bool = True) -> Packing:
+        """`narrow`: keep weights in a narrower form where that gives them back bit for bit.
+
+        Raises KernelUnavailableError where the kernels cannot be compiled.
+        """
+        kernels = LinearKernels()
+        exact = NarrowPacker(kernels) if narrow else kernels
         if quantization is None:
-            return cls(exact, exact, exact)
-        int8 = _Fitting(exact, Int8Packer())
+            return cls(kernels, exact, exact, exact)
+        int8 = _Fitting(kernels, Int8Packer())
         # The head of a small model holds a fifth of its weights and all of its last decisions: it keeps 8 bits.
-        return cls(exact, int8 if quantization == "int8" else _Fitting(int8, Int4Packer()), int8)
+        return cls(kernels, kernels, int8 if quantization == "int8" else _Fitting(int8, Int4Packer()), int8)
+
+    def told(self) -> str | None:
+        """What became of the weights, in words; None where nothing is to be said of them."""
+        if not isinstance(self.body, NarrowPacker):
+            return None
+        return ", ".join(f"{count / 1e6:.1f} million as {form}" for form, count in self.body.kept.items())
 
     @property
     def is_exact(self) -> bool:

@@ -82,7 +82,7 @@ def _norm(packing: Packing, module: nn.Module) -> nn.Module | None:
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if "RMSNorm" not in type(module).__name__ or not isinstance(weight, Tensor) or not isinstance(eps, float):
         return None
-    candidates = (FusedNorm(packing.exact, weight, eps, offset) for offset in (0.0, 1.0))
+    candidates = (FusedNorm(packing.kernels, weight, eps, offset) for offset in (0.0, 1.0))
     return next((norm for norm in candidates if agree(module, norm, weight.shape[0])), None)
 
 

@@ -1,0 +1,66 @@
+// Linear layers with 8-bit weights and float32 activations: w = scale · code, by groups of 32 along k.
+//
+// Panels are [n / NR][k][NR] bytes, scales [n / NR][k / 32][NR] half floats.
+
+#include "decoded.h"
+
+namespace {
+
+INLINE vi widened(const int8_t *p) {
+#if VW == 16
+    return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p));
+#elif VW == 8
+    return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p));
+#else
+    typedef int8_t vb __attribute__((vector_size(VW)));
+    vb v;
+    memcpy(&v, p, sizeof v);
+    return __builtin_convertvector(v, vi);
+#endif
+}
+
+struct Byte {
+    static constexpr int64_t GROUP = 32, CHUNK = 2;
+    struct Group {
+        vf scale[2];
+    };
+    struct Chunk {
+        const int8_t *codes;
+    };
+    const int8_t *codes;
+    const f16 *scales;
+
+    static Byte at(const LinearArguments &a, int64_t p) {
+        return {(const int8_t *)a.weight + p * a.k * NR, (const f16 *)a.scale + p * (a.k / GROUP) * NR};
+    }
+    INLINE_MEMBER const void *start() const { return codes; }
+    static int64_t bytes(int64_t k) { return k * NR; }
+    INLINE_MEMBER Group group(int64_t i) const {
+        const f16 *at = scales + i / GROUP * NR;
+        return {{load(at), load(at + VW)}};
+    }
+    INLINE_MEMBER Chunk chunk(int64_t i) const { return {codes + i * NR}; }
+    INLINE_MEMBER void fetch_group(int64_t i) const { fetch_lines(scales + i / GROUP * NR, NR * sizeof(f16)); }
+    INLINE_MEMBER void fetch_chunk(int64_t i) const { fetch_lines(codes + i * NR, CHUNK * NR); }
+    INLINE_MEMBER static vf decode(const Group &group, const Chunk &chunk, int step, int half) {
+        return __builtin_convertvector(widened(chunk.codes + step * NR + half * VW), vf) * group.scale[half];
+    }
+};
+
+}  // namespace
+
+// Codes [n, k] and scales [n, k / 32] as half floats → panels; k is a multiple of 32
+extern "C" void tokenmill_pack(const int8_t *codes, const uint16_t *scale, int8_t *panels, uint16_t *scales, int64_t n,
+                               int64_t k) {
+    const int64_t count = (n + NR - 1) / NR, groups = k / Byte::GROUP;
+#pragma omp parallel for schedule(static)
+    for (int64_t p = 0; p < count; ++p)
+        for (int64_t j = 0; j < NR; ++j) {
+            const int64_t row = p * NR + j;
+            const bool exists = row < n;
+            for (int64_t i = 0; i < k; ++i) panels[(p * k + i) * NR + j] = exists ? codes[row * k + i] : 0;
+            for (int64_t g = 0; g < groups; ++g) scales[(p * groups + g) * NR + j] = exists ? scale[row * groups + g] : 0;
+        }
+}
+
+DECODED_LINEAR(Byte)

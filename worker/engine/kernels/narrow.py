@@ -1,0 +1,174 @@
+"""Float32 weights kept in a narrower form that gives back every one of them, bit for bit.
+
+Few models are born in float32: most checkpoints are bfloat16, and GGUF files hold blocks of 4 or 8 bits with half
+precision scales (llama.cpp's Q4_0, Q4_1 and Q8_0). Loaded as float32 they fill two to six times the memory with what is
+known already, and a step of few rows waits for memory alone. What a weight was is found from its values, so it matters
+not how it came; what fits no form stays float32. Activations, products and sums are float32 throughout.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from ctypes import CDLL, c_int64, c_void_p
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from worker.engine.huge_pages import Arena
+from worker.engine.kernels.library import load
+from worker.engine.kernels.linear import LinearKernels, PackedWeight, padded_bias
+from worker.engine.kernels.quantized import INT4_GROUP, Int4Packer
+
+BYTE_GROUP = 32
+_PROBED_ROWS = 16  # tell most weights of another form from the rest
+_ROWS_AT_ONCE = 1024
+_TINY = torch.finfo(torch.float32).tiny
+
+
+class NarrowPacker:
+    """Packs into the narrowest exact form: 4 bits, 8 bits, bfloat16, float32. `kept` counts weights by form."""
+
+    def __init__(self, kernels: LinearKernels, cache_dir: Path | None = None, march: str = "native") -> None:
+        self.panel_width = kernels.panel_width
+        self.kept: Counter[str] = Counter()
+        self._kernels = kernels
+        self._where = (cache_dir, march)
+        self._arena = Arena()
+
+    @cached_property
+    def _int4(self) -> Int4Packer:
+        return Int4Packer(*self._where)
+
+    def _library(self, form: str) -> CDLL:
+        library = load(f"linear_{form}", *self._where)
+        library.tokenmill_pack.restype = None
+        library.tokenmill_thread_bytes.restype = c_int64
+        return library
+
+    def pack(self, weight: Tensor, bias: Tensor | None = None) -> PackedWeight:
+        """`weight` `[n, k]`."""
+        rows = weight.detach().float().contiguous()
+        form, packed = self._pack(rows, bias)
+        self.kept[form] += rows.numel()
+        return packed
+
+    def _pack(self, rows: Tensor, bias: Tensor | None) -> tuple[str, PackedWeight]:
+        if (affine := find_int4(rows)) is not None:
+            return "4 bits", self._int4.pack_codes(*affine, bias)
+        if (scaled := find_bytes(rows)) is not None:
+            return "8 bits", self._pack_bytes(*scaled, bias)
+        if is_bfloat16(rows):
+            return "bfloat16", self._pack_bfloat16(rows, bias)
+        return "float32", self._kernels.pack(rows, bias)
+
+    def _pack_bytes(self, codes: Tensor, scale: Tensor, bias: Tensor | None) -> PackedWeight:
+        n, k = codes.shape
+        panels = self._arena.take(self._columns(n) * k, torch.int8)
+        scales = self._arena.take(self._columns(n) * k // BYTE_GROUP, torch.float16)
+        return self._packed("byte", (n, k), (codes, scale), (panels, scales), bias)
+
+    def _pack_bfloat16(self, rows: Tensor, bias: Tensor | None) -> PackedWeight:
+        n, k = rows.shape
+        panels = self._arena.take(self._columns(n) * k, torch.bfloat16)
+        return self._packed("bf16", (n, k), (rows.bfloat16(),), (panels,), bias)
+
+    def _packed(
+        self, form: str, shape: tuple[int, int], source: Sequence[Tensor], target: Sequence[Tensor], bias: Tensor | None
+    ) -> PackedWeight:
+        library, (n, k) = self._library(form), shape
+        library.tokenmill_pack(*(c_void_p(part.data_ptr()) for part in (*source, *target)), c_int64(n), c_int64(k))
+        panels, scales = target if len(target) == 2 else (*target, None)
+        thread_bytes = library.tokenmill_thread_bytes(c_int64(k))
+        return PackedWeight(
+            library, shape, panels, scales, padded_bias(bias, self.panel_width), thread_bytes=thread_bytes
+        )
+
+    def _columns(self, n: int) -> int:
+        return -(-n // self.panel_width) * self.panel_width
+
+
+# A zero's sign may be lost: no sum that starts from zero can tell.
+
+
+def find_int4(rows: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Codes `[n, k]` in [0, 15], scale and zero `[n, k / 32]` as half floats with scale · code + zero equal to `rows`
+    `[n, k]` float32; None where there are none.
+    """
+    if rows.shape[1] % INT4_GROUP or _affine(rows[:_PROBED_ROWS]) is None:
+        return None
+    parts = []
+    for some in torch.split(rows, _ROWS_AT_ONCE):
+        found = _affine(some)
+        if found is None:
+            return None
+        parts.append(found)
+    codes, scale, zero = (torch.cat(part) for part in zip(*parts, strict=True))
+    return codes, scale, zero
+
+
+def _affine(rows: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+    groups = rows.reshape(-1, INT4_GROUP)
+    codes = torch.zeros(groups.shape, dtype=torch.uint8)
+    scale, zero = torch.zeros(2, len(groups), dtype=torch.float16)
+    left = torch.arange(len(groups))
+    low, high = groups.amin(dim=1), groups.amax(dim=1)
+    for candidate_scale, candidate_zero in _candidates(low, high):
+        some, step, start = groups[left], candidate_scale[left], candidate_zero[left]
+        wide, first = step.float()[:, None], start.float()[:, None]
+        found = ((some - first) / torch.where(wide == 0, _TINY, wide)).round_().clamp_(0, 15)
+        exact = (found * wide + first == some).all(dim=1)
+        hits = left[exact]
+        codes[hits], scale[hits], zero[hits] = found[exact].to(torch.uint8), step[exact], start[exact]
+        left = left[~exact]
+        if not len(left):
+            by_row = (len(rows), -1)
+            return codes.view(rows.shape), scale.view(by_row), zero.view(by_row)
+    return None
+
+
+def _candidates(low: Tensor, high: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Scales and zeros of groups in which the least and the greatest weight lie so many codes apart: from the least
+    weight up as in Q4_1, or from −8 steps as in Q4_0, whose scale may be negative.
+    """
+    for steps in range(15, 0, -1):
+        scale = ((high - low) / steps).half()
+        yield scale, low.half()
+        yield scale, -8 * scale
+        yield -scale, 8 * scale
+
+
+def find_bytes(rows: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Codes `[n, k]` in [-127, 127] and half-precision scales `[n, k / 32]` with scale · code equal to `rows` `[n, k]`
+    float32, each group reaching 127 as in Q8_0; None where there are none.
+    """
+    if rows.shape[1] % BYTE_GROUP or _scaled(rows[:_PROBED_ROWS]) is None:
+        return None
+    parts = []
+    for some in torch.split(rows, _ROWS_AT_ONCE):
+        found = _scaled(some)
+        if found is None:
+            return None
+        parts.append(found)
+    codes, scale = (torch.cat(part) for part in zip(*parts, strict=True))
+    return codes, scale
+
+
+def _scaled(rows: Tensor) -> tuple[Tensor, Tensor] | None:
+    groups = rows.reshape(len(rows), -1, BYTE_GROUP)
+    scale = (groups.abs().amax(dim=-1) / 127).half()
+    wide = scale.float()[..., None]
+    codes = (groups / wide.clamp_min(_TINY)).round_().clamp_(-127, 127)
+    if not torch.equal(codes * wide, groups):
+        return None
+    return codes.to(torch.int8).view(rows.shape), scale
+
+
+def is_bfloat16(rows: Tensor) -> bool:
+    """Does every weight of `[n, k]` float32 fit bfloat16? Pairs along k share a lane, so k must be even."""
+    if rows.shape[1] % 2:
+        return False
+    parts = (rows[:_PROBED_ROWS], *torch.split(rows, _ROWS_AT_ONCE))
+    return all(torch.equal(part.bfloat16().float(), part) for part in parts)
