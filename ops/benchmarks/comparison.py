@@ -27,9 +27,11 @@ from ops.benchmarks.workload_files import SHAPES, Workload, generate, load
 OURS = "tokenmill"
 WHOLE_WAY = "whole way"
 VLLM, LLAMA_CPP = "vllm", "llamacpp"
+WIDE = "wide"  # our engine with every weight as float32 in memory
 _MODULES = {
     OURS: "ours",
     WHOLE_WAY: "whole_way",
+    WIDE: "ours",
     "transformers": "transformers_batching",
     VLLM: "vllm_engine",
     LLAMA_CPP: "llamacpp_engine",
@@ -157,6 +159,8 @@ def _told(name: str, options: EngineOptions, waiting: Waiting) -> EngineOptions:
     """A peer in its own environment cannot resolve our names of models: it gets the folder, or its own kind of file."""
     if is_floor(name):
         return dataclasses.replace(options, settings={**options.settings, FLOOR: name.removeprefix(f"{FLOOR} ")})
+    if name == WIDE:
+        return dataclasses.replace(options, settings={**options.settings, "narrow_weights": False})
     if name == LLAMA_CPP:
         kind = gguf_weights.KINDS[str(options.settings.get("quantization", "none"))]
         path = gguf_weights.weights_for(options.model, kind, ROOT / ".cache" / "bench-models", waiting)

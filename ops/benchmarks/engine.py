@@ -10,7 +10,11 @@ from ops.benchmarks import comparison
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     comparison.add_arguments(parser)
     parser.add_argument(
-        "--peer", action="append", default=[], choices=("transformers", "vllm", "llamacpp"), help="repeatable"
+        "--peer",
+        action="append",
+        default=[],
+        choices=("transformers", "vllm", "llamacpp", comparison.WIDE),
+        help="repeatable; wide: ourselves with every weight as float32 in memory (`narrow_weights` off)",
     )
     parser.add_argument(
         "--floor",

@@ -1,5 +1,7 @@
 """Narrow forms of float32 weights: found from the values alone, and every sum as the float32 kernel has it."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -56,7 +58,12 @@ def bfloat16(n: int, k: int) -> Tensor:
     return torch.randn(n, k).bfloat16().float()
 
 
-FORMS = {"4 bits": q4_1, "8 bits": q8_0, "bfloat16": bfloat16, "float32": torch.randn}
+FORMS: dict[str, Callable[[int, int], Tensor]] = {
+    "4 bits": q4_1,
+    "8 bits": q8_0,
+    "bfloat16": bfloat16,
+    "float32": torch.randn,
+}
 
 
 @pytest.mark.parametrize("form", FORMS)

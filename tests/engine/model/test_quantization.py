@@ -54,7 +54,8 @@ def test_a_model_that_was_bfloat16_stays_so_in_memory_and_gives_the_same_bits(
     folder_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """Most checkpoints are bfloat16; in float32 the engine computes with the same weights at half the traffic."""
-    load_model(folder_of("llama"), config(folder_of("llama"), None, fuse=False)).model.bfloat16().save_pretrained(tmp_path)
+    original = load_model(folder_of("llama"), config(folder_of("llama"), None, fuse=False)).model
+    original.bfloat16().save_pretrained(tmp_path)
     plain = config(tmp_path, None, dtype="float32", narrow_weights=False)
     narrow = plain.replace(narrow_weights=True)
     half, whole = {torch.bfloat16}, {torch.float32}

@@ -9,7 +9,7 @@ not how it came; what fits no form stays float32. Activations, products and sums
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from ctypes import CDLL, c_int64, c_void_p
 from functools import cached_property
 from pathlib import Path
@@ -65,25 +65,23 @@ class NarrowPacker:
         return "float32", self._kernels.pack(rows, bias)
 
     def _pack_bytes(self, codes: Tensor, scale: Tensor, bias: Tensor | None) -> PackedWeight:
-        n, k = codes.shape
-        panels = self._arena.take(self._columns(n) * k, torch.int8)
-        scales = self._arena.take(self._columns(n) * k // BYTE_GROUP, torch.float16)
-        return self._packed("byte", (n, k), (codes, scale), (panels, scales), bias)
+        count = self._columns(codes.shape[0]) * codes.shape[1]
+        panels, scales = self._arena.take(count, torch.int8), self._arena.take(count // BYTE_GROUP, torch.float16)
+        return self._packed("byte", (codes, scale), panels, scales, bias)
 
     def _pack_bfloat16(self, rows: Tensor, bias: Tensor | None) -> PackedWeight:
-        n, k = rows.shape
-        panels = self._arena.take(self._columns(n) * k, torch.bfloat16)
-        return self._packed("bf16", (n, k), (rows.bfloat16(),), (panels,), bias)
+        panels = self._arena.take(self._columns(rows.shape[0]) * rows.shape[1], torch.bfloat16)
+        return self._packed("bf16", (rows.bfloat16(),), panels, None, bias)
 
     def _packed(
-        self, form: str, shape: tuple[int, int], source: Sequence[Tensor], target: Sequence[Tensor], bias: Tensor | None
+        self, form: str, source: tuple[Tensor, ...], panels: Tensor, scales: Tensor | None, bias: Tensor | None
     ) -> PackedWeight:
-        library, (n, k) = self._library(form), shape
+        library, (n, k) = self._library(form), source[0].shape
+        target = (panels,) if scales is None else (panels, scales)
         library.tokenmill_pack(*(c_void_p(part.data_ptr()) for part in (*source, *target)), c_int64(n), c_int64(k))
-        panels, scales = target if len(target) == 2 else (*target, None)
         thread_bytes = library.tokenmill_thread_bytes(c_int64(k))
         return PackedWeight(
-            library, shape, panels, scales, padded_bias(bias, self.panel_width), thread_bytes=thread_bytes
+            library, (n, k), panels, scales, padded_bias(bias, self.panel_width), thread_bytes=thread_bytes
         )
 
     def _columns(self, n: int) -> int:

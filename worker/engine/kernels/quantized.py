@@ -71,9 +71,8 @@ class Int4Packer:
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> PackedWeight:
         """`weight` `[n, k]`, k a multiple of INT4_GROUP."""
-        n, k = weight.shape
-        if k % INT4_GROUP:
-            raise ValueError(f"4-bit weights take a multiple of {INT4_GROUP} inputs, not {k}")
+        if weight.shape[1] % INT4_GROUP:
+            raise ValueError(f"4-bit weights take a multiple of {INT4_GROUP} inputs, not {weight.shape[1]}")
         return self.pack_codes(*round_int4(weight), bias)
 
     def pack_codes(self, codes: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None = None) -> PackedWeight:
