@@ -170,13 +170,16 @@ class CpuAttention(AttentionBackend):
 
     def use_workspace(self, arguments: AttendArguments, num_bytes: int) -> None:
         """Give a call of attend at least `num_bytes`; it answers with the number that it lacks."""
+        arguments.workspace, arguments.workspace_bytes = self.workspace(num_bytes)
+
+    def workspace(self, num_bytes: int) -> tuple[int, int]:
+        """Address and size of this thread's workspace, of at least `num_bytes`."""
         workspace: Tensor | None = getattr(self._local, "workspace", None)
         if workspace is None or workspace.numel() < num_bytes:
             workspace = torch.empty(max(num_bytes * 5 // 4, 1 << 20) + 64, dtype=torch.uint8)
             self._local.workspace = workspace
         start = -workspace.data_ptr() % 64
-        arguments.workspace = workspace.data_ptr() + start
-        arguments.workspace_bytes = workspace.numel() - start
+        return workspace.data_ptr() + start, workspace.numel() - start
 
     def _write_arguments(
         self, key: Tensor, value: Tensor, cache: Tensor, metadata: AttentionMetadata

@@ -34,6 +34,7 @@ class LayerRun:
         self._layer_ids = [part.attention.layer_idx for part in parts]
         self._backend: CpuAttention | None = None
         self._bound: list[LayerBinding] = []
+        self._workspace = (0, 0)
         self._version = self._num_tokens = -1
         for part in parts:
             scratch.reserve(part.widths, part.weights)
@@ -99,8 +100,11 @@ class LayerRun:
 
     def _give_workspace(self, num_bytes: int) -> None:
         assert self._backend is not None
-        for calls, _ in self._every:
-            self._backend.use_workspace(calls.attend, num_bytes)
+        workspace = self._backend.workspace(num_bytes)
+        if workspace != self._workspace:
+            self._workspace = workspace
+            for calls, _ in self._every:
+                calls.attend.workspace, calls.attend.workspace_bytes = workspace
 
 
 def _are_few(rows: Tensor | None, num_tokens: int) -> bool:
