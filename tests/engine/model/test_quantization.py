@@ -6,6 +6,7 @@ import argparse
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -54,7 +55,7 @@ def test_a_model_that_was_bfloat16_stays_so_in_memory_and_gives_the_same_bits(
     folder_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """Most checkpoints are bfloat16; in float32 the engine computes with the same weights at half the traffic."""
-    original = load_model(folder_of("llama"), config(folder_of("llama"), None, fuse=False)).model
+    original: Any = load_model(folder_of("llama"), config(folder_of("llama"), None, fuse=False)).model
     original.bfloat16().save_pretrained(tmp_path)
     plain = config(tmp_path, None, dtype="float32", narrow_weights=False)
     narrow = plain.replace(narrow_weights=True)
