@@ -20,8 +20,9 @@ from worker.engine.attention import AttentionMetadata, AttentionShape
 from worker.engine.attention.cpu import CpuAttention
 from worker.engine.config import EngineConfigError
 from worker.engine.kernels.toolchain import KernelUnavailableError
-from worker.engine.model.fused import Packing, optimise, swap_modules
+from worker.engine.model.fused import Packing, find_direct, optimise, swap_modules
 from worker.engine.model.fused.layer import FusedLayer
+from worker.engine.model.fused.layers import small_step
 from worker.engine.model.fused.modules import FusedAttention
 from worker.engine.model.paged import IMPLEMENTATION, LayerBinding, PagedStep, register
 
@@ -249,6 +250,50 @@ def test_layers_run_as_one_give_the_bits_of_layers_run_in_turn(folder_of: Callab
     layers[2].layer.mlp.down = None  # the parts themselves run now: one that is broken is noticed
     with pytest.raises(TypeError):
         through_layers(layers[:], hidden)
+
+
+DIRECT = {"llama", "mistral", "qwen2", "qwen3", "phi3", "phi3_partial"}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_what_is_called_without_transformers_frame(name: str, folder_of: Callable[[str], Path]) -> None:
+    """Where it is, the logits are the model's, bit for bit, also beyond the first rotary tables."""
+    model: Any = load(folder_of(name))
+    swap_modules(model, Packing.choose(None))
+    direct = find_direct(model)
+    assert (direct is not None) == (name in DIRECT), name
+    if direct is None:
+        return
+    layers: Any = model.get_submodule("model.layers")
+    step = small_step([layer.parts for layer in layers])
+    assert step is not None
+    input_ids, positions = torch.tensor([5, 6, 7, 8, 9]), torch.tensor([3, 9000, 4, 20_000, 1])
+    with torch.inference_mode():
+        wanted = model(input_ids=input_ids[None], position_ids=positions[None], use_cache=False, paged=step).logits[0]
+        for rows in (torch.arange(5), torch.tensor([4])):
+            found = direct(input_ids, positions, rows, step)
+            assert found is not None
+            assert torch.equal(found, wanted[rows])
+        layers[1].is_whole = False
+        assert direct(input_ids, positions, torch.tensor([4]), step) is None, "somebody is between its parts"
+
+
+def test_a_model_that_does_something_to_its_logits_is_called_as_it_is(folder_of: Callable[[str], Path]) -> None:
+    model: Any = load(folder_of("llama"))
+    swap_modules(model, Packing.choose(None))
+    original = model.forward
+
+    def halved(**kwargs: Any) -> Any:
+        out = original(**kwargs)
+        out.logits = out.logits / 2
+        return out
+
+    model.forward = halved
+    assert find_direct(model) is None
+    model.forward = original
+    assert find_direct(model) is not None
+    model.get_submodule("model.rotary_emb").rope_type = "dynamic"
+    assert find_direct(model) is None, "whose tables depend on the longest sequence"
 
 
 def test_an_unknown_activation_is_left_alone(folder_of: Callable[[str], Path]) -> None:

@@ -20,7 +20,7 @@ from transformers.utils import logging as progress_bars
 from worker.engine.attention import AttentionShape
 from worker.engine.config import EngineConfig, EngineConfigError, LayerGroup
 from worker.engine.model.device import fuse_where_possible
-from worker.engine.model.fused import optimise
+from worker.engine.model.fused import DirectForward, find_direct, optimise
 from worker.engine.model.layers import describe_layers, group_layers
 from worker.engine.model.paged import IMPLEMENTATION, AttentionStep, Probe, register
 
@@ -41,6 +41,7 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
     max_model_len: int
     keeps_rows: bool  # does the model's forward take logits_to_keep?
+    direct: DirectForward | None = None  # the same pass without Transformers' frame around the layers
 
     @property
     def vocab_size(self) -> int:
@@ -48,6 +49,8 @@ class LoadedModel:
 
     def logits(self, input_ids: Tensor, positions: Tensor, rows: Tensor, step: AttentionStep) -> Tensor:
         """Logits `[num_rows, vocab]` of the packed tokens (`[num_tokens]`) at `rows`; only these reach the head."""
+        if self.direct is not None and (logits := self.direct(input_ids, positions, rows, step)) is not None:
+            return logits
         return _logits(self.model, self.keeps_rows, input_ids, positions, rows, step)
 
 
@@ -97,6 +100,7 @@ def describe_model(model: Any, path: Path, config: EngineConfig) -> LoadedModel:
         eos_token_ids=eos_token_ids(path, text_config),
         max_model_len=resolve_length(text_config, config.max_model_len),
         keeps_rows=keeps_rows,
+        direct=find_direct(model),
     )
 
 

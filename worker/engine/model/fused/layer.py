@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from worker.engine.model.fused.layer_calls import LayerParts, Scratch
 from worker.engine.model.fused.layer_run import LayerRun
+from worker.engine.model.paged import PagedStep
 
 
 class FusedLayer(nn.Module):
@@ -66,6 +67,12 @@ class FusedRow(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self.__dict__["_layers"][0], name)
+
+    def at_once(self, hidden_states: Tensor, tables: tuple[Tensor, Tensor], step: PagedStep) -> Tensor | None:
+        """None where the layers have to be called one by one."""
+        if not all(layer.is_whole for layer in self._layers):
+            return None
+        return self._run(hidden_states, {"paged": step, "position_embeddings": tables})
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         is_whole = not args and all(layer.is_whole for layer in self._layers)

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 _BEFORE = ("input_layernorm", "post_attention_layernorm")
 _AROUND = ("input_layernorm", "pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm")
-_BLOCK_SIZE = 16
+BLOCK_SIZE = 16
 
 
 def fuse_layers(model: nn.Module) -> Counter[str]:
@@ -94,14 +94,25 @@ def _parts(layer: nn.Module) -> LayerParts | None:
     return LayerParts(attention, mlp, (norms[0], norms[1]), tuple(norms[2:]))
 
 
-def _agrees(layers: Sequence[nn.Module], candidate: nn.Module, parts: Sequence[LayerParts]) -> bool:
+def small_step(parts: Sequence[LayerParts]) -> PagedStep | None:
+    """Two prompts, as `two_prompts` has them, with a small cache for each of these layers; None where the CPU's
+    attention does not take them.
+    """
     attention = parts[0].attention
     shape = _shape(attention, attention.qkv.k)
-    if shape is None or CpuAttention.why_not(torch.device("cpu"), torch.float32, shape, _BLOCK_SIZE) is not None:
-        return False
+    if shape is None or CpuAttention.why_not(torch.device("cpu"), torch.float32, shape, BLOCK_SIZE) is not None:
+        return None
+    backend = CpuAttention()
+    block = backend.block_shape(BLOCK_SIZE, shape.num_kv_heads, shape.head_dim)
+    bindings = {part.attention.layer_idx: LayerBinding(0, torch.zeros(3, 2, *block), shape) for part in parts}
+    return PagedStep(backend, bindings, (two_prompts(BLOCK_SIZE),))  # type: ignore[arg-type]
+
+
+def _agrees(layers: Sequence[nn.Module], candidate: nn.Module, parts: Sequence[LayerParts]) -> bool:
+    attention = parts[0].attention
     tables = random_tables(attention.rotary_dim)
-    ids = [each.attention.layer_idx for each in parts]
-    expected, found = (_run(modules, ids, shape, tables, attention.qkv.k) for modules in (layers, [candidate]))
+    runs = (_run(modules, small_step(parts), tables, attention.qkv.k) for modules in (layers, [candidate]))
+    expected, found = runs
     if expected is None or found is None:
         return False
     return all(close(a, b) for a, b in zip(expected, found, strict=True))
@@ -118,14 +129,12 @@ def _shape(attention: FusedAttention, width: int) -> AttentionShape | None:
 
 @torch.inference_mode()
 def _run(
-    modules: Sequence[nn.Module], ids: list[int], shape: AttentionShape, tables: tuple[Tensor, Tensor], width: int
+    modules: Sequence[nn.Module], step: PagedStep | None, tables: tuple[Tensor, Tensor], width: int
 ) -> tuple[Tensor, ...] | None:
     """The rows that come out and the caches; None where a module does not take or give what layers usually do."""
-    backend = CpuAttention()
-    block = backend.block_shape(_BLOCK_SIZE, shape.num_kv_heads, shape.head_dim)
-    caches = [torch.zeros(3, 2, *block) for _ in ids]
-    bindings = {index: LayerBinding(0, cache, shape) for index, cache in zip(ids, caches, strict=True)}
-    step = PagedStep(backend, bindings, (two_prompts(_BLOCK_SIZE),))  # type: ignore[arg-type]
+    if step is None:
+        return None
+    bindings: dict[int, LayerBinding] = step.layers  # type: ignore[assignment]
     out = rows = random_rows(width)
     kept = rows.clone()
     try:
@@ -135,4 +144,5 @@ def _run(
     except Exception as error:
         log.debug("not fused: %s", error)
         return None
+    caches = (binding.cache for binding in bindings.values())
     return (out, *caches) if isinstance(out, Tensor) and torch.equal(rows, kept) else None
