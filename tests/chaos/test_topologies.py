@@ -150,6 +150,7 @@ async def test_a_cluster_goes_away_altogether_and_comes_back(valkey_cluster: Val
         time.sleep(1.5)
         for node in valkey_cluster.nodes:
             node.start()
+        valkey_cluster.wait_ready()
 
     async with serving(valkey_cluster.url, tmp_path, "outage") as client:
         await hear_through(client, lambda: asyncio.to_thread(outage))

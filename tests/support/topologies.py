@@ -86,6 +86,10 @@ class ValkeyCluster(Stoppable):
         for index, node in enumerate(self.nodes[self._num_primaries :]):
             primary = self._ask(self.nodes[index % self._num_primaries], "CLUSTER MYID")
             self._ask(node, "CLUSTER REPLICATE", primary)
+        self.wait_ready()
+
+    def wait_ready(self) -> None:
+        """Until every node says that all slots are served."""
         wait_until(lambda: all(self._is_ready(node) for node in self.nodes), "the cluster's readiness")
 
     def _knows_all(self, node: ValkeyServer) -> bool:
