@@ -17,7 +17,7 @@ ENGINE_HELP: Final[dict[str, str]] = {
     "max_memory_gib": "cap on the KV cache, whatever is free",
     "kv_dtype": "type of keys and values; auto: as the weights, float16 beside int8 and int4",
     "fuse": "swap well-known layers for fused ones",
-    "narrow_weights": "keep float32 weights in the bfloat16 or GGUF blocks that they came from, bit for bit (CPU)",
+    "narrow_weights": "keep float32 weights in the half precision or GGUF blocks that they came from (CPU)",
     "prefix_cache": "keep the blocks of prompts for those that begin alike",
     "cpu_offload_gib": "host memory for preempted sequences and evicted prefixes",
     "policy": "fifo, prefill_first or priority",

@@ -65,7 +65,7 @@ class EngineConfig:
     max_cached_loras: int = 16
     # speed
     fuse: bool = True  # on CPU in float32, and on CUDA: swap layers for fused ones that agree with them
-    narrow_weights: bool = True  # CPU: keep float32 weights as narrow as gives back every bit (bfloat16, GGUF blocks)
+    narrow_weights: bool = True  # CPU: keep float32 weights in the narrowest form that gives back every bit
     speculative_tokens: int = 0  # n-gram drafts a step and sequence; 0: off
     cuda_graphs: bool | None = None  # None: on where CUDA is
     max_cached_graphs: int = 32

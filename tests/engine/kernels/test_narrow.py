@@ -8,7 +8,7 @@ from torch import Tensor
 
 from worker.engine.kernels.library import load
 from worker.engine.kernels.linear import Epilogue, LinearKernels, pack_gated
-from worker.engine.kernels.narrow import NarrowPacker, find_bytes, find_int4, is_bfloat16
+from worker.engine.kernels.narrow import NarrowPacker, find_bytes, find_int4, fits
 from worker.engine.kernels.quantized import round_int4
 from worker.engine.kernels.toolchain import KernelUnavailableError
 
@@ -23,7 +23,7 @@ def kernels(request: pytest.FixtureRequest) -> tuple[LinearKernels, str]:
     if missing := MARCHES[request.param] - set(flags):
         pytest.skip(f"this CPU has no {', '.join(sorted(missing))}")
     try:
-        for form in ("int4", "byte", "bf16"):
+        for form in ("int4", "byte", "bf16", "f16"):
             load(f"linear_{form}", None, request.param)
         return LinearKernels(march=request.param), request.param
     except KernelUnavailableError as error:
@@ -58,10 +58,16 @@ def bfloat16(n: int, k: int) -> Tensor:
     return torch.randn(n, k).bfloat16().float()
 
 
+def float16(n: int, k: int) -> Tensor:
+    """Subnormal ones too."""
+    return (torch.randn(n, k) * 10.0 ** torch.randint(-7, 1, (n, k))).half().float()
+
+
 FORMS: dict[str, Callable[[int, int], Tensor]] = {
     "4 bits": q4_1,
     "8 bits": q8_0,
     "bfloat16": bfloat16,
+    "float16": float16,
     "float32": torch.randn,
 }
 
@@ -74,7 +80,7 @@ def test_every_sum_is_that_of_float32(kernels: tuple[LinearKernels, str], form: 
     weight, bias = FORMS[form](n, k), torch.randn(n)
     narrow = NarrowPacker(plain, march=march)
     packed, wanted = narrow.pack(weight, bias), plain.pack(weight, bias)
-    assert narrow.kept == {form: n * k}
+    assert packed.form == form
     for m in ROWS:
         x, residual = torch.randn(m, k), torch.randn(m, n)
         assert torch.equal(packed(x), wanted(x)), m
@@ -108,9 +114,7 @@ def test_one_weight_that_does_not_fit_is_enough(kernels: tuple[LinearKernels, st
         weight = make(2000, 64)
         weight[1999, 3] *= 1.0 + 2**-23
         weight[1999, 2] = 1000.0  # not the value on which a group's scale rests
-        packer = NarrowPacker(plain, march=march)
-        packer.pack(weight)
-        assert packer.kept == {"float32": 128_000}, form
+        assert NarrowPacker(plain, march=march).pack(weight).form == "float32", form
 
 
 def test_q4_0_comes_back_with_either_sign() -> None:
@@ -140,16 +144,18 @@ def test_what_is_in_no_form() -> None:
     weight = torch.randn(40, 64)
     assert find_int4(weight) is None
     assert find_bytes(weight) is None
-    assert not is_bfloat16(weight)
+    assert not fits(weight, torch.bfloat16)
+    assert not fits(weight, torch.float16)
     for odd in (float("nan"), float("inf")):
         weight = q8_0(40, 64)
         weight[20, 3] = odd
         assert find_bytes(weight) is None
         assert find_int4(weight) is None
-    assert not is_bfloat16(torch.full((4, 2), float("nan"))), "whose bits might be another's"
+        assert not fits(weight, torch.bfloat16)
+    assert not fits(torch.full((4, 2), float("nan")), torch.bfloat16), "whose bits might be another's"
+    assert not fits(torch.tensor([[1e6, 1.0]]), torch.float16), "too large"
     assert find_int4(q4_1(4, 64)[:, :40]) is None, "no whole groups"
     assert find_bytes(q8_0(4, 64)[:, :40]) is None
-    assert not is_bfloat16(torch.zeros(4, 33))
 
 
 def test_groups_without_a_range(kernels: tuple[LinearKernels, str]) -> None:
@@ -163,3 +169,17 @@ def test_groups_without_a_range(kernels: tuple[LinearKernels, str]) -> None:
     assert torch.equal(NarrowPacker(plain, march=march).pack(weight)(x), plain.pack(weight)(x))
     weight[3, 5] = 1e-30
     assert find_int4(weight) is None
+
+
+def test_where_a_form_cannot_be_compiled_a_weight_stays_float32(
+    kernels: tuple[LinearKernels, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, march = kernels
+
+    def unavailable(*_: object) -> None:
+        raise KernelUnavailableError("no room on the disk")
+
+    monkeypatch.setattr("worker.engine.kernels.narrow.load", unavailable)
+    packed = NarrowPacker(plain, march=march).pack(bfloat16(40, 64))
+    assert packed.form == "float32"
+    assert "a weight that could be narrower stays float32: no room on the disk" in caplog.text

@@ -52,10 +52,11 @@ class NormArguments(ctypes.Structure):
 class PackedWeight:
     """A weight `[n, k]` in the panels of one kernel, with its bias; call it on float32 rows `[m, k]`.
 
-    Scales and biases are padded to whole panels, since kernels load full vectors.
+    Scales and biases are padded to whole panels, since kernels load full vectors. `form` says in words what a weight is
+    in memory.
     """
 
-    __slots__ = ("_function", "bias", "k", "member", "n", "panels", "row_bytes", "scale", "thread_bytes")
+    __slots__ = ("_function", "bias", "form", "k", "member", "n", "panels", "row_bytes", "scale", "thread_bytes")
 
     def __init__(
         self,
@@ -66,12 +67,13 @@ class PackedWeight:
         bias: Tensor | None,
         row_bytes: int = 0,
         thread_bytes: int = 0,
+        form: str = "float32",
     ) -> None:
         self._function, self.member = library.tokenmill_linear, library.tokenmill_linear_member
         self._function.restype = None
         self.n, self.k = shape
         self.panels, self.scale, self.bias = panels, scale, bias
-        self.row_bytes, self.thread_bytes = row_bytes, thread_bytes
+        self.row_bytes, self.thread_bytes, self.form = row_bytes, thread_bytes, form
 
     def arguments(self, epilogue: Epilogue) -> LinearArguments:
         """What stays the same from call to call."""

@@ -1,14 +1,14 @@
 """Float32 weights kept in a narrower form that gives back every one of them, bit for bit.
 
-Few models are born in float32: most checkpoints are bfloat16, and GGUF files hold blocks of 4 or 8 bits with half
-precision scales (llama.cpp's Q4_0, Q4_1 and Q8_0). Loaded as float32 they fill two to six times the memory with what is
-known already, and a step of few rows waits for memory alone. What a weight was is found from its values, so it matters
-not how it came; what fits no form stays float32. Activations, products and sums are float32 throughout.
+Few models are born in float32: most checkpoints are bfloat16 or float16, and GGUF files hold blocks of 4 or 8 bits
+with half-precision scales (llama.cpp's Q4_0, Q4_1 and Q8_0). Loaded as float32 they fill two to six times the memory
+with what is known already, and a step of few rows waits for memory alone. What a weight was is found from its values,
+so it matters not how it came; what fits no form stays float32. Activations, products and sums are float32 throughout.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import logging
 from collections.abc import Iterator
 from ctypes import CDLL, c_int64, c_void_p
 from functools import cached_property
@@ -21,19 +21,22 @@ from worker.engine.huge_pages import Arena
 from worker.engine.kernels.library import load
 from worker.engine.kernels.linear import LinearKernels, PackedWeight, padded_bias
 from worker.engine.kernels.quantized import INT4_GROUP, Int4Packer
+from worker.engine.kernels.toolchain import KernelUnavailableError
+
+log = logging.getLogger(__name__)
 
 BYTE_GROUP = 32
+_WORDS = {"byte": "8 bits", "bf16": "bfloat16", "f16": "float16"}
 _PROBED_ROWS = 16  # tell most weights of another form from the rest
 _ROWS_AT_ONCE = 1024
 _TINY = torch.finfo(torch.float32).tiny
 
 
 class NarrowPacker:
-    """Packs into the narrowest exact form: 4 bits, 8 bits, bfloat16, float32. `kept` counts weights by form."""
+    """Packs into the narrowest exact form: 4 bits, 8 bits, half precision, float32."""
 
     def __init__(self, kernels: LinearKernels, cache_dir: Path | None = None, march: str = "native") -> None:
         self.panel_width = kernels.panel_width
-        self.kept: Counter[str] = Counter()
         self._kernels = kernels
         self._where = (cache_dir, march)
         self._arena = Arena()
@@ -51,27 +54,27 @@ class NarrowPacker:
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> PackedWeight:
         """`weight` `[n, k]`."""
         rows = weight.detach().float().contiguous()
-        form, packed = self._pack(rows, bias)
-        self.kept[form] += rows.numel()
-        return packed
+        try:
+            return self._narrow(rows, bias) or self._kernels.pack(rows, bias)
+        except KernelUnavailableError as error:
+            log.warning("a weight that could be narrower stays float32: %s", error)
+            return self._kernels.pack(rows, bias)
 
-    def _pack(self, rows: Tensor, bias: Tensor | None) -> tuple[str, PackedWeight]:
+    def _narrow(self, rows: Tensor, bias: Tensor | None) -> PackedWeight | None:
         if (affine := find_int4(rows)) is not None:
-            return "4 bits", self._int4.pack_codes(*affine, bias)
+            return self._int4.pack_codes(*affine, bias)
         if (scaled := find_bytes(rows)) is not None:
-            return "8 bits", self._pack_bytes(*scaled, bias)
-        if is_bfloat16(rows):
-            return "bfloat16", self._pack_bfloat16(rows, bias)
-        return "float32", self._kernels.pack(rows, bias)
+            return self._pack_bytes(*scaled, bias)
+        for form, dtype, steps_in_a_lane in (("bf16", torch.bfloat16, 2), ("f16", torch.float16, 1)):
+            if rows.shape[1] % steps_in_a_lane == 0 and fits(rows, dtype):
+                panels = self._arena.take(self._columns(rows.shape[0]) * rows.shape[1], dtype)
+                return self._packed(form, (rows.to(dtype),), panels, None, bias)
+        return None
 
     def _pack_bytes(self, codes: Tensor, scale: Tensor, bias: Tensor | None) -> PackedWeight:
         count = self._columns(codes.shape[0]) * codes.shape[1]
         panels, scales = self._arena.take(count, torch.int8), self._arena.take(count // BYTE_GROUP, torch.float16)
         return self._packed("byte", (codes, scale), panels, scales, bias)
-
-    def _pack_bfloat16(self, rows: Tensor, bias: Tensor | None) -> PackedWeight:
-        panels = self._arena.take(self._columns(rows.shape[0]) * rows.shape[1], torch.bfloat16)
-        return self._packed("bf16", (rows.bfloat16(),), panels, None, bias)
 
     def _packed(
         self, form: str, source: tuple[Tensor, ...], panels: Tensor, scales: Tensor | None, bias: Tensor | None
@@ -79,10 +82,10 @@ class NarrowPacker:
         library, (n, k) = self._library(form), source[0].shape
         target = (panels,) if scales is None else (panels, scales)
         library.tokenmill_pack(*(c_void_p(part.data_ptr()) for part in (*source, *target)), c_int64(n), c_int64(k))
-        thread_bytes = library.tokenmill_thread_bytes(c_int64(k))
         return PackedWeight(
-            library, (n, k), panels, scales, padded_bias(bias, self.panel_width), thread_bytes=thread_bytes
-        )
+            library, (n, k), panels, scales, padded_bias(bias, self.panel_width),
+            thread_bytes=library.tokenmill_thread_bytes(c_int64(k)), form=_WORDS[form],
+        )  # fmt: skip
 
     def _columns(self, n: int) -> int:
         return -(-n // self.panel_width) * self.panel_width
@@ -164,9 +167,7 @@ def _scaled(rows: Tensor) -> tuple[Tensor, Tensor] | None:
     return codes.to(torch.int8).view(rows.shape), scale
 
 
-def is_bfloat16(rows: Tensor) -> bool:
-    """Does every weight of `[n, k]` float32 fit bfloat16? Pairs along k share a lane, so k must be even."""
-    if rows.shape[1] % 2:
-        return False
+def fits(rows: Tensor, dtype: torch.dtype) -> bool:
+    """Is every weight of `[n, k]` float32 one of `dtype` as well? Never, where one is NaN."""
     parts = (rows[:_PROBED_ROWS], *torch.split(rows, _ROWS_AT_ONCE))
-    return all(torch.equal(part.bfloat16().float(), part) for part in parts)
+    return all(torch.equal(part.to(dtype).float(), part) for part in parts)

@@ -46,7 +46,8 @@ class Int8Packer:
         sums = scale * integers.sum(dim=1)
         by_panel = [padded(part, self.panel_width).view(-1, self.panel_width) for part in (scale, sums)]
         scales = torch.stack(by_panel, dim=1).contiguous()  # [panels, 2, panel_width]
-        return PackedWeight(self._library, (n, k), panels, scales, padded_bias(bias, self.panel_width), row_bytes)
+        bias = padded_bias(bias, self.panel_width)
+        return PackedWeight(self._library, (n, k), panels, scales, bias, row_bytes, form="8 bits")
 
 
 def round_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,7 +86,7 @@ class Int4Packer:
         self._pack(*pointers, c_int64(n), c_int64(k))
         return PackedWeight(
             self._library, (n, k), panels, scales, padded_bias(bias, self.panel_width),
-            thread_bytes=self._thread_bytes(c_int64(k)),
+            thread_bytes=self._thread_bytes(c_int64(k)), form="4 bits",
         )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from worker.engine.config import EngineConfig, EngineConfigError, Quantization
+from worker.engine.kernels.linear import PackedWeight
 from worker.engine.kernels.toolchain import KernelUnavailableError
 from worker.engine.model.fused.packing import Packing
 from worker.engine.model.fused.swap import swap_modules
@@ -38,11 +39,22 @@ def optimise(
         log.warning("the model runs on torch's own linear layers: %s", error)
         return model
     swapped = swap_modules(model, packing)
-    if (told := packing.told()) is not None:
-        log.info("weights in memory, each the same bits as in float32: %s", told)
-    if config.quantization is not None:
+    if config.quantization is None:
+        forms = ", ".join(f"{count / 1e6:.1f} million as {form}" for form, count in _forms(model).items())
+        log.info("weights in memory, each the same bits as in float32: %s", forms or "none packed")
+    else:
         _report_the_rest(model, config, swapped)
     return model
+
+
+def _forms(model: nn.Module) -> Counter[str]:
+    """Packed weights by what they are in memory."""
+    found: Counter[str] = Counter()
+    for module in model.modules():
+        for part in vars(module).values():
+            if isinstance(part, PackedWeight):
+                found[part.form] += part.n * part.k
+    return found
 
 
 def _report_the_rest(model: nn.Module, config: EngineConfig, swapped: Counter[str]) -> None:

@@ -39,12 +39,6 @@ class Packing:
         # The head of a small model holds a fifth of its weights and all of its last decisions: it keeps 8 bits.
         return cls(kernels, kernels, int8 if quantization == "int8" else _Fitting(int8, Int4Packer()), int8)
 
-    def told(self) -> str | None:
-        """What became of the weights, in words; None where nothing is to be said of them."""
-        if not isinstance(self.body, NarrowPacker):
-            return None
-        return ", ".join(f"{count / 1e6:.1f} million as {form}" for form, count in self.body.kept.items())
-
     @property
     def is_exact(self) -> bool:
         return self.body is self.exact
