@@ -83,7 +83,8 @@ def test_weights_kept_as_their_file_has_them_change_no_bit(caplog: pytest.LogCap
     assert answers[0] == answers[1]
     told = [record.getMessage() for record in caplog.records if "same bits" in record.getMessage()]
     assert told == [
-        "weights in memory, each the same bits as in float32: 106.2 million as 4 bits, 28.3 million as 8 bits"
+        "weights in memory, each the same bits as in float32: 106.2 million as 4 bits, 28.3 million as 8 bits",
+        "weights in memory, each the same bits as in float32: 134.5 million as float32",
     ]
 
 
