@@ -9,7 +9,7 @@ so it matters not how it came; what fits no form stays float32. Activations, pro
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from ctypes import CDLL, c_int64, c_void_p
 from functools import cached_property
 from pathlib import Path
@@ -98,16 +98,21 @@ def find_int4(rows: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
     """Codes `[n, k]` in [0, 15], scale and zero `[n, k / 32]` as half floats with scale · code + zero equal to `rows`
     `[n, k]` float32; None where there are none.
     """
-    if rows.shape[1] % INT4_GROUP or _affine(rows[:_PROBED_ROWS]) is None:
+    found = None if rows.shape[1] % INT4_GROUP else _in_parts(rows, _affine)
+    return None if found is None else (found[0], found[1], found[2])
+
+
+def _in_parts(rows: Tensor, find: Callable[[Tensor], tuple[Tensor, ...] | None]) -> list[Tensor] | None:
+    """What `find` finds, put together; None as soon as it finds nothing, after a few rows in most cases."""
+    if find(rows[:_PROBED_ROWS]) is None:
         return None
     parts = []
     for some in torch.split(rows, _ROWS_AT_ONCE):
-        found = _affine(some)
+        found = find(some)
         if found is None:
             return None
         parts.append(found)
-    codes, scale, zero = (torch.cat(part) for part in zip(*parts, strict=True))
-    return codes, scale, zero
+    return [torch.cat(part) for part in zip(*parts, strict=True)]
 
 
 def _affine(rows: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -145,16 +150,8 @@ def find_bytes(rows: Tensor) -> tuple[Tensor, Tensor] | None:
     """Codes `[n, k]` in [-127, 127] and half-precision scales `[n, k / 32]` with scale · code equal to `rows` `[n, k]`
     float32, each group reaching 127 as in Q8_0; None where there are none.
     """
-    if rows.shape[1] % BYTE_GROUP or _scaled(rows[:_PROBED_ROWS]) is None:
-        return None
-    parts = []
-    for some in torch.split(rows, _ROWS_AT_ONCE):
-        found = _scaled(some)
-        if found is None:
-            return None
-        parts.append(found)
-    codes, scale = (torch.cat(part) for part in zip(*parts, strict=True))
-    return codes, scale
+    found = None if rows.shape[1] % BYTE_GROUP else _in_parts(rows, _scaled)
+    return None if found is None else (found[0], found[1])
 
 
 def _scaled(rows: Tensor) -> tuple[Tensor, Tensor] | None:

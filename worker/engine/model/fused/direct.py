@@ -64,7 +64,8 @@ class DirectForward:
         """
         if not isinstance(step, PagedStep) or not isinstance(step.backend, CpuAttention):
             return None
-        hidden = self._layers.at_once(self._embed(input_ids[None]), self._rotary(positions), step)
+        kwargs = {"paged": step, "position_embeddings": self._rotary(positions)}
+        hidden = self._layers.at_once(self._embed(input_ids[None]), kwargs)
         if hidden is None:
             return None
         read = hidden[0] if len(rows) == len(input_ids) else hidden[0].index_select(0, rows)

@@ -6,14 +6,13 @@ take, or while `is_whole` is off: then whoever put something between the parts s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from worker.engine.model.fused.layer_calls import LayerParts, Scratch
 from worker.engine.model.fused.layer_run import LayerRun
-from worker.engine.model.paged import PagedStep
 
 
 class FusedLayer(nn.Module):
@@ -68,15 +67,12 @@ class FusedRow(nn.Module):
         except AttributeError:
             return getattr(self.__dict__["_layers"][0], name)
 
-    def at_once(self, hidden_states: Tensor, tables: tuple[Tensor, Tensor], step: PagedStep) -> Tensor | None:
+    def at_once(self, hidden_states: Tensor, kwargs: Mapping[str, Any]) -> Tensor | None:
         """None where the layers have to be called one by one."""
-        if not all(layer.is_whole for layer in self._layers):
-            return None
-        return self._run(hidden_states, {"paged": step, "position_embeddings": tables})
+        return self._run(hidden_states, kwargs) if all(layer.is_whole for layer in self._layers) else None
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        is_whole = not args and all(layer.is_whole for layer in self._layers)
-        out = self._run(hidden_states, kwargs) if is_whole else None
+        out = None if args else self.at_once(hidden_states, kwargs)
         if out is not None:
             return out
         for layer in self._layers:

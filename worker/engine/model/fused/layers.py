@@ -111,8 +111,7 @@ def small_step(parts: Sequence[LayerParts]) -> PagedStep | None:
 def _agrees(layers: Sequence[nn.Module], candidate: nn.Module, parts: Sequence[LayerParts]) -> bool:
     attention = parts[0].attention
     tables = random_tables(attention.rotary_dim)
-    runs = (_run(modules, small_step(parts), tables, attention.qkv.k) for modules in (layers, [candidate]))
-    expected, found = runs
+    expected, found = (_run(modules, small_step(parts), tables, attention.qkv.k) for modules in (layers, [candidate]))
     if expected is None or found is None:
         return False
     return all(close(a, b) for a, b in zip(expected, found, strict=True))
