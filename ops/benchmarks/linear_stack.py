@@ -70,9 +70,8 @@ class _Calls:
         self, packer: Packer, shapes: list[tuple[int, int]], inputs: dict[int, Tensor], output: Tensor, max_tokens: int
     ) -> None:
         self._weights = [packer.pack(torch.randn(n, k) / k**0.5) for n, k in shapes]
-        threads = self._threads = torch.get_num_threads()
-        size = max(weight.workspace_bytes(max_tokens, threads) for weight in self._weights)
-        self._workspace = torch.empty(size, dtype=torch.uint8)
+        row_bytes = max(weight.row_bytes for weight in self._weights)
+        self._workspace = torch.empty(max_tokens * row_bytes, dtype=torch.uint8)
         self._arguments = [self._prepare(weight, inputs[weight.k], output) for weight in self._weights]
         steps = [Step(w.member, a) for w, a in zip(self._weights, self._arguments, strict=True)]
         self._program = Program(steps)
@@ -86,7 +85,7 @@ class _Calls:
     def run(self, num_rows: int) -> None:
         for arguments in self._arguments:
             arguments.m = num_rows
-        self._program.run(self._threads, _refuse)
+        self._program.run(torch.get_num_threads(), _refuse)
 
 
 def shapes_of(folder: Path) -> list[tuple[int, int]]:

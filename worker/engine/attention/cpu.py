@@ -20,12 +20,14 @@ from torch import Tensor
 
 from worker.engine.attention.base import AttentionBackend, AttentionMetadata, AttentionShape
 from worker.engine.kernels.library import load
+from worker.engine.kernels.program import Caller
 from worker.engine.kernels.toolchain import KernelUnavailableError
 
 log = logging.getLogger(__name__)
 
 KV_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MAX_HEAD_DIM = 512
+_FEW_TOKENS = 16  # that one thread writes as fast as several
 
 
 class AttendArguments(ctypes.Structure):
@@ -37,7 +39,7 @@ class AttendArguments(ctypes.Structure):
         *((name, c_int64) for name in ("workspace_bytes", "query_stride", "query_head_stride", "block_stride")),
         *((name, c_int64) for name in ("value_offset", "table_stride")),
         *((name, c_int32) for name in ("num_tokens", "num_seqs", "num_heads", "num_kv_heads", "head_dim")),
-        *((name, c_int32) for name in ("block_size", "window", "kv_type", "num_threads")),
+        *((name, c_int32) for name in ("block_size", "window", "kv_type")),
         *((name, c_float) for name in ("scale", "softcap")),
     ]
 
@@ -51,7 +53,7 @@ class WriteArguments(ctypes.Structure):
         *((name, c_int64) for name in ("value_stride", "value_head_stride", "cos_stride", "block_stride")),
         ("value_offset", c_int64),
         *((name, c_int32) for name in ("num_tokens", "num_heads", "num_kv_heads", "head_dim", "rotary_dim")),
-        *((name, c_int32) for name in ("block_size", "kv_type", "num_threads")),
+        *((name, c_int32) for name in ("block_size", "kv_type")),
     ]
 
 
@@ -77,8 +79,7 @@ class CpuAttention(AttentionBackend):
 
     def __init__(self, cache_dir: Path | None = None, march: str = "native") -> None:
         attention, cache_write = load("attention", cache_dir, march), load("cache_write", cache_dir, march)
-        self._attend, self._write = attention.tokenmill_attend, cache_write.tokenmill_write
-        self._attend.restype, self._write.restype = c_int64, None
+        self._call = Caller(cache_dir, march)
         self.members = (cache_write.tokenmill_write_member, attention.tokenmill_attend_member)
         self._local = threading.local()
 
@@ -97,7 +98,7 @@ class CpuAttention(AttentionBackend):
 
     def write(self, key: Tensor, value: Tensor, cache: Tensor, metadata: AttentionMetadata) -> None:
         arguments = self._write_arguments(key, value, cache, metadata)
-        self._write(ctypes.byref(arguments))
+        self._write(arguments)
 
     def rope_and_write(
         self,
@@ -122,7 +123,7 @@ class CpuAttention(AttentionBackend):
         arguments.cos, arguments.sin, arguments.cos_stride = cos.data_ptr(), sin.data_ptr(), cos.stride(0)
         arguments.rotated = rotated.data_ptr()
         arguments.num_heads, arguments.rotary_dim = query.shape[1], cos.shape[-1]
-        self._write(ctypes.byref(arguments))
+        self._write(arguments)
         return rotated
 
     def attend(
@@ -157,16 +158,21 @@ class CpuAttention(AttentionBackend):
             block_size=metadata.block_size,
             window=metadata.window or 0,
             kv_type=KV_TYPES[cache.dtype],
-            num_threads=torch.get_num_threads(),
             scale=shape.scale,
             softcap=shape.softcap or 0.0,
         )
         self.use_workspace(arguments, 0)
-        missing = self._attend(ctypes.byref(arguments))
+        missing = self._attend(arguments)
         if missing:
             self.use_workspace(arguments, missing)
-            self._attend(ctypes.byref(arguments))
+            self._attend(arguments)
         return out if query.dtype == torch.float32 else out.to(query.dtype)
+
+    def _attend(self, arguments: AttendArguments) -> int:
+        return self._call(self.members[1], arguments, torch.get_num_threads())
+
+    def _write(self, arguments: WriteArguments) -> None:
+        self._call(self.members[0], arguments, torch.get_num_threads() if arguments.num_tokens >= _FEW_TOKENS else 1)
 
     def use_workspace(self, arguments: AttendArguments, num_bytes: int) -> None:
         """Give a call of attend at least `num_bytes`; it answers with the number that it lacks."""
@@ -201,7 +207,6 @@ class CpuAttention(AttentionBackend):
             head_dim=key.shape[2],
             block_size=metadata.block_size,
             kv_type=KV_TYPES[cache.dtype],
-            num_threads=torch.get_num_threads(),
         )
         arguments.owners = (key, value)  # conversions live as long as the pointers to them
         return arguments

@@ -268,18 +268,14 @@ struct Attention {
         }
     }
 
-    void run(const Team &team) const {
-        float *scratch = plan.scratch + team.part * plan.scratch_floats;
-        int i = __atomic_fetch_add(&plan.next, 1, __ATOMIC_RELAXED);
-        while (i < plan.num_items) {  // taking the next item early tells what to fetch ahead
-            const int next = __atomic_fetch_add(&plan.next, 1, __ATOMIC_RELAXED);
-            work(plan.items[i], next < plan.num_items ? &plan.items[next] : nullptr, scratch);
-            i = next;
-        }
-        if (!plan.has_partials) return;
-        team.wait();
-        while ((i = __atomic_fetch_add(&plan.next_fold, 1, __ATOMIC_RELAXED)) < plan.num_units)
-            if (plan.units[i].partials >= 0) fold_partials(plan.units[i], scratch);
+    void run(Team *team) const {
+        const auto scratch = [&] { return plan.scratch + team->part * plan.scratch_floats; };
+        team->each(plan.num_items, 1, [&](int64_t i, int64_t, int64_t next) {
+            work(plan.items[i], next < 0 ? nullptr : &plan.items[next], scratch());
+        });
+        team->each(plan.has_partials ? plan.num_units : 0, 1, [&](int64_t i, int64_t, int64_t) {
+            if (plan.units[i].partials >= 0) fold_partials(plan.units[i], scratch());
+        });
     }
 };
 
@@ -319,20 +315,13 @@ int64_t make_plan(const AttendArguments &a, int threads) {
 }  // namespace
 
 // 0 when done; otherwise the workspace was too small and the number of bytes that it takes is returned.
-extern "C" int64_t tokenmill_attend_member(const AttendArguments *arguments, const Team *team) {
+extern "C" int64_t tokenmill_attend_member(const AttendArguments *arguments, Team *team) {
     const AttendArguments &a = *arguments;
-    if (team->part == 0) team->gate->number = make_plan(a, team->parts);
-    team->wait();
-    const int64_t missing = team->gate->number;
+    const int64_t missing = team->once([&] { return make_plan(a, team->parts); });
     if (missing) return missing;
     Plan &plan = *(Plan *)a.workspace;
-    if (a.kv_type == 0) Attention<float>(a, plan).run(*team);
-    if (a.kv_type == 1) Attention<bf16>(a, plan).run(*team);
-    if (a.kv_type == 2) Attention<f16>(a, plan).run(*team);
+    if (a.kv_type == 0) Attention<float>(a, plan).run(team);
+    if (a.kv_type == 1) Attention<bf16>(a, plan).run(team);
+    if (a.kv_type == 2) Attention<f16>(a, plan).run(team);
     return 0;
-}
-
-extern "C" int64_t tokenmill_attend(const AttendArguments *arguments) {
-    return alone(arguments->num_threads,
-                 [=](const Team &team) { return tokenmill_attend_member(arguments, &team); });
 }

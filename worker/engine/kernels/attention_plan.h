@@ -20,7 +20,6 @@ struct AttendArguments {
     int32_t num_tokens, num_seqs, num_heads, num_kv_heads, head_dim, block_size;
     int32_t window;   // 0: none
     int32_t kv_type;  // 0: float32, 1: bfloat16, 2: float16
-    int32_t num_threads;
     float scale, softcap;  // softcap 0: none
 };
 
@@ -45,7 +44,6 @@ struct Plan {
     float *partials, *scratch;
     int64_t scratch_floats;  // of each thread
     int32_t num_units, num_items;
-    int32_t next, next_fold;  // what no thread has taken yet
     bool has_partials;
 };
 

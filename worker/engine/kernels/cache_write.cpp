@@ -15,7 +15,6 @@ struct WriteArguments {
     int64_t block_stride, value_offset;
     int32_t num_tokens, num_heads, num_kv_heads, head_dim, rotary_dim, block_size;
     int32_t kv_type;  // 0: float32, 1: bfloat16, 2: float16
-    int32_t num_threads;
 };
 
 namespace {
@@ -52,8 +51,8 @@ void write_token(const WriteArguments &a, int token, float *key) {
 }
 
 template <class T>
-void write_some(const WriteArguments &a, Share tokens) {
-    for (int token = (int)tokens.first; token < tokens.last; ++token) {
+void write_some(const WriteArguments &a, int64_t first, int64_t count) {
+    for (int token = (int)first; token < first + count; ++token) {
         float key[1024];
         write_token<T>(a, token, key);
         if (a.cos && a.query)
@@ -66,15 +65,11 @@ void write_some(const WriteArguments &a, Share tokens) {
 
 }  // namespace
 
-extern "C" int64_t tokenmill_write_member(const WriteArguments *arguments, const Team *team) {
-    const Share mine = share(arguments->num_tokens, team->part, team->parts);
-    if (arguments->kv_type == 0) write_some<float>(*arguments, mine);
-    if (arguments->kv_type == 1) write_some<bf16>(*arguments, mine);
-    if (arguments->kv_type == 2) write_some<f16>(*arguments, mine);
+extern "C" int64_t tokenmill_write_member(const WriteArguments *arguments, Team *team) {
+    const auto write = arguments->kv_type == 0   ? write_some<float>
+                       : arguments->kv_type == 1 ? write_some<bf16>
+                                                 : write_some<f16>;
+    team->each(arguments->num_tokens, 4,
+               [=](int64_t first, int64_t count, int64_t) { write(*arguments, first, count); });
     return 0;
-}
-
-extern "C" void tokenmill_write(const WriteArguments *arguments) {
-    const int threads = arguments->num_tokens >= 16 ? arguments->num_threads : 1;
-    alone(threads, [=](const Team &team) { return tokenmill_write_member(arguments, &team); });
 }

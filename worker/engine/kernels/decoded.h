@@ -17,7 +17,7 @@
 #include "float_tile.h"
 
 #define BLOCK 96       // steps of k whose decoded weights stay in the first-level cache
-#define BLOCK_ROWS 64  // rows up to which chains are cut for that: their sums must stay at hand too
+#define BLOCK_ROWS HANDED_IN_ROWS  // rows up to which chains are cut for that: their sums must stay at hand too
 #define DEEP 4096      // steps of k from which the second-level cache is too small for a scratch
 #if VW == 16
 #define DIRECT 8
@@ -65,7 +65,7 @@ INLINE void each_step(const Form *panels, const Form *ahead, Depth depth, Use us
 }
 
 template <int R, int P, class Form>
-void direct(const LinearArguments &a, int64_t panel, const Form *panels, const Form *ahead) {
+void direct(const LinearArguments &a, const Form *panels, const Form *ahead, float *sums) {
     vf acc[R][2 * P];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
@@ -79,21 +79,17 @@ void direct(const LinearArguments &a, int64_t panel, const Form *panels, const F
             for (int v = 0; v < 2 * P; ++v) acc[r][v] = fma(x, columns[v], acc[r][v]);
         }
     });
-    float sums[R * STEP];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
         for (int v = 0; v < 2 * P; ++v) store(sums + r * STEP + v * VW, acc[r][v]);
-    Output out[P];
-    for (int q = 0; q < P; ++q) out[q] = at_panel(whole_output(a), panel + q, a.n);
-    finish_rows(out, P, sums, R);
 }
 
 template <class Form>
 struct Decoded {
-    typedef void (*Direct)(const LinearArguments &, int64_t, const Form *, const Form *);
+    typedef void (*Direct)(const LinearArguments &, const Form *, const Form *, float *);
 
-    static void few_rows(const LinearArguments &a, const Columns &columns, const Form *panels, const Form *ahead) {
+    static void few_rows(const LinearArguments &a, int64_t count, const Form *panels, const Form *ahead, float *sums) {
         static const Direct ONE_PANEL[] = {nullptr, direct<1, 1, Form>, direct<2, 1, Form>,
 #if DIRECT > 2
                                            direct<3, 1, Form>, direct<4, 1, Form>, direct<5, 1, Form>,
@@ -102,74 +98,65 @@ struct Decoded {
         };
 #if DIRECT_SIDE
         static const Direct PANELS[] = {nullptr, direct<1, 2, Form>, direct<2, 2, Form>, direct<3, 2, Form>, direct<4, 2, Form>};
-        if (columns.count == SIDE && a.m <= DIRECT_SIDE) return PANELS[a.m](a, columns.panel, panels, ahead);
+        if (count == SIDE && a.m <= DIRECT_SIDE) return PANELS[a.m](a, panels, ahead, sums);
 #endif
-        for (int q = 0; q < columns.count; ++q) ONE_PANEL[a.m](a, columns.panel + q, panels + q, ahead + q);
+        for (int q = 0; q < count; ++q) ONE_PANEL[a.m](a, panels + q, ahead + q, sums + q * NR);
     }
 
     // The codes behind `ahead` are fetched by the tiles, which have the time.
     static void some_rows(const LinearArguments &a, const Columns &columns, const Form *panels, const Form &ahead,
-                          int64_t num_ahead, bool near, float *scratch) {
-        const int64_t block = near && a.k > BLOCK ? BLOCK : a.k;
-        float *sums = scratch + block * STEP;
+                          int64_t num_ahead, float *sums, bool finishes, float *decoded) {
+        const int64_t block = sums && a.k > BLOCK ? BLOCK : a.k;
         for (int64_t first = 0; first < a.k; first += block) {
             const Depth depth{first, a.k - first < block ? a.k - first : block};
             for (int q = 0; q < columns.count; ++q)
                 each_step<1, Form>(panels + q, nullptr, depth, [&](int64_t i, const vf *w) __attribute__((always_inline)) {
-                    store(scratch + (i - first) * STEP + q * NR, w[0]);
-                    store(scratch + (i - first) * STEP + q * NR + VW, w[1]);
+                    store(decoded + (i - first) * STEP + q * NR, w[0]);
+                    store(decoded + (i - first) * STEP + q * NR + VW, w[1]);
                 });
             const char *codes = (const char *)ahead.start() + num_ahead * Form::bytes(first);
             const auto multiply = block < a.k ? all_rows<true> : all_rows<false>;
-            multiply(a, columns, depth, scratch, sums, codes, num_ahead * Form::bytes(depth.count));
+            multiply(a, columns, depth, decoded, sums, finishes, codes, num_ahead * Form::bytes(depth.count));
         }
     }
 
+    // More than may be handed in: all of k at once, or where that is too deep, a few rows at a time.
     static void many_rows(const LinearArguments &a, const Columns &columns, const Form *panels, const Form &ahead,
-                          int64_t num_ahead, float *scratch) {
-        const bool near = a.m <= BLOCK_ROWS || a.k > DEEP;
-        const int64_t height = near ? BLOCK_ROWS : a.m;
-        for (int64_t row = 0; row < a.m; row += height, num_ahead = 0) {
+                          int64_t num_ahead, float *sums, float *decoded) {
+        if (a.k <= DEEP) return some_rows(a, columns, panels, ahead, num_ahead, nullptr, true, decoded);
+        for (int64_t row = 0; row < a.m; row += BLOCK_ROWS, num_ahead = 0) {
             LinearArguments some = a;
-            some.m = a.m - row < height ? a.m - row : height;
+            some.m = a.m - row < BLOCK_ROWS ? a.m - row : BLOCK_ROWS;
             some.x += row * a.x_stride, some.y += row * a.y_stride;
             if (a.residual) some.residual += row * a.y_stride;
-            some_rows(some, columns, panels, ahead, num_ahead, near, scratch);
+            some_rows(some, columns, panels, ahead, num_ahead, sums, true, decoded);
         }
     }
 
-    static void member(const LinearArguments &a, const Team &team) {
-        float *scratch = (float *)(a.workspace + team.part * thread_bytes(a.k));
-        const Turns turns(a.n, team.parts);
-        for (int64_t turn = team.take(1), next; turn < turns.count(); turn = next) {
-            next = team.take(1);  // early, to know what to fetch meanwhile
-            const bool ends = next >= turns.count();
-            const Columns mine = turns[turn], then = turns[ends ? turn : next];
+    static void member(const LinearArguments &a, Team *team) {
+        const int64_t depth = a.k > DEEP || (a.m <= BLOCK_ROWS && a.k > BLOCK) ? BLOCK : a.k;
+        const int64_t spare = a.m <= BLOCK_ROWS ? 0 : BLOCK_ROWS * STEP;  // sums of a few rows at a time
+        each_columns(a, team, (spare + depth * STEP) * sizeof(float),
+                     [&](Columns mine, Columns next, float *sums, char *rest) {
+            const Columns then = next.count ? next : mine;
             Form panels[SIDE], ahead[SIDE];
             for (int q = 0; q < SIDE; ++q) {
                 panels[q] = Form::at(a, mine.panel + q % mine.count);
                 ahead[q] = Form::at(a, then.panel + q % then.count);
             }
-            if (a.m <= DIRECT) few_rows(a, mine, panels, ahead);
-            else many_rows(a, mine, panels, ahead[0], ends ? 0 : then.count, scratch);
-        }
-    }
-
-    static int64_t thread_bytes(int64_t k) {
-        return ((k > DEEP ? BLOCK : k) + BLOCK_ROWS) * STEP * (int64_t)sizeof(float);
+            float *decoded = (float *)rest + spare;
+            if (a.m <= DIRECT) few_rows(a, mine.count, panels, ahead, sums);
+            else if (sums) some_rows(a, mine, panels, ahead[0], next.count, sums, false, decoded);
+            else many_rows(a, mine, panels, ahead[0], next.count, (float *)rest, decoded);
+        });
     }
 };
 
 }  // namespace
 
-#define DECODED_LINEAR(form)                                                                                    \
-    extern "C" int tokenmill_panel_width() { return NR; }                                                       \
-    /* Bytes that each thread takes of the workspace. */                                                        \
-    extern "C" int64_t tokenmill_thread_bytes(int64_t k) { return Decoded<form>::thread_bytes(k); }             \
-    extern "C" int64_t tokenmill_linear_member(const LinearArguments *arguments, const Team *team) {            \
-        Decoded<form>::member(*arguments, *team);                                                               \
-        return 0;                                                                                               \
-    }                                                                                                           \
-    extern "C" void tokenmill_linear(const LinearArguments *arguments) {                                        \
-        alone(arguments->num_threads, [=](const Team &team) { return tokenmill_linear_member(arguments, &team); }); \
+#define DECODED_LINEAR(form)                                                                        \
+    extern "C" int tokenmill_panel_width() { return NR; }                                           \
+    extern "C" int64_t tokenmill_linear_member(const LinearArguments *arguments, Team *team) {      \
+        Decoded<form>::member(*arguments, team);                                                    \
+        return 0;                                                                                   \
     }

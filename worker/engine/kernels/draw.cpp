@@ -21,9 +21,7 @@ struct DrawArguments {
     const int32_t *keys;               // [num_rows, 2]
     int64_t *token_ids;                // [num_rows]
     float *peaks;                      // [num_rows]: the highest logit; NaN if one is NaN
-    char *workspace;                   // tokenmill_draw_bytes for each thread
     int64_t num_rows, vocab, stride;
-    int32_t num_threads;
 };
 
 #define BINS 2048
@@ -245,22 +243,19 @@ void draw_row(const DrawArguments &a, int64_t row, Space &space) {
 
 int64_t padded_floats(int64_t vocab) { return (vocab + 15) & ~(int64_t)15; }
 
+int64_t bytes_for(int64_t vocab) { return ((int64_t)sizeof(Space) + 63) / 64 * 64 + 3 * padded_floats(vocab) * 4; }
+
 }  // namespace
 
-extern "C" int64_t tokenmill_draw_bytes(int64_t vocab) {
-    return ((int64_t)sizeof(Space) + 63) / 64 * 64 + 3 * padded_floats(vocab) * 4;
-}
-
-extern "C" void tokenmill_draw(const DrawArguments *arguments) {
+extern "C" int64_t tokenmill_draw_member(const DrawArguments *arguments, Team *team) {
     const DrawArguments &a = *arguments;
-    int64_t next = 0;
-    alone(a.num_rows < a.num_threads ? (int)a.num_rows : a.num_threads, [&](const Team &team) -> int64_t {
-        char *mine = a.workspace + team.part * tokenmill_draw_bytes(a.vocab);
+    team->each(a.num_rows, 1, [&](int64_t row, int64_t, int64_t) {
+        char *mine = team->scratch(bytes_for(a.vocab));
         Space &space = *(Space *)mine;
         space.scaled = (float *)(mine + ((int64_t)sizeof(Space) + 63) / 64 * 64);
         space.candidates = space.scaled + padded_floats(a.vocab);
         space.border = space.candidates + padded_floats(a.vocab);
-        for (int64_t row; (row = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < a.num_rows;) draw_row(a, row, space);
-        return 0;
+        draw_row(a, row, space);
     });
+    return 0;
 }

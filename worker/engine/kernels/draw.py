@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from ctypes import c_int32, c_int64, c_void_p
+from ctypes import c_int64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from worker.engine.kernels.library import load
+from worker.engine.kernels.program import Caller
 from worker.engine.kernels.toolchain import KernelUnavailableError
 
 log = logging.getLogger(__name__)
@@ -50,20 +51,16 @@ class _Arguments(ctypes.Structure):
 
     _fields_: ClassVar = [
         *((name, c_void_p) for name in ("logits", "inverse_temperature", "log_min_p", "top_p", "top_k", "keys")),
-        *((name, c_void_p) for name in ("token_ids", "peaks", "workspace")),
+        *((name, c_void_p) for name in ("token_ids", "peaks")),
         *((name, c_int64) for name in ("num_rows", "vocab", "stride")),
-        ("num_threads", c_int32),
     ]
 
 
 class DrawKernel:
-    """Raises KernelUnavailableError where it cannot be compiled. One thread uses one of these."""
+    """Raises KernelUnavailableError where it cannot be compiled."""
 
     def __init__(self, cache_dir: Path | None = None, march: str = "native") -> None:
-        library = load("draw", cache_dir, march)
-        self._draw, self._bytes = library.tokenmill_draw, library.tokenmill_draw_bytes
-        self._draw.restype, self._bytes.restype = None, c_int64
-        self._workspace = torch.empty(0, dtype=torch.uint8)
+        self._call, self._member = Caller(cache_dir, march), load("draw", cache_dir, march).tokenmill_draw_member
 
     def draw(self, logits: Tensor, drawing: Drawing, keys: npt.NDArray[np.int32]) -> tuple[Tensor, Tensor]:
         """Token ids `[rows]` int64 and each row's highest logit, which is finite in a good row.
@@ -74,19 +71,12 @@ class DrawKernel:
         token_ids, peaks = torch.zeros(num_rows, dtype=torch.int64), torch.empty(num_rows)
         if num_rows == 0:
             return token_ids, peaks
-        threads = min(torch.get_num_threads(), num_rows)
-        self._reserve(threads * self._bytes(c_int64(vocab)))
         keys = np.ascontiguousarray(keys)
         arguments = _Arguments(
-            logits=logits.data_ptr(), stride=logits.stride(0), vocab=vocab, num_rows=num_rows, num_threads=threads,
+            logits=logits.data_ptr(), stride=logits.stride(0), vocab=vocab, num_rows=num_rows,
             inverse_temperature=drawing.inverse_temperature.ctypes.data, log_min_p=drawing.log_min_p.ctypes.data,
             top_p=drawing.top_p.ctypes.data, top_k=drawing.top_k.ctypes.data, keys=keys.ctypes.data,
             token_ids=token_ids.data_ptr(), peaks=peaks.data_ptr(),
-            workspace=self._workspace.data_ptr() + -self._workspace.data_ptr() % 64,
         )  # fmt: skip
-        self._draw(ctypes.byref(arguments))
+        self._call(self._member, arguments, min(torch.get_num_threads(), num_rows))
         return token_ids, peaks
-
-    def _reserve(self, num_bytes: int) -> None:
-        if self._workspace.numel() < num_bytes + 64:
-            self._workspace = torch.empty(num_bytes + 64, dtype=torch.uint8)

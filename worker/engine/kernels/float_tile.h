@@ -30,18 +30,11 @@ struct Tile {
     const float *x, *panel;
     int64_t x_stride, k;
     float *sums;  // [rows, STEP] of the steps before, and for those behind
-    bool first, last;
+    bool first, last;  // last: the sums go where `out` says
     Output out[SIDE];
     const char *ahead;    // what this tile fetches: FETCHES lines for each step of k, `ahead_stride` bytes apart
     int64_t ahead_stride;
 };
-
-// What becomes of the sums [rows, STEP] of `count` panels; a function of its own, since tiles are many.
-__attribute__((noinline)) void finish_rows(const Output *out, int count, const float *sums, int rows) {
-    for (int r = 0; r < rows; ++r)
-        for (int q = 0; q < count; ++q)
-            finish_row(out[q], load(sums + r * STEP + q * NR), load(sums + r * STEP + q * NR + VW), r);
-}
 
 // NEAR: the panels are in the first-level cache already.
 template <bool NEAR>
@@ -77,7 +70,7 @@ void tile(const Tile &t) {
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
         for (int v = 0; v < 2 * P; ++v) store(sums + r * STEP + v * VW, acc[r][v]);
-    if (t.last) finish_rows(t.out, P, ends, R);
+    if (t.last) finish_rows(t.out, P, ends, STEP, R);
 }
 
 typedef void (*TileFunction)(const Tile &);
@@ -98,22 +91,11 @@ struct Tiles {
 #endif
 };
 
-// Panels [panel, panel + count), what a thread multiplies at a time: SIDE of them, and single ones at the end, so that
-// threads have equal shares.
+// Panels [panel, panel + count), what a thread multiplies at a time: SIDE of them, or one that has no other beside it.
 struct Columns {
     int64_t panel, count;
 };
-struct Turns {
-    int64_t panels, sides;
-
-    Turns(int64_t n, int parts) : panels((n + NR - 1) / NR) {
-        sides = (panels - (parts < panels ? parts : panels)) / SIDE;
-    }
-    int64_t count() const { return sides + panels - sides * SIDE; }
-    Columns operator[](int64_t i) const {
-        return i < sides ? Columns{i * SIDE, SIDE} : Columns{sides * SIDE + i - sides, 1};
-    }
-};
+INLINE int64_t num_panels(int64_t n) { return (n + NR - 1) / NR; }
 
 // Steps [first, first + count) of k.
 struct Depth {
@@ -121,14 +103,15 @@ struct Depth {
 };
 
 // Every row against `columns` over some steps of k, whose weights begin at `weights`, in tiles of nearly equal height,
-// while `ahead_bytes` from `ahead` on are fetched. `sums` [m, STEP] hold what steps of k before and behind share.
+// while `ahead_bytes` from `ahead` on are fetched. `sums` [m, STEP] hold what steps of k before and behind share;
+// `finishes`: those of the last steps become outputs.
 template <bool NEAR>
-void all_rows(const LinearArguments &a, Columns columns, Depth depth, const float *weights, float *sums,
-                     const void *ahead, int64_t ahead_bytes) {
+void all_rows(const LinearArguments &a, Columns columns, Depth depth, const float *weights, float *sums, bool finishes,
+              const void *ahead, int64_t ahead_bytes) {
     const bool both = columns.count > 1;
     const int64_t height = both ? SIDE_MR : MR, tiles = (a.m + height - 1) / height;
     const int64_t base = a.m / tiles, extra = a.m % tiles, lines = FETCHES<NEAR> * tiles * depth.count;
-    Tile t{a.x + depth.first, weights, a.x_stride, depth.count, sums, depth.first == 0, depth.first + depth.count == a.k,
+    Tile t{a.x + depth.first, weights, a.x_stride, depth.count, sums, depth.first == 0, finishes && depth.first + depth.count == a.k,
            {}, (const char *)ahead, (ahead_bytes + lines - 1) / lines};
     for (int q = 0; q < columns.count; ++q) t.out[q] = at_panel(whole_output(a), columns.panel + q, a.n);
     for (int64_t index = 0; index < tiles; ++index) {
@@ -143,6 +126,31 @@ void all_rows(const LinearArguments &a, Columns columns, Depth depth, const floa
         t.ahead += FETCHES<NEAR> * depth.count * t.ahead_stride;
         for (int q = 0; q < columns.count; ++q) t.out[q] = below(t.out[q], rows);
     }
+}
+
+// Where the rows of `columns` go.
+INLINE void outputs(const LinearArguments &a, Columns columns, Output *out) {
+    for (int64_t q = 0; q < columns.count; ++q) out[q] = at_panel(whole_output(a), columns.panel + q, a.n);
+}
+
+// A linear layer's phase: multiply(columns, next, sums) for all of its columns, in turns; `next`: the columns behind, of
+// count 0 where there are none. Up to HANDED_IN_ROWS rows it leaves sums [m, STEP], beyond it is given none and stores its
+// outputs itself. `bytes` more of this thread's scratch lie behind the sums.
+template <class Multiply>
+void each_columns(const LinearArguments &a, Team *team, int64_t bytes, Multiply multiply) {
+    const bool hands_in = a.m <= HANDED_IN_ROWS;
+    float *sums = (float *)team->scratch(HANDED_IN_ROWS * STEP * sizeof(float) + bytes);
+    char *rest = (char *)(sums + HANDED_IN_ROWS * STEP);
+    const auto work = [&](int64_t first, int64_t count, int64_t next) __attribute__((always_inline)) {
+        const int64_t panels = num_panels(a.n), behind = next % SIDE ? 1 : panels - next < SIDE ? panels - next : SIDE;
+        multiply(Columns{first, count}, next < 0 ? Columns{first, 0} : Columns{next, behind}, hands_in ? sums : nullptr, rest);
+    };
+    if (!hands_in) return team->each(num_panels(a.n), SIDE, work);
+    team->each_handed_in(num_panels(a.n), SIDE, work, [&](int64_t first, int64_t count) {
+        Output out[SIDE];
+        outputs(a, {first, count}, out);
+        finish_rows(out, count, sums, STEP, a.m);
+    });
 }
 
 }  // namespace

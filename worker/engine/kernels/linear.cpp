@@ -12,7 +12,6 @@ struct NormArguments {
     float *y;                            // may be x or residual
     int64_t x_stride, y_stride, residual_stride, m, k, inner;
     float eps, offset;  // Gemma scales by 1 + weight
-    int32_t num_threads;
 };
 
 namespace {
@@ -59,33 +58,22 @@ extern "C" void tokenmill_pack(const float *weight, float *packed, int64_t n, in
 }
 
 // y = epilogue(x · weightᵀ + bias). Gated epilogues want panels of VW gate columns beside VW up columns.
-extern "C" int64_t tokenmill_linear_member(const LinearArguments *arguments, const Team *team) {
+extern "C" int64_t tokenmill_linear_member(const LinearArguments *arguments, Team *team) {
     const LinearArguments &a = *arguments;
-    const Turns turns(a.n, team->parts);
     const auto weights = [&](const Columns &c) {
         return (const float *)a.weight + c.panel / SIDE * a.k * STEP + c.panel % SIDE * NR;
     };
-    for (int64_t turn = team->take(1), next; turn < turns.count(); turn = next) {
-        next = team->take(1);  // early, to know what to fetch meanwhile
-        const Columns mine = turns[turn], then = turns[next < turns.count() ? next : turn];
-        all_rows<false>(a, mine, {0, a.k}, weights(mine), nullptr, weights(then),
-                 next < turns.count() ? then.count * NR * a.k * sizeof(float) : 0);
-    }
+    each_columns(a, team, 0, [&](Columns mine, Columns next, float *sums, char *) {
+        all_rows<false>(a, mine, {0, a.k}, weights(mine), sums, !sums, weights(next),
+                        next.count * NR * a.k * sizeof(float));
+    });
     return 0;
-}
-
-extern "C" void tokenmill_linear(const LinearArguments *arguments) {
-    alone(arguments->num_threads, [=](const Team &team) { return tokenmill_linear_member(arguments, &team); });
 }
 
 // y = x / rms(x) · (offset + weight) (+ residual), row by row
-extern "C" int64_t tokenmill_rms_norm_member(const NormArguments *arguments, const Team *team) {
-    const Share mine = share(arguments->m, team->part, team->parts);
-    for (int64_t row = mine.first; row < mine.last; ++row) normalise(*arguments, row);
+extern "C" int64_t tokenmill_rms_norm_member(const NormArguments *arguments, Team *team) {
+    team->each(arguments->m, 8, [&](int64_t first, int64_t count, int64_t) {
+        for (int64_t row = first; row < first + count; ++row) normalise(*arguments, row);
+    });
     return 0;
-}
-
-extern "C" void tokenmill_rms_norm(const NormArguments *arguments) {
-    const int threads = arguments->m * arguments->k >= 16384 ? arguments->num_threads : 1;
-    alone(threads, [=](const Team &team) { return tokenmill_rms_norm_member(arguments, &team); });
 }

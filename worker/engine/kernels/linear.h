@@ -8,6 +8,7 @@
 #include "vectors.h"
 
 #define NR (2 * VW)
+#define HANDED_IN_ROWS 64  // up to so many a thread's sums are handed in when all of its columns are done
 
 enum Epilogue { PLAIN = 0, ADD = 1, SWIGLU = 2, GEGLU_TANH = 3 };
 
@@ -18,10 +19,10 @@ struct LinearArguments {
     const float *bias;     // [n], padded to whole panels, or null
     const float *residual; // [m, n] for ADD, with y's stride
     float *y;              // [m, n], or [m, n / 2] for the gated epilogues
-    char *workspace;       // as large as the kernel says, or null where it says 0
+    char *workspace;       // shared by all threads, as large as the kernel says, or null where it says 0
     int64_t x_stride, y_stride;
     int64_t m, n, k;
-    int32_t epilogue, num_threads;
+    int32_t epilogue;
 };
 
 // Where a tile's first row goes; bias and residual may be null. `width`: columns of the panel that exist.
@@ -87,4 +88,12 @@ INLINE void finish_row(const Output &t, vf a, vf b, int64_t row) {
         float value = whole[j] + (t.bias ? t.bias[j] : 0.0f);
         y[j] = t.epilogue == ADD ? value + t.residual[row * t.y_stride + j] : value;
     }
+}
+
+// What becomes of the sums [rows, stride] of `count` panels; a function of its own, since tiles are many.
+static __attribute__((noinline, unused)) void finish_rows(const Output *out, int64_t count, const float *sums,
+                                                          int64_t stride, int64_t rows) {
+    for (int64_t r = 0; r < rows; ++r)
+        for (int64_t q = 0; q < count; ++q)
+            finish_row(out[q], load(sums + r * stride + q * NR), load(sums + r * stride + q * NR + VW), r);
 }

@@ -10,13 +10,16 @@ import ctypes
 from ctypes import c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from worker.engine.huge_pages import Arena
 from worker.engine.kernels.library import load
+from worker.engine.kernels.program import Caller
+
+_FEW = 16_384  # elements that one thread normalises as fast as several
 
 
 class Epilogue(IntEnum):
@@ -34,7 +37,7 @@ class LinearArguments(ctypes.Structure):
     _fields_: ClassVar = [
         *((name, c_void_p) for name in ("x", "weight", "scale", "bias", "residual", "y", "workspace")),
         *((name, c_int64) for name in ("x_stride", "y_stride", "m", "n", "k")),
-        *((name, c_int32) for name in ("epilogue", "num_threads")),
+        ("epilogue", c_int32),
     ]
 
 
@@ -45,7 +48,6 @@ class NormArguments(ctypes.Structure):
         *((name, c_void_p) for name in ("x", "weight", "residual", "y")),
         *((name, c_int64) for name in ("x_stride", "y_stride", "residual_stride", "m", "k", "inner")),
         *((name, c_float) for name in ("eps", "offset")),
-        ("num_threads", c_int32),
     ]
 
 
@@ -56,24 +58,23 @@ class PackedWeight:
     in memory.
     """
 
-    __slots__ = ("_function", "bias", "form", "k", "member", "n", "panels", "row_bytes", "scale", "thread_bytes")
+    __slots__ = ("_call", "bias", "form", "k", "member", "n", "panels", "row_bytes", "scale")
 
     def __init__(
         self,
-        library: ctypes.CDLL,
+        call: Caller,
+        member: Any,
         shape: tuple[int, int],
         panels: Tensor,
         scale: Tensor | None,
         bias: Tensor | None,
         row_bytes: int = 0,
-        thread_bytes: int = 0,
         form: str = "float32",
     ) -> None:
-        self._function, self.member = library.tokenmill_linear, library.tokenmill_linear_member
-        self._function.restype = None
+        self._call, self.member = call, member
         self.n, self.k = shape
         self.panels, self.scale, self.bias = panels, scale, bias
-        self.row_bytes, self.thread_bytes, self.form = row_bytes, thread_bytes, form
+        self.row_bytes, self.form = row_bytes, form
 
     def arguments(self, epilogue: Epilogue) -> LinearArguments:
         """What stays the same from call to call."""
@@ -86,9 +87,6 @@ class PackedWeight:
             epilogue=int(epilogue),
         )
 
-    def workspace_bytes(self, num_rows: int, num_threads: int) -> int:
-        return num_rows * self.row_bytes + num_threads * self.thread_bytes
-
     def num_columns(self, epilogue: Epilogue) -> int:
         return self.n // 2 if epilogue >= Epilogue.SWIGLU else self.n
 
@@ -98,14 +96,12 @@ class PackedWeight:
         y = torch.empty((x.shape[0], self.num_columns(epilogue)), dtype=torch.float32)
         if x.shape[0] == 0:
             return y
-        threads = torch.get_num_threads()
-        workspace = torch.empty(self.workspace_bytes(x.shape[0], threads), dtype=torch.uint8)
+        workspace = torch.empty(x.shape[0] * self.row_bytes, dtype=torch.uint8)
         arguments = self.arguments(epilogue)
         arguments.x, arguments.y, arguments.workspace = x.data_ptr(), y.data_ptr(), workspace.data_ptr()
         arguments.residual = None if residual is None else residual.data_ptr()
         arguments.x_stride, arguments.y_stride, arguments.m = x.stride(0), y.stride(0), x.shape[0]
-        arguments.num_threads = threads
-        self._function(ctypes.byref(arguments))
+        self._call(self.member, arguments, torch.get_num_threads())
         return y
 
 
@@ -143,13 +139,11 @@ class LinearKernels:
     """The loaded float32 library. Raises KernelUnavailableError where it cannot be compiled."""
 
     def __init__(self, cache_dir: Path | None = None, march: str = "native") -> None:
-        library = self._library = load("linear", cache_dir, march)
-        self._norm, self._pack, self.norm_member = (
-            library.tokenmill_rms_norm,
-            library.tokenmill_pack,
-            library.tokenmill_rms_norm_member,
-        )
-        self._norm.restype = self._pack.restype = None
+        library = load("linear", cache_dir, march)
+        self._member = library.tokenmill_linear_member
+        self._pack, self.norm_member = library.tokenmill_pack, library.tokenmill_rms_norm_member
+        self._pack.restype = None
+        self._call = Caller(cache_dir, march)
         self._packed_floats = library.tokenmill_packed_floats
         self._packed_floats.restype = c_int64
         self.panel_width: int = library.tokenmill_panel_width()
@@ -160,7 +154,7 @@ class LinearKernels:
         n, k = rows.shape
         panels = self._arena.take(self._packed_floats(c_int64(n), c_int64(k)), torch.float32)
         self._pack(c_void_p(rows.data_ptr()), c_void_p(panels.data_ptr()), c_int64(n), c_int64(k), c_int64(k))
-        return PackedWeight(self._library, (n, k), panels, None, padded_bias(bias, self.panel_width))
+        return PackedWeight(self._call, self._member, (n, k), panels, None, padded_bias(bias, self.panel_width))
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, residual: Tensor | None = None
@@ -172,9 +166,10 @@ class LinearKernels:
             residual=None if residual is None else residual.data_ptr(),
             x_stride=x.stride(0), y_stride=y.stride(0), m=x.shape[0], k=x.shape[1],
             residual_stride=0 if residual is None else residual.stride(0),
-            inner=1, eps=eps, offset=offset, num_threads=torch.get_num_threads(),
+            inner=1, eps=eps, offset=offset,
         )  # fmt: skip
-        self._norm(ctypes.byref(arguments))
+        threads = torch.get_num_threads() if x.numel() >= _FEW else 1
+        self._call(self.norm_member, arguments, threads)
         return y
 
 

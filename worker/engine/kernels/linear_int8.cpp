@@ -152,7 +152,7 @@ struct Tile {
     const float *scales;  // of the panel's columns, then their weights' sums
     const Row *rows;
     int64_t stride;
-    Output out;
+    float *sums;          // [rows, NR]
     const u8 *ahead;  // what this tile fetches: `ahead_stride` bytes for each step of k (as in float_tile.h)
     int64_t ahead_stride;
 };
@@ -197,7 +197,8 @@ void tile(const Tile &t) {
         const vf scale = splat(t.rows[r].scale), zero = splat(t.rows[r].zero);
         const vf a = __builtin_convertvector(acc[0][r][0] - offset, vf) * left * scale;
         const vf b = __builtin_convertvector(acc[0][r][1] - offset, vf) * right * scale;
-        finish_row(t.out, fma(zero, left_sum, a), fma(zero, right_sum, b), r);
+        store(t.sums + r * NR, fma(zero, left_sum, a));
+        store(t.sums + r * NR + VW, fma(zero, right_sum, b));
     }
 }
 
@@ -208,20 +209,25 @@ const TileFunction TILES[] = {nullptr, tile<1>, tile<2>, tile<3>, tile<4>,
 #endif
 };
 
-// Panel `p`, while panel `next` is fetched (none: −1).
-void panel_times_rows(const LinearArguments &a, const Rows &rows, int64_t p, int64_t next) {
+INLINE void finish(const LinearArguments &a, int64_t p, int64_t first_row, const float *sums, int64_t rows) {
+    const Output out = below(at_panel(whole_output(a), p, a.n), first_row);
+    finish_rows(&out, 1, sums, NR, rows);
+}
+
+// Panel `p`, while panel `next` is fetched (none: −1). `sums` [m, NR], or where each tile's become outputs, [MR, NR].
+void panel_times_rows(const LinearArguments &a, const Rows &rows, int64_t p, int64_t next, float *sums, bool finishes) {
     const int64_t tiles = (a.m + MR - 1) / MR, base = a.m / tiles, extra = a.m % tiles;
     const int64_t size = rows.stride * NR * DEPTH, steps = tiles * rows.stride;
     const u8 *weight = (const u8 *)a.weight;
-    Tile t{rows.values, weight + p * size, (const float *)a.scale + p * 2 * NR, rows.rows, rows.stride,
-           at_panel(whole_output(a), p, a.n), weight + (next < 0 ? p : next) * size,
-           next < 0 ? 0 : (size + steps - 1) / steps};
-    for (int64_t index = 0; index < tiles; ++index) {
+    Tile t{rows.values, weight + p * size, (const float *)a.scale + p * 2 * NR, rows.rows, rows.stride, sums,
+           weight + (next < 0 ? p : next) * size, next < 0 ? 0 : (size + steps - 1) / steps};
+    for (int64_t index = 0, row = 0; index < tiles; ++index) {
         const int64_t count = base + (index < extra);
         TILES[count](t);
-        t.x += count * t.stride, t.rows += count;
+        if (finishes) finish(a, p, row, sums, count);
+        else t.sums += count * NR;
+        row += count, t.x += count * t.stride, t.rows += count;
         t.ahead += rows.stride * t.ahead_stride;
-        t.out = below(t.out, count);
     }
 }
 
@@ -249,21 +255,20 @@ extern "C" void tokenmill_pack(const i8 *weight, u8 *packed, int64_t n, int64_t 
 }
 
 // y = epilogue(x · weightᵀ + bias)
-extern "C" int64_t tokenmill_linear_member(const LinearArguments *arguments, const Team *team) {
+extern "C" int64_t tokenmill_linear_member(const LinearArguments *arguments, Team *team) {
     const LinearArguments &a = *arguments;
     const Rows rows = rows_of(a);
-    const Share some = share(a.m, team->part, team->parts);
-    for (int64_t r = some.first; r < some.last; ++r)
-        rows.rows[r] = quantise(a.x + r * a.x_stride, a.k, rows.values + r * rows.stride);
-    team->wait();
+    team->each(a.m, 4, [&](int64_t first, int64_t count, int64_t) {
+        for (int64_t r = first; r < first + count; ++r)
+            rows.rows[r] = quantise(a.x + r * a.x_stride, a.k, rows.values + r * rows.stride);
+    });
     const int64_t panels = (a.n + NR - 1) / NR;
-    for (int64_t p = team->take(1), next; p < panels; p = next) {
-        next = team->take(1);  // early, to know what to fetch meanwhile
-        panel_times_rows(a, rows, p, next < panels ? next : -1);
-    }
+    float *sums = (float *)team->scratch(HANDED_IN_ROWS * NR * sizeof(float));
+    const bool hands_in = a.m <= HANDED_IN_ROWS;
+    const auto work = [&](int64_t p, int64_t, int64_t next) { panel_times_rows(a, rows, p, next, sums, !hands_in); };
+    if (hands_in)
+        team->each_handed_in(panels, 1, work, [&](int64_t p, int64_t) { finish(a, p, 0, sums, a.m); });
+    else
+        team->each(panels, 1, work);
     return 0;
-}
-
-extern "C" void tokenmill_linear(const LinearArguments *arguments) {
-    alone(arguments->num_threads, [=](const Team &team) { return tokenmill_linear_member(arguments, &team); });
 }

@@ -20,6 +20,7 @@ from torch import Tensor
 from worker.engine.huge_pages import Arena
 from worker.engine.kernels.library import load
 from worker.engine.kernels.linear import LinearKernels, PackedWeight, padded_bias
+from worker.engine.kernels.program import Caller
 from worker.engine.kernels.quantized import INT4_GROUP, Int4Packer
 from worker.engine.kernels.toolchain import KernelUnavailableError
 
@@ -39,6 +40,7 @@ class NarrowPacker:
         self.panel_width = kernels.panel_width
         self._kernels = kernels
         self._where = (cache_dir, march)
+        self._call = Caller(cache_dir, march)
         self._arena = Arena()
 
     @cached_property
@@ -48,7 +50,6 @@ class NarrowPacker:
     def _library(self, form: str) -> CDLL:
         library = load(f"linear_{form}", *self._where)
         library.tokenmill_pack.restype = None
-        library.tokenmill_thread_bytes.restype = c_int64
         return library
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> PackedWeight:
@@ -83,8 +84,8 @@ class NarrowPacker:
         target = (panels,) if scales is None else (panels, scales)
         library.tokenmill_pack(*(c_void_p(part.data_ptr()) for part in (*source, *target)), c_int64(n), c_int64(k))
         return PackedWeight(
-            library, (n, k), panels, scales, padded_bias(bias, self.panel_width),
-            thread_bytes=library.tokenmill_thread_bytes(c_int64(k)), form=_WORDS[form],
+            self._call, library.tokenmill_linear_member, (n, k), panels, scales,
+            padded_bias(bias, self.panel_width), form=_WORDS[form],
         )  # fmt: skip
 
     def _columns(self, n: int) -> int:

@@ -1,8 +1,164 @@
-// Kernel calls in a row by one team of threads, so that many decoder layers cost their caller one call.
+// Kernel calls in a row by a team of threads, so that many decoder layers cost their caller one call; and the only
+// place where kernels get their threads from.
+//
+// Each calling thread has helpers of its own. They join a row when they get to it and leave it when they are through;
+// nobody waits for one to come (team.h), so a row with sleeping helpers begins at once.
 
+#include <pthread.h>
+#include <signal.h>
 #include <string.h>
 
 #include "team.h"
+
+#define LOOK_NS 200000  // a helper looks so long for the next row before it sleeps: from layers to the head, not a whole gap
+
+struct Call {
+    Member member;
+    const void *arguments;
+};
+
+namespace {
+
+struct Row {
+    const Call *calls;
+    int64_t first, count;
+    int32_t parts;
+    int64_t stopped, answer;  // told by part 0
+
+    void run(Gate *gate, int32_t part, Scratch *scratch) {
+        Team team(gate, part, parts, scratch);
+        for (int64_t i = first; i < count; ++i) {
+            const int64_t number = calls[i].member(calls[i].arguments, &team);
+            if (!number) continue;
+            if (part == 0) stopped = i, answer = number;
+            return;
+        }
+    }
+};
+
+int32_t num_forks = 0;  // a forked process has none of its parent's threads
+
+void count_fork() { ++num_forks; }
+
+class Pool {
+  public:
+    Pool() {
+        static const int registered = pthread_atfork(nullptr, nullptr, count_fork);
+        (void)registered;
+    }
+
+    ~Pool() {
+        if (born_ != num_forks) return;
+        __atomic_store_n(&is_ending_, true, __ATOMIC_SEQ_CST);
+        open_or_close();
+        for (int32_t i = 0; i < size_; ++i) pthread_join(helpers_[i]->thread, nullptr), delete helpers_[i];
+        free(gate_.hands);
+        free(helpers_);
+    }
+
+    void run(Row &row) {
+        if (born_ != num_forks) born_ = num_forks, size_ = inside_ = sleepers_ = 0;
+        if (row.parts > 1) row.parts = grown_to(row.parts);
+        gate_.phase = gate_.answered = 0;
+        if (row.parts == 1) return row.run(&gate_, 0, &scratch_);
+        memset((void *)gate_.hands, 0, sizeof(Hand) * row.parts);
+        row_ = &row;
+        open_or_close();
+        row.run(&gate_, 0, &scratch_);
+        open_or_close();
+        for (int i = 0; __atomic_load_n(&inside_, __ATOMIC_SEQ_CST); relax())
+            if (++i > 4096) sched_yield();
+    }
+
+  private:
+    struct Helper {
+        Pool *pool;
+        int32_t part;
+        pthread_t thread;
+        Scratch scratch;
+    };
+
+    Gate gate_{};
+    Row *row_ = nullptr;
+    Scratch scratch_;
+    Helper **helpers_ = nullptr;
+    int32_t size_ = 0, born_ = num_forks;
+    bool is_ending_ = false;
+    alignas(64) int32_t turn_ = 0;  // odd: a row is open
+    int32_t sleepers_ = 0;
+    alignas(64) int32_t inside_ = 0;
+
+    // How many threads there are at most, the caller among them.
+    int32_t grown_to(int32_t parts) {
+        if (parts <= size_ + 1) return parts;
+        gate_.hands = (Hand *)realloc_aligned(gate_.hands, sizeof(Hand) * parts);
+        helpers_ = (Helper **)realloc(helpers_, sizeof(Helper *) * (parts - 1));
+        sigset_t all, before;
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the process's own threads
+        for (; size_ < parts - 1; ++size_) {
+            Helper *helper = new Helper{this, size_ + 1, {}, {}};
+            if (pthread_create(&helper->thread, nullptr, help, helper)) {
+                delete helper;
+                break;
+            }
+            helpers_[size_] = helper;
+        }
+        pthread_sigmask(SIG_SETMASK, &before, nullptr);
+        return size_ + 1;
+    }
+
+    static void *realloc_aligned(void *old, int64_t bytes) {
+        free(old);
+        return aligned_alloc(alignof(Hand), bytes);
+    }
+
+    void open_or_close() {
+        __atomic_add_fetch(&turn_, 1, __ATOMIC_SEQ_CST);
+        if ((turn_ & 1 || is_ending_) && __atomic_load_n(&sleepers_, __ATOMIC_SEQ_CST)) wake_all(&turn_);
+    }
+
+    static void *help(void *argument) {
+        Helper &me = *(Helper *)argument;
+        Pool &pool = *me.pool;
+        for (int32_t seen = 0;;) {
+            const int32_t turn = pool.next_turn(seen);
+            if (__atomic_load_n(&pool.is_ending_, __ATOMIC_SEQ_CST)) return nullptr;
+            __atomic_add_fetch(&pool.inside_, 1, __ATOMIC_SEQ_CST);
+            if (__atomic_load_n(&pool.turn_, __ATOMIC_SEQ_CST) == turn && me.part < pool.row_->parts)
+                pool.row_->run(&pool.gate_, me.part, &me.scratch);
+            __atomic_sub_fetch(&pool.inside_, 1, __ATOMIC_SEQ_CST);
+            seen = turn;
+        }
+    }
+
+    // An odd turn other than `seen`, or any at the end. Looks for it for a while, then sleeps.
+    int32_t next_turn(int32_t seen) {
+        int32_t turn;
+        const auto has_come = [&] {
+            turn = __atomic_load_n(&turn_, __ATOMIC_SEQ_CST);
+            return __atomic_load_n(&is_ending_, __ATOMIC_SEQ_CST) || (turn & 1 && turn != seen);
+        };
+        for (int64_t end = now_ns() + LOOK_NS; now_ns() < end;)
+            for (int i = 0; i < 32; ++i, relax())
+                if (has_come()) return turn;
+        __atomic_add_fetch(&sleepers_, 1, __ATOMIC_SEQ_CST);
+        while (!has_come()) sleep_on(&turn_, turn);
+        __atomic_sub_fetch(&sleepers_, 1, __ATOMIC_SEQ_CST);
+        return turn;
+    }
+};
+
+}  // namespace
+
+// Runs calls [first, count). Returns count, or the index of the call that answered, with its number in `answer`.
+extern "C" int64_t tokenmill_run(const Call *calls, int64_t first, int64_t count, int64_t num_threads, int64_t *answer) {
+    static thread_local Pool pool;
+    Row row{calls, first, count, (int32_t)num_threads, count, 0};
+    pool.run(row);
+    *answer = row.answer;
+    return row.stopped;
+}
 
 // Row from_rows[i] of `from` becomes row to_rows[i] of `to`; null: row i.
 struct RowArguments {
@@ -12,36 +168,12 @@ struct RowArguments {
     int64_t count, width;
 };
 
-// A kernel's share of one member. 0, or (the same for every member) a number that stops the row.
-typedef int64_t (*Member)(const void *arguments, const Team *team);
-
-struct Call {
-    Member member;
-    const void *arguments;
-};
-
-// Runs calls [first, count). Returns count, or the index of the call that answered, with its number in `answer`.
-extern "C" int64_t tokenmill_run(const Call *calls, int64_t first, int64_t count, int64_t num_threads, int64_t *answer) {
-    int64_t stopped = count;
-    *answer = alone((int)num_threads, [&](const Team &team) -> int64_t {
-        for (int64_t i = first; i < count; ++i) {
-            const int64_t number = calls[i].member(calls[i].arguments, &team);
-            if (number) {
-                if (team.part == 0) stopped = i;
-                return number;
-            }
-            team.wait();
-        }
-        return 0;
-    });
-    return stopped;
-}
-
-extern "C" int64_t tokenmill_move_rows_member(const RowArguments *arguments, const Team *team) {
+extern "C" int64_t tokenmill_move_rows_member(const RowArguments *arguments, Team *team) {
     const RowArguments &a = *arguments;
-    const Share mine = share(a.count, team->part, team->parts);
-    for (int64_t i = mine.first; i < mine.last; ++i)
-        memcpy(a.to + (a.to_rows ? a.to_rows[i] : i) * a.width, a.from + (a.from_rows ? a.from_rows[i] : i) * a.width,
-               a.width * sizeof(float));
+    team->each(a.count, 16, [&](int64_t first, int64_t count, int64_t) {
+        for (int64_t i = first; i < first + count; ++i)
+            memcpy(a.to + (a.to_rows ? a.to_rows[i] : i) * a.width, a.from + (a.from_rows ? a.from_rows[i] : i) * a.width,
+                   a.width * sizeof(float));
+    });
     return 0;
 }

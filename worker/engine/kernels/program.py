@@ -1,5 +1,8 @@
-"""Kernel calls in a row as one call, by one team of threads. The arguments stay the caller's, who fills them in
+"""Kernel calls by a team of threads, a row of them as one call. The arguments stay the caller's, who fills them in
 before each run.
+
+Every calling thread has helpers of its own in C++ (`program.cpp`). A run waits for its units of work, not for its
+threads: a helper that has no core keeps nobody waiting (`team.h`).
 """
 
 from __future__ import annotations
@@ -41,12 +44,33 @@ class _Call(ctypes.Structure):
     _fields_: ClassVar = [("member", c_void_p), ("arguments", c_void_p)]
 
 
+class Caller:
+    """Runs one kernel at a time. Raises KernelUnavailableError where the program cannot be compiled."""
+
+    __slots__ = ("_run",)
+
+    def __init__(self, cache_dir: Path | None = None, march: str = "native") -> None:
+        self._run = _runner(cache_dir, march)
+
+    def __call__(self, member: Any, arguments: ctypes.Structure, num_threads: int) -> int:
+        """What the kernel answers: 0 when done."""
+        call = _Call(ctypes.cast(member, c_void_p), ctypes.addressof(arguments))
+        answer = c_int64()
+        self._run(ctypes.byref(call), c_int64(0), c_int64(1), c_int64(num_threads), ctypes.byref(answer))
+        return answer.value
+
+
+def _runner(cache_dir: Path | None, march: str) -> Any:
+    run = load("program", cache_dir, march).tokenmill_run
+    run.restype = c_int64
+    return run
+
+
 class Program:
     """Raises KernelUnavailableError where it cannot be compiled."""
 
     def __init__(self, steps: Sequence[Step], cache_dir: Path | None = None, march: str = "native") -> None:
-        self._run = load("program", cache_dir, march).tokenmill_run
-        self._run.restype = c_int64
+        self._run = _runner(cache_dir, march)
         self._steps = tuple(steps)  # keeps the arguments alive
         self._calls = (_Call * len(steps))(
             *(_Call(ctypes.cast(step.member, c_void_p), ctypes.addressof(step.arguments)) for step in steps)

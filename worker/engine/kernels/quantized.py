@@ -15,6 +15,7 @@ from torch import Tensor
 from worker.engine.huge_pages import Arena
 from worker.engine.kernels.library import load
 from worker.engine.kernels.linear import PackedWeight, padded, padded_bias
+from worker.engine.kernels.program import Caller
 
 MAX_INT8_DEPTH = 65_536  # sums of 255 · 128 fit 31 bits up to here
 INT4_GROUP = 32
@@ -26,7 +27,8 @@ class Int8Packer:
     """A scale per output; each row of activations is rounded within its own range when it comes."""
 
     def __init__(self, cache_dir: Path | None = None, march: str = "native") -> None:
-        library = self._library = load("linear_int8", cache_dir, march)
+        library = load("linear_int8", cache_dir, march)
+        self._call, self._member = Caller(cache_dir, march), library.tokenmill_linear_member
         self._pack = library.tokenmill_pack
         self._pack.restype = None
         self._panel_bytes, self._workspace = library.tokenmill_panel_bytes, library.tokenmill_workspace_bytes
@@ -47,7 +49,7 @@ class Int8Packer:
         by_panel = [padded(part, self.panel_width).view(-1, self.panel_width) for part in (scale, sums)]
         scales = torch.stack(by_panel, dim=1).contiguous()  # [panels, 2, panel_width]
         bias = padded_bias(bias, self.panel_width)
-        return PackedWeight(self._library, (n, k), panels, scales, bias, row_bytes, form="8 bits")
+        return PackedWeight(self._call, self._member, (n, k), panels, scales, bias, row_bytes, form="8 bits")
 
 
 def round_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,11 +64,10 @@ class Int4Packer:
     """A scale and a zero per group of 32 inputs, in half precision; activations stay float32."""
 
     def __init__(self, cache_dir: Path | None = None, march: str = "native") -> None:
-        library = self._library = load("linear_int4", cache_dir, march)
+        library = load("linear_int4", cache_dir, march)
+        self._call, self._member = Caller(cache_dir, march), library.tokenmill_linear_member
         self._pack = library.tokenmill_pack
         self._pack.restype = None
-        self._thread_bytes = library.tokenmill_thread_bytes
-        self._thread_bytes.restype = c_int64
         self.panel_width: int = library.tokenmill_panel_width()
         self._arena = Arena()
 
@@ -85,8 +86,7 @@ class Int4Packer:
         pointers = (c_void_p(tensor.data_ptr()) for tensor in (codes, scale, zero, panels, scales))
         self._pack(*pointers, c_int64(n), c_int64(k))
         return PackedWeight(
-            self._library, (n, k), panels, scales, padded_bias(bias, self.panel_width),
-            thread_bytes=self._thread_bytes(c_int64(k)), form="4 bits",
+            self._call, self._member, (n, k), panels, scales, padded_bias(bias, self.panel_width), form="4 bits",
         )  # fmt: skip
 
 

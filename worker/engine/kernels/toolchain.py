@@ -1,7 +1,8 @@
 """Finds what compiling a kernel takes: a compiler, the machine's flags, and the OpenMP runtime that torch uses.
 
-A kernel must share torch's OpenMP runtime: two thread pools on the same cores fight each other, so the
-very file that torch has loaded is linked, not the compiler's own. Knows nothing of any kernel.
+What packs weights shares torch's OpenMP runtime: two pools of it on the same cores fight each other, so the very
+file that torch has loaded is linked, not the compiler's own. Kernels that run in a step bring their own threads
+(`program.cpp`). Knows nothing of any kernel.
 """
 
 from __future__ import annotations

@@ -23,27 +23,24 @@ class Scratch:
 
     def __init__(self) -> None:
         self.version = 0
-        self.num_threads = 0
         self._rows = 0
         self._widths: dict[str, int] = {}
         self._buffers: dict[str, Tensor] = {}
-        self._work_sizes: set[tuple[int, int]] = set()
+        self._work_bytes = 0  # of a row
 
     def reserve(self, widths: dict[str, int], weights: tuple[PackedWeight, ...]) -> None:
         """A layer of the model needs rows of these widths, and these weights' workspaces."""
         for name, width in widths.items():
             self._widths[name] = max(width, self._widths.get(name, 0))
-        self._work_sizes |= {(weight.row_bytes, weight.thread_bytes) for weight in weights}
+        self._work_bytes = max(self._work_bytes, *(weight.row_bytes for weight in weights))
         self._rows = 0
 
     def fit(self, num_rows: int) -> None:
-        threads = torch.get_num_threads()
-        if num_rows <= self._rows and threads == self.num_threads:
+        if num_rows <= self._rows:
             return
-        self._rows, self.num_threads = max(num_rows, self._rows * 2 if num_rows > self._rows else self._rows), threads
+        self._rows = max(num_rows, self._rows * 2)
         self._buffers = {name: torch.empty(self._rows * width) for name, width in self._widths.items()}
-        work = max(self._rows * row + threads * thread for row, thread in self._work_sizes)
-        self._buffers["work"] = torch.empty(work, dtype=torch.uint8)
+        self._buffers["work"] = torch.empty(self._rows * self._work_bytes, dtype=torch.uint8)
         self.version += 1
 
     def at(self, name: str) -> int:

@@ -59,14 +59,14 @@ class LayerRun:
             x = y
         self._give_workspace(0)
         if narrow is None:
-            self._program.run(self._scratch.num_threads, self._give_workspace)
+            self._program.run(torch.get_num_threads(), self._give_workspace)
             return out
         assert step.rows is not None
         metadata = of_rows(step.metadata[bindings[-1].group], step.rows)  # kept while the kernels read it
         narrow.narrow(step.rows)
         narrow.use(x, y, tables, metadata)
         stop = None if step.rows.numel() else self._without_last + narrow.num_steps_for_cache
-        self._narrow_program.run(self._scratch.num_threads, self._give_workspace, stop)
+        self._narrow_program.run(torch.get_num_threads(), self._give_workspace, stop)
         return out
 
     def _adapt(self, num_tokens: int, backend: CpuAttention, bindings: list[LayerBinding], step: PagedStep) -> None:

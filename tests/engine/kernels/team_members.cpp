@@ -1,0 +1,51 @@
+// Members that count how often each of their units is done, for test_team.py.
+#include "team.h"
+
+struct CountArguments {
+    int32_t *counts;          // [units], how often each was done
+    int32_t *computed;        // how many units were computed, also those dropped
+    int32_t *stalled, *gave_up;
+    const int32_t *released;  // what the thread that stalls waits for, ten seconds at most
+    int64_t units, grain;
+    int32_t handed_in;
+    int32_t stalls_at;  // the unit that stalls whoever computes it first; −1: none
+    int32_t sleep_us;   // in every seventh unit
+};
+
+static void compute(const CountArguments &a, int64_t first, int64_t count) {
+    __atomic_add_fetch(a.computed, (int32_t)count, __ATOMIC_SEQ_CST);
+    if (a.sleep_us && first % 7 == 3) usleep(a.sleep_us);
+    if (a.stalls_at < first || a.stalls_at >= first + count || __atomic_exchange_n(a.stalled, 1, __ATOMIC_SEQ_CST)) return;
+    const int64_t end = now_ns() + 10000000000;
+    while (!__atomic_load_n(a.released, __ATOMIC_SEQ_CST) && now_ns() < end) usleep(100);
+    if (!__atomic_load_n(a.released, __ATOMIC_SEQ_CST)) *a.gave_up = 1;
+}
+
+extern "C" int64_t count_member(const CountArguments *arguments, Team *team) {
+    const CountArguments &a = *arguments;
+    const auto hand_in = [&](int64_t first, int64_t count) {
+        for (int64_t i = first; i < first + count; ++i) __atomic_add_fetch(a.counts + i, 1, __ATOMIC_SEQ_CST);
+    };
+    if (a.handed_in)
+        team->each_handed_in(a.units, a.grain, [&](int64_t i, int64_t n, int64_t) { compute(a, i, n); }, hand_in);
+    else
+        team->each(a.units, a.grain, [&](int64_t i, int64_t n, int64_t) { compute(a, i, n), hand_in(i, n); });
+    return 0;
+}
+
+struct CheckArguments {
+    const CountArguments *of;
+    int32_t *flag;    // set when this is reached
+    int32_t refuses;  // so many times it answers 1000 + the times left
+};
+
+// Answers the number of units of `of` that were not done exactly once.
+extern "C" int64_t check_member(CheckArguments *arguments, Team *team) {
+    return team->once([=]() -> int64_t {
+        __atomic_store_n(arguments->flag, 1, __ATOMIC_SEQ_CST);
+        if (arguments->refuses) return 1000 + arguments->refuses--;
+        int64_t wrong = 0;
+        for (int64_t i = 0; i < arguments->of->units; ++i) wrong += arguments->of->counts[i] != 1;
+        return wrong;
+    });
+}
