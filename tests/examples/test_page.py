@@ -5,7 +5,7 @@ import signal
 from typing import Any
 
 import pytest
-from playwright.async_api import Browser, Page, expect
+from playwright.async_api import Browser, Page, Route, expect
 
 from tests.examples.conftest import Backend
 from tests.support.worker import client_of, running_worker
@@ -134,6 +134,28 @@ async def test_cancel_keeps_what_was_generated(redis_url: str, backend: Backend,
         assert text.startswith(before)
         assert len(text) < 3000
         assert text == await recorded(redis_url, backend, job)
+
+
+@pytest.mark.slow
+async def test_a_cancel_that_is_answered_after_the_end_changes_nothing(
+    redis_url: str, backend: Backend, browser: Browser
+) -> None:
+    async with running_worker(redis_url, backend.database, model=SLOW):
+        page = await open_page(browser, backend)
+        await ask(page, "Cancel me", 3000)
+
+        async def answer_late(route: Route) -> None:
+            answer = await route.fetch()
+            await ends(page, "cancelled")
+            await route.fulfill(response=answer)
+
+        await page.route("**/cancel", answer_late)
+        async with page.expect_response("**/cancel") as answered:
+            await page.get_by_role("button", name="Cancel").click()
+        await (await answered.value).finished()
+        await page.evaluate("new Promise(done => setTimeout(done, 100))")
+        assert await page.locator("#status").text_content() == "cancelled"
+        await expect(page.get_by_role("button", name="Cancel")).to_be_hidden()
 
 
 @pytest.mark.slow

@@ -113,7 +113,8 @@ $("cancel").addEventListener("click", async () => {
   $("cancel").disabled = true;
   try {
     const { outcome } = await call(`/api/jobs/${encodeURIComponent(job)}/cancel`, { method: "POST" });
-    if (outcome === "cancelling" && job === current()) setStatus("cancelling");
+    const isOver = OVER.includes($("status").dataset.status); // its end may be here before this answer
+    if (outcome === "cancelling" && job === current() && !isOver) setStatus("cancelling");
   } catch (error) {
     say(error.message);
     $("cancel").disabled = false;
