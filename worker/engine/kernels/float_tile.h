@@ -95,7 +95,11 @@ struct Tiles {
 struct Columns {
     int64_t panel, count;
 };
-INLINE int64_t num_panels(int64_t n) { return (n + NR - 1) / NR; }
+
+// Where the rows of `columns` go.
+INLINE void outputs(const LinearArguments &a, Columns columns, Output *out) {
+    for (int64_t q = 0; q < columns.count; ++q) out[q] = at_panel(whole_output(a), columns.panel + q, a.n);
+}
 
 // Steps [first, first + count) of k.
 struct Depth {
@@ -113,7 +117,7 @@ void all_rows(const LinearArguments &a, Columns columns, Depth depth, const floa
     const int64_t base = a.m / tiles, extra = a.m % tiles, lines = FETCHES<NEAR> * tiles * depth.count;
     Tile t{a.x + depth.first, weights, a.x_stride, depth.count, sums, depth.first == 0, finishes && depth.first + depth.count == a.k,
            {}, (const char *)ahead, (ahead_bytes + lines - 1) / lines};
-    for (int q = 0; q < columns.count; ++q) t.out[q] = at_panel(whole_output(a), columns.panel + q, a.n);
+    outputs(a, columns, t.out);
     for (int64_t index = 0; index < tiles; ++index) {
         const int64_t rows = base + (index < extra);
 #if SIDE == 2
@@ -126,11 +130,6 @@ void all_rows(const LinearArguments &a, Columns columns, Depth depth, const floa
         t.ahead += FETCHES<NEAR> * depth.count * t.ahead_stride;
         for (int q = 0; q < columns.count; ++q) t.out[q] = below(t.out[q], rows);
     }
-}
-
-// Where the rows of `columns` go.
-INLINE void outputs(const LinearArguments &a, Columns columns, Output *out) {
-    for (int64_t q = 0; q < columns.count; ++q) out[q] = at_panel(whole_output(a), columns.panel + q, a.n);
 }
 
 // A linear layer's phase: multiply(columns, next, sums) for all of its columns, in turns; `next`: the columns behind, of

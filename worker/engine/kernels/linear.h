@@ -10,6 +10,8 @@
 #define NR (2 * VW)
 #define HANDED_IN_ROWS 64  // up to so many a thread's sums are handed in when all of its columns are done
 
+INLINE int64_t num_panels(int64_t n) { return (n + NR - 1) / NR; }
+
 enum Epilogue { PLAIN = 0, ADD = 1, SWIGLU = 2, GEGLU_TANH = 3 };
 
 struct LinearArguments {

@@ -262,7 +262,7 @@ extern "C" int64_t tokenmill_linear_member(const LinearArguments *arguments, Tea
         for (int64_t r = first; r < first + count; ++r)
             rows.rows[r] = quantise(a.x + r * a.x_stride, a.k, rows.values + r * rows.stride);
     });
-    const int64_t panels = (a.n + NR - 1) / NR;
+    const int64_t panels = num_panels(a.n);
     float *sums = (float *)team->scratch(HANDED_IN_ROWS * NR * sizeof(float));
     const bool hands_in = a.m <= HANDED_IN_ROWS;
     const auto work = [&](int64_t p, int64_t, int64_t next) { panel_times_rows(a, rows, p, next, sums, !hands_in); };

@@ -128,7 +128,7 @@ class LayerCalls:
         ]
 
     def point(self, scratch: Scratch, parts: LayerParts) -> None:
-        """Buffers have moved, or the number of threads has changed."""
+        """Buffers have moved."""
         qkv, head = scratch.at("qkv"), parts.attention.head_dim * _FLOAT
         key = qkv + parts.attention.num_heads * head
         for linear in (self.qkv, self.out, self.gate_up, self.down):
