@@ -94,53 +94,44 @@ struct Attention {
         }
     }
 
-    // One tile for all rows of a unit: max[rows], sum[rows], values[rows][width].
+    // One tile for all rows of a unit: max[rows], sum[rows], values[rows][width] (undefined where a row saw nothing).
     template <class K, bool AHEAD>
     void compute(const Unit &u, int t, const Tile<K> &tile, const K *const *ahead, const float *query, float *scores,
                  float *max, float *sum, float *values) const {
-        const int rows = u.num_tokens * group, base = t * TILE, dim = a.head_dim;
-        for (int panel = 0; panel < TILE_STRIPS; panel += 4)
-            for (int r = 0; r < rows; r += MAX_ROWS) {
-                int begin, end;
-                visible(u, base, r, tile, &begin, &end);
-                const int s0 = begin / STRIP > panel ? begin / STRIP : panel;
-                const int s1 = rounded(end, STRIP) / STRIP < panel + 4 ? rounded(end, STRIP) / STRIP : panel + 4;
-                if (s0 >= s1) continue;
-#define CALL(R)                                                                                              \
-    score_strips<K, R, AHEAD>(query + (int64_t)r * dim, dim, tile.keys + s0, ahead + s0, s1 - s0, dim,        \
-                              scores + (int64_t)r * TILE + s0 * STRIP, TILE)
-                FOR_ROWS(rows - r, CALL)
+        const int rows = u.num_tokens * group, dim = a.head_dim;
+        for (int r = 0; r < rows; r += MAX_ROWS) {
+            const int count = r + MAX_ROWS < rows ? MAX_ROWS : rows - r;
+            const Seen seen = see(u, t * TILE, tile, r, count);
+            const int strip = seen.begin() / STRIP, num_strips = seen.end() / STRIP - strip;
+#define CALL(R)                                                                                                \
+    score_strips<K, R, AHEAD>(query + (int64_t)r * dim, dim, tile.keys + strip, ahead + strip, num_strips, dim, \
+                              scores + strip * STRIP, TILE)
+            FOR_ROWS(count, CALL)
 #undef CALL
-            }
-        for (int r = 0; r < rows; ++r) {
-            int begin, end;
-            visible(u, base, r / MAX_ROWS * MAX_ROWS, tile, &begin, &end);
-            const int position = u.position + r / group - base, first = first_key(position + base) - base;
-            softmax_row(scores + (int64_t)r * TILE, begin / STRIP * STRIP, rounded(end, STRIP), first > 0 ? first : 0,
-                        position + 1 < TILE ? position + 1 : TILE, a.softcap, max + r, sum + r);
-        }
-        memset(values, 0, sizeof(float) * rows * width);
-        for (int panel = 0; panel < TILE; panel += 4 * STRIP)
-            for (int r = 0; r < rows; r += MAX_ROWS) {
-                int begin, end;
-                visible(u, base, r, tile, &begin, &end);
-                const int k0 = begin > panel ? begin : panel, k1 = end < panel + 4 * STRIP ? end : panel + 4 * STRIP;
-                if (k0 >= k1) continue;
-#define CALL(R)                                                                                              \
-    value_columns<K, R, AHEAD>(scores + (int64_t)r * TILE, TILE, tile.values, ahead + TILE_STRIPS, k0, k1,    \
+            for (int i = 0; i < count; ++i) max[r + i] = cap_and_hide(scores + i * TILE, seen, i, a.softcap);
+            for (int i = 0; i < count; ++i) sum[r + i] = weigh(scores + i * TILE, seen, max + r + i);
+#define CALL(R)                                                                                             \
+    value_columns<K, R, AHEAD>(scores, TILE, tile.values, ahead + TILE_STRIPS, seen.any_first, seen.any_last, \
                                width, values + (int64_t)r * width, width)
-                FOR_ROWS(rows - r, CALL)
+            if (num_strips > 0) FOR_ROWS(count, CALL)
 #undef CALL
-            }
+        }
     }
 
-    // Positions of the tile that some row of the register tile starting at row r sees.
+    // What `count` rows from r on, those of one register tile, see of the tile that begins at position `base`.
     template <class K>
-    void visible(const Unit &u, int base, int r, const Tile<K> &tile, int *begin, int *end) const {
-        const int rows = u.num_tokens * group, final = r + MAX_ROWS < rows ? r + MAX_ROWS - 1 : rows - 1;
-        const int first = first_key(u.position + r / group) - base, last = u.position + final / group + 1 - base;
-        *begin = first > tile.first ? first : tile.first;
-        *end = last < tile.last ? last : tile.last;
+    Seen see(const Unit &u, int base, const Tile<K> &tile, int r, int count) const {
+        Seen seen;
+        int position = u.position + r / group, left = group - r % group;
+        for (int i = 0; i < count; ++i, --left) {
+            if (!left) ++position, left = group;
+            const int first = first_key(position) - base, last = position + 1 - base;
+            seen.first[i] = first > 0 ? first : 0;
+            seen.last[i] = last < TILE ? last : TILE;
+        }
+        seen.any_first = seen.first[0] > tile.first ? seen.first[0] : tile.first;
+        seen.any_last = seen.last[count - 1] < tile.last ? seen.last[count - 1] : tile.last;
+        return seen;
     }
 
     void load_query(const Unit &u, float *query) const {
@@ -202,14 +193,15 @@ struct Attention {
         }
         Tile<float> packed;
         const float *ahead[2 * TILE_STRIPS] = {};
-        pack(u, t, tile, packed, scores + (int64_t)rows * TILE);
+        pack(u, t, tile, packed, scores + MAX_ROWS * TILE);
         compute<float, false>(u, t, packed, ahead, query, scores, max, sum, values);
     }
 
     void whole_unit(const Unit &u, const Item *next, float *scratch) const {
         const int rows = u.num_tokens * group;
-        float *query = scratch, *max = query + (int64_t)rows * a.head_dim, *sum = max + rows, *tile_max = sum + rows;
-        float *tile_sum = tile_max + rows, *values = tile_sum + rows, *tile_values = values + (int64_t)rows * width;
+        const int room = rounded(rows, VW);
+        float *query = scratch, *max = query + (int64_t)rows * a.head_dim, *sum = max + room, *tile_max = sum + room;
+        float *tile_sum = tile_max + room, *values = tile_sum + room, *tile_values = values + (int64_t)rows * width;
         float *rest = tile_values + (int64_t)rows * width;
         load_query(u, query);
         memset(values, 0, sizeof(float) * rows * width);
@@ -217,9 +209,7 @@ struct Attention {
         for (int t = u.first_tile; t < u.last_tile; ++t) {
             const Item following = {(int32_t)(&u - plan.units), t + 1, -1};
             one_tile(u, t, t + 1 < u.last_tile ? &following : next, query, rest, tile_max, tile_sum, tile_values);
-            for (int r = 0; r < rows; ++r)
-                fold(max + r, sum + r, values + (int64_t)r * width, tile_max[r], tile_sum[r],
-                     tile_values + (int64_t)r * width, width);
+            fold(rows, width, max, sum, values, tile_max, tile_sum, tile_values);
         }
         for (int r = 0; r < rows; ++r) finish(u, r, max[r], sum[r], values + (int64_t)r * width);
     }
@@ -255,17 +245,16 @@ struct Attention {
         }
     }
 
-    void fold_partials(const Unit &u, float *values) const {
+    void fold_partials(const Unit &u, float *max) const {
         const int rows = u.num_tokens * group;
-        for (int r = 0; r < rows; ++r) {
-            float max = -INFINITY, sum = 0.0f;
-            memset(values, 0, sizeof(float) * width);
-            for (int t = u.first_tile; t < u.last_tile; ++t) {
-                const float *partial = plan.partials + u.partials + (int64_t)(t - u.first_tile) * partial_floats(u);
-                fold(&max, &sum, values, partial[r], partial[rows + r], partial + 2 * rows + (int64_t)r * width, width);
-            }
-            finish(u, r, max, sum, values);
+        float *sum = max + rounded(rows, VW), *values = sum + rounded(rows, VW);
+        for (int r = 0; r < rows; ++r) max[r] = -INFINITY, sum[r] = 0.0f;
+        memset(values, 0, sizeof(float) * rows * width);
+        for (int t = u.first_tile; t < u.last_tile; ++t) {
+            const float *partial = plan.partials + u.partials + (int64_t)(t - u.first_tile) * partial_floats(u);
+            fold(rows, width, max, sum, values, partial, partial + rows, partial + 2 * rows);
         }
+        for (int r = 0; r < rows; ++r) finish(u, r, max[r], sum[r], values + (int64_t)r * width);
     }
 
     void run(Team *team) const {
@@ -288,7 +277,7 @@ int64_t make_plan(const AttendArguments &a, int threads) {
     const int64_t width = rounded(a.head_dim, STRIP), slots = Sharing::slots_for(planner.num_items);
     const int64_t rows = (planner.partials && planner.max_rows < UNIT_ROWS ? UNIT_ROWS : planner.max_rows) + 1;
     const int64_t scratch_floats =
-        aligned((rows * (a.head_dim + 2 * width + TILE + 4) + 2 * TILE * width) * 4) / 4;
+        aligned((rows * (a.head_dim + 2 * width + 4) + 4 * VW + MAX_ROWS * TILE + 2 * TILE * width) * 4) / 4;
     int64_t offset = aligned(sizeof(Plan)), place[6];
     const int64_t sizes[6] = {planner.num_units * (int64_t)sizeof(Unit), planner.num_items * (int64_t)sizeof(Item),
                               planner.partials * 4, threads * scratch_floats * 4,

@@ -12,7 +12,9 @@ template <class T, int R, int S, bool AHEAD>
 static void score_kernel(const float *query, int64_t query_stride, const T *const *strips, const T *const *ahead,
                          int dim, float *out, int64_t out_stride) {
     vf sums[R][S * VPS];
+#pragma GCC unroll 6
     for (int r = 0; r < R; ++r)
+#pragma GCC unroll 16
         for (int i = 0; i < S * VPS; ++i) sums[r][i] = splat(0.0f);
     for (int d = 0; d < dim; ++d) {
         vf keys[S * VPS];
@@ -29,17 +31,21 @@ static void score_kernel(const float *query, int64_t query_stride, const T *cons
             for (int i = 0; i < S * VPS; ++i) sums[r][i] = fma(q, keys[i], sums[r][i]);
         }
     }
+#pragma GCC unroll 6
     for (int r = 0; r < R; ++r)
+#pragma GCC unroll 16
         for (int i = 0; i < S * VPS; ++i) store(out + r * out_stride + i * VW, sums[r][i]);
 }
 
-// out[r][column…] += Σ_{k in [first, last)} weights[r][k] · value of key k; strips hold 16 keys × `dim` each.
+// out[r][column…] = Σ_{k in [first, last)} weights[r][k] · value of key k; strips hold 16 keys × `dim` each.
 template <class T, int R, int S, bool AHEAD>
 static void value_kernel(const float *weights, int64_t weights_stride, const T *const *strips, const T *const *ahead,
                          int first, int last, int dim, float *out, int64_t out_stride) {
     vf sums[R][S * VPS];
+#pragma GCC unroll 6
     for (int r = 0; r < R; ++r)
-        for (int i = 0; i < S * VPS; ++i) sums[r][i] = load(out + r * out_stride + i * VW);
+#pragma GCC unroll 16
+        for (int i = 0; i < S * VPS; ++i) sums[r][i] = splat(0.0f);
     for (int k = first; k < last;) {
         const int strip = k / STRIP, end = last < (strip + 1) * STRIP ? last : (strip + 1) * STRIP;
         const T *row = strips[strip] + (k % STRIP) * dim;
@@ -59,7 +65,9 @@ static void value_kernel(const float *weights, int64_t weights_stride, const T *
             }
         }
     }
+#pragma GCC unroll 6
     for (int r = 0; r < R; ++r)
+#pragma GCC unroll 16
         for (int i = 0; i < S * VPS; ++i) store(out + r * out_stride + i * VW, sums[r][i]);
 }
 
@@ -71,6 +79,9 @@ static void score_strips(const float *query, int64_t query_stride, const T *cons
     if constexpr (MAX_STRIPS == 4)
         for (; s + 4 <= num_strips; s += 4)
             score_kernel<T, R, 4, AHEAD>(query, query_stride, strips + s, ahead + s, dim, out + s * STRIP, out_stride);
+    if constexpr (MAX_STRIPS == 4)
+        for (; s + 2 <= num_strips; s += 2)
+            score_kernel<T, R, 2, AHEAD>(query, query_stride, strips + s, ahead + s, dim, out + s * STRIP, out_stride);
     for (; s < num_strips; ++s)
         score_kernel<T, R, 1, AHEAD>(query, query_stride, strips + s, ahead + s, dim, out + s * STRIP, out_stride);
 }
@@ -104,50 +115,90 @@ static void value_columns(const float *weights, int64_t weights_stride, const T 
         default: CALL(MAX_ROWS); break;                            \
     }
 
-// Logits [first, last) of one row become weights exp(logit − max); the rest of [begin, end), both multiples of a
-// strip, becomes 0. Returns the maximum (−∞ where nothing is visible) and the sum of the weights.
-static void softmax_row(float *row, int begin, int end, int first, int last, float softcap, float *max, float *sum) {
-    const vi lane = lanes();
+// The positions of a tile that the rows of a register tile see: [first, last) each, [any_first, any_last) some of them.
+struct Seen {
+    int first[MAX_ROWS], last[MAX_ROWS], any_first, any_last;
+
+    int begin() const { return any_first / STRIP * STRIP; }  // in whole strips
+    int end() const { return any_last > any_first ? (any_last + STRIP - 1) / STRIP * STRIP : begin(); }
+};
+
+// The logits of row i as they count: capped, −∞ where it does not see. Returns their maximum.
+static float cap_and_hide(float *row, const Seen &seen, int i, float softcap) {
+    const int begin = seen.begin(), end = seen.end(), first = seen.first[i], last = seen.last[i];
     const vf nothing = splat(-INFINITY);
-    vf best[VPS], total[VPS];
-    for (int v = 0; v < VPS; ++v) best[v] = nothing, total[v] = splat(0.0f);
-    for (int c = begin; c < end; c += STRIP)
-        for (int v = 0; v < VPS; ++v) {
-            vf x = load(row + c + v * VW);
-            if (softcap > 0) x = splat(softcap) * vtanh(x * splat(1.0f / softcap));
-            if (c < first || c + STRIP > last) {
-                vi index = lane + (c + v * VW);
-                x = select((index >= first) & (index < last), x, nothing);
-            }
-            best[v] = larger(best[v], x);
-            if (softcap > 0 || c < first || c + STRIP > last) store(row + c + v * VW, x);
+    const auto hide = [&](int strip) {
+        for (int c = strip; c < strip + STRIP; c += VW) {
+            const vi index = lanes() + c;
+            store(row + c, select((index >= first) & (index < last), load(row + c), nothing));
         }
-    float m = max_lanes(best[0]);
-    for (int v = 1; v < VPS; ++v) m = fmaxf(m, max_lanes(best[v]));
-    const vf shift = splat(first < last && m > -INFINITY ? m : 0.0f);
-    for (int c = begin; c < end; c += STRIP)
-        for (int v = 0; v < VPS; ++v) {
-            vf w = vexp(load(row + c + v * VW) - shift);
-            total[v] += w;
-            store(row + c + v * VW, w);
+    };
+    if (softcap > 0)
+        for (int c = begin; c < end; c += VW)
+            store(row + c, splat(softcap) * vtanh(load(row + c) * splat(1.0f / softcap)));
+    for (int c = begin; c < end && c < first; c += STRIP) hide(c);
+    for (int c = last > begin ? last / STRIP * STRIP : begin; c < end; c += STRIP) hide(c);
+    vf best = nothing, other = nothing;
+    int c = begin;
+    for (; c + 2 * STRIP <= end; c += 2 * STRIP)
+        for (int i = 0; i < STRIP; i += VW) {
+            best = larger(best, load(row + c + i));
+            other = larger(other, load(row + c + STRIP + i));
         }
-    for (int v = 1; v < VPS; ++v) total[0] += total[v];
-    *sum = sum_lanes(total[0]);
-    *max = *sum == *sum ? m : *sum;  // a NaN among the logits must not pass for a row that saw nothing
+    for (; c < end; c += VW) best = larger(best, load(row + c));
+    return max_lanes(larger(best, other));
 }
 
-// Fold one tile's (max, sum, values) into the running ones. A row that saw nothing leaves them untouched.
-INLINE void fold(float *max, float *sum, float *values, float tile_max, float tile_sum, const float *tile, int width) {
-    if (tile_max == -INFINITY) return;
-    if (*max == -INFINITY) {
-        *max = tile_max, *sum = tile_sum;
-        memcpy(values, tile, width * sizeof(float));
-        return;
+// exp(logit − shift) of S strips, added to `total` strip by strip.
+template <int S>
+INLINE void weigh_strips(float *row, vf shift, vf *total) {
+    vf weights[S * VPS];
+#pragma GCC unroll 4
+    for (int i = 0; i < S * VPS; ++i) weights[i] = load(row + i * VW) - shift;
+    vexps<S * VPS>(weights);
+#pragma GCC unroll 4
+    for (int i = 0; i < S * VPS; ++i) {
+        total[i % VPS] += weights[i];
+        store(row + i * VW, weights[i]);
     }
-    const float m = fmaxf(*max, tile_max);
-    const vf both = vexp(vf{*max - m, tile_max - m});
-    *sum = *sum * both[0] + tile_sum * both[1];
-    *max = m;
-    for (int c = 0; c < width; c += VW)
-        store(values + c, fma(splat(both[0]), load(values + c), splat(both[1]) * load(tile + c)));
+}
+
+// Logits become weights exp(logit − max). Returns their sum; `max` is −∞ where nothing is seen, and becomes NaN with the
+// sum, for a NaN among the logits must not pass for a row that saw nothing.
+static float weigh(float *row, const Seen &seen, float *max) {
+    const int end = seen.end();
+    const vf shift = splat(*max > -INFINITY ? *max : 0.0f);
+    vf total[VPS] = {};
+    int c = seen.begin();
+    for (; c + MAX_STRIPS * STRIP <= end; c += MAX_STRIPS * STRIP) weigh_strips<MAX_STRIPS>(row + c, shift, total);
+    for (; c < end; c += STRIP) weigh_strips<1>(row + c, shift, total);
+    for (int v = 1; v < VPS; ++v) total[0] += total[v];
+    const float sum = sum_lanes(total[0]);
+    if (sum != sum) *max = sum;
+    return sum;
+}
+
+// Fold one tile's max[rows], sum[rows], values[rows][width] into the running ones, whose max and sum have room for whole
+// vectors. A row that saw nothing leaves them untouched.
+static void fold(int rows, int width, float *max, float *sum, float *values, const float *tile_max, const float *tile_sum,
+                 const float *tile) {
+    for (int first = 0; first < rows; first += VW) {
+        const vf before = load(max + first), now = load(tile_max + first), both = larger(before, now);
+        const vi saw_nothing = now == splat(-INFINITY);
+        vf factors[2] = {before - both, now - both};
+        vexps<2>(factors);
+        const vf total = fma(load(sum + first), factors[0], load(tile_sum + first) * factors[1]);
+        store(max + first, select(saw_nothing, before, both));
+        store(sum + first, select(saw_nothing, load(sum + first), total));
+        for (int r = first; r < first + VW && r < rows; ++r) {
+            if (saw_nothing[r - first]) continue;
+            float *to = values + (int64_t)r * width;
+            const float *from = tile + (int64_t)r * width;
+            const vf keep = splat(factors[0][r - first]), add = splat(factors[1][r - first]);
+            if (before[r - first] == -INFINITY)
+                memcpy(to, from, width * sizeof(float));
+            else
+                for (int c = 0; c < width; c += VW) store(to + c, fma(keep, load(to + c), add * load(from + c)));
+        }
+    }
 }
