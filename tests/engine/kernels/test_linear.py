@@ -23,7 +23,7 @@ def close(found, exact):
     torch.testing.assert_close(found.double(), exact, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("m", [1, 2, 5, 12, 13, 37, 64])
+@pytest.mark.parametrize("m", [1, 2, 5, 12, 13, 37, 64, 65, 131, 300])
 @pytest.mark.parametrize(("n", "k"), [(32, 16), (960, 576), (100, 33), (7, 5), (129, 64)])
 def test_a_product_is_the_product(kernels, m, n, k):
     torch.manual_seed(m * n + k)
@@ -34,7 +34,7 @@ def test_a_product_is_the_product(kernels, m, n, k):
     close(packed(x, Epilogue.ADD, residual), x.double() @ weight.double().T + bias.double() + residual.double())
 
 
-@pytest.mark.parametrize("m", [1, 3, 40])
+@pytest.mark.parametrize("m", [1, 3, 40, 140])
 def test_gated_epilogues(kernels, m):
     torch.manual_seed(m)
     gate, up, x = torch.randn(96, 48), torch.randn(96, 48), torch.randn(m, 48)
@@ -56,9 +56,9 @@ def test_extreme_gates_stay_finite(kernels):
 
 def test_a_row_is_bitwise_the_same_in_every_batch(kernels):
     torch.manual_seed(0)
-    packed, x = kernels.pack(torch.randn(200, 96)), torch.randn(50, 96)
-    alone = torch.cat([packed(x[i : i + 1]) for i in range(50)])
-    for size in (2, 7, 25, 50):
+    packed, x = kernels.pack(torch.randn(200, 96)), torch.randn(250, 96)
+    alone = torch.cat([packed(x[i : i + 1]) for i in range(250)])
+    for size in (2, 7, 50, 64, 101, 250):
         together = torch.cat([packed(part) for part in x.split(size)])
         assert torch.equal(together, alone)
 

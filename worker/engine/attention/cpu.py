@@ -50,8 +50,8 @@ class WriteArguments(ctypes.Structure):
     _fields_: ClassVar = [
         *((name, c_void_p) for name in ("query", "key", "value", "cos", "sin", "rotated", "cache", "slots")),
         *((name, c_int64) for name in ("query_stride", "query_head_stride", "key_stride", "key_head_stride")),
-        *((name, c_int64) for name in ("value_stride", "value_head_stride", "cos_stride", "block_stride")),
-        ("value_offset", c_int64),
+        *((name, c_int64) for name in ("value_stride", "value_head_stride", "cos_stride", "rotated_stride")),
+        *((name, c_int64) for name in ("block_stride", "value_offset")),
         *((name, c_int32) for name in ("num_tokens", "num_heads", "num_kv_heads", "head_dim", "rotary_dim")),
         *((name, c_int32) for name in ("block_size", "kv_type")),
     ]
@@ -121,7 +121,7 @@ class CpuAttention(AttentionBackend):
         arguments.query = query.data_ptr()
         arguments.query_stride, arguments.query_head_stride = query.stride(0), query.stride(1)
         arguments.cos, arguments.sin, arguments.cos_stride = cos.data_ptr(), sin.data_ptr(), cos.stride(0)
-        arguments.rotated = rotated.data_ptr()
+        arguments.rotated, arguments.rotated_stride = rotated.data_ptr(), rotated.stride(0)
         arguments.num_heads, arguments.rotary_dim = query.shape[1], cos.shape[-1]
         self._write(arguments)
         return rotated

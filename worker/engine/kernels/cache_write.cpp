@@ -8,10 +8,11 @@
 struct WriteArguments {
     const float *query, *key, *value;  // [num_tokens, heads, head_dim], each with strides of its own; query may be null
     const float *cos, *sin;            // [num_tokens, rotary_dim], or null: no rotation
-    float *rotated;                    // [num_tokens, num_heads, head_dim]: the rotated queries
+    float *rotated;                    // [num_tokens, num_heads, head_dim]: the rotated queries; may be `query` itself
     void *cache;
     const int64_t *slots;
     int64_t query_stride, query_head_stride, key_stride, key_head_stride, value_stride, value_head_stride, cos_stride;
+    int64_t rotated_stride;
     int64_t block_stride, value_offset;
     int32_t num_tokens, num_heads, num_kv_heads, head_dim, rotary_dim, block_size;
     int32_t kv_type;  // 0: float32, 1: bfloat16, 2: float16
@@ -19,15 +20,21 @@ struct WriteArguments {
 
 namespace {
 
-// Half-rotation: dimension i is paired with i + rotary_dim / 2; dimensions from rotary_dim on are kept.
+// Half-rotation: dimension i is paired with i + rotary_dim / 2; dimensions from rotary_dim on are kept. `to` may be `from`.
 INLINE void rotate(const float *from, const float *cos, const float *sin, int rotary_dim, int head_dim, float *to) {
     const int half = rotary_dim / 2;
-    for (int i = 0; i < half; ++i) {
+    int i = 0;
+    for (; i + VW <= half; i += VW) {
+        const vf low = load(from + i), high = load(from + i + half);
+        store(to + i, fma(low, load(cos + i), -(high * load(sin + i))));
+        store(to + i + half, fma(high, load(cos + i + half), low * load(sin + i + half)));
+    }
+    for (; i < half; ++i) {
         const float low = from[i], high = from[i + half];
         to[i] = low * cos[i] - high * sin[i];
         to[i + half] = high * cos[i + half] + low * sin[i + half];
     }
-    for (int i = rotary_dim; i < head_dim; ++i) to[i] = from[i];
+    if (to != from) memcpy(to + rotary_dim, from + rotary_dim, sizeof(float) * (head_dim - rotary_dim));
 }
 
 template <class T>
@@ -59,7 +66,7 @@ void write_some(const WriteArguments &a, int64_t first, int64_t count) {
             for (int head = 0; head < a.num_heads; ++head)
                 rotate(a.query + token * a.query_stride + head * a.query_head_stride, a.cos + token * a.cos_stride,
                        a.sin + token * a.cos_stride, a.rotary_dim, a.head_dim,
-                       a.rotated + ((int64_t)token * a.num_heads + head) * a.head_dim);
+                       a.rotated + token * a.rotated_stride + (int64_t)head * a.head_dim);
     }
 }
 

@@ -16,8 +16,7 @@
 
 #include "float_tile.h"
 
-#define BLOCK 96       // steps of k whose decoded weights stay in the first-level cache
-#define BLOCK_ROWS HANDED_IN_ROWS  // rows up to which chains are cut for that: their sums must stay at hand too
+#define BLOCK 96       // steps of k whose decoded weights stay in the first-level cache, up to HANDED_IN_ROWS rows
 #define DEEP 4096      // steps of k from which the second-level cache is too small for a scratch
 #if VW == 16
 #define DIRECT 8
@@ -103,13 +102,12 @@ struct Decoded {
         for (int q = 0; q < count; ++q) ONE_PANEL[a.m](a, panels + q, ahead + q, sums + q * NR);
     }
 
-    // The codes behind `ahead` are fetched by the tiles, which have the time.
+    // The codes behind `ahead` are fetched by the tiles, which have the time. `is_decoded`: the weights are, all of them.
     static void some_rows(const LinearArguments &a, const Columns &columns, const Form *panels, const Form &ahead,
-                          int64_t num_ahead, float *sums, bool finishes, float *decoded) {
-        const int64_t block = sums && a.k > BLOCK ? BLOCK : a.k;
+                          int64_t num_ahead, float *sums, bool finishes, float *decoded, int64_t block, bool is_decoded) {
         for (int64_t first = 0; first < a.k; first += block) {
             const Depth depth{first, a.k - first < block ? a.k - first : block};
-            for (int q = 0; q < columns.count; ++q)
+            for (int q = 0; q < columns.count && !is_decoded; ++q)
                 each_step<1, Form>(panels + q, nullptr, depth, [&](int64_t i, const vf *w) __attribute__((always_inline)) {
                     store(decoded + (i - first) * STEP + q * NR, w[0]);
                     store(decoded + (i - first) * STEP + q * NR + VW, w[1]);
@@ -120,34 +118,25 @@ struct Decoded {
         }
     }
 
-    // More than may be handed in: all of k at once, or where that is too deep, a few rows at a time.
-    static void many_rows(const LinearArguments &a, const Columns &columns, const Form *panels, const Form &ahead,
-                          int64_t num_ahead, float *sums, float *decoded) {
-        if (a.k <= DEEP) return some_rows(a, columns, panels, ahead, num_ahead, nullptr, true, decoded);
-        for (int64_t row = 0; row < a.m; row += BLOCK_ROWS, num_ahead = 0) {
-            LinearArguments some = a;
-            some.m = a.m - row < BLOCK_ROWS ? a.m - row : BLOCK_ROWS;
-            some.x += row * a.x_stride, some.y += row * a.y_stride;
-            if (a.residual) some.residual += row * a.y_stride;
-            some_rows(some, columns, panels, ahead, num_ahead, sums, true, decoded);
-        }
-    }
-
     static void member(const LinearArguments &a, Team *team) {
-        const int64_t depth = a.k > DEEP || (a.m <= BLOCK_ROWS && a.k > BLOCK) ? BLOCK : a.k;
-        const int64_t spare = a.m <= BLOCK_ROWS ? 0 : BLOCK_ROWS * STEP;  // sums of a few rows at a time
-        each_columns(a, team, (spare + depth * STEP) * sizeof(float),
-                     [&](Columns mine, Columns next, float *sums, char *rest) {
+        const bool is_deep = a.k > DEEP, hands_in = a.m <= HANDED_IN_ROWS;
+        const int64_t block = is_deep || (hands_in && a.k > BLOCK) ? BLOCK : a.k;
+        const int64_t most = is_deep ? HANDED_IN_ROWS : AT_ONCE;
+        const int64_t spare = is_deep && !hands_in ? (most + SIDE_MR) * STEP : 0;  // sums between blocks of k
+        int64_t held = -1;  // the panel from which on weights are decoded, all of them
+        each_columns(a, team, most, (spare + block * STEP) * sizeof(float),
+                     [&](const LinearArguments &some, Columns mine, Columns next, float *sums, char *rest) {
             const Columns then = next.count ? next : mine;
             Form panels[SIDE], ahead[SIDE];
             for (int q = 0; q < SIDE; ++q) {
                 panels[q] = Form::at(a, mine.panel + q % mine.count);
                 ahead[q] = Form::at(a, then.panel + q % then.count);
             }
+            if (a.m <= DIRECT) return few_rows(some, mine.count, panels, ahead, sums);
             float *decoded = (float *)rest + spare;
-            if (a.m <= DIRECT) few_rows(a, mine.count, panels, ahead, sums);
-            else if (sums) some_rows(a, mine, panels, ahead[0], next.count, sums, false, decoded);
-            else many_rows(a, mine, panels, ahead[0], next.count, (float *)rest, decoded);
+            some_rows(some, mine, panels, ahead[0], next.count, sums ? sums : spare ? (float *)rest : nullptr, !sums, decoded,
+                      block, !hands_in && block == a.k && held == mine.panel);
+            held = mine.panel;
         });
     }
 };

@@ -20,6 +20,9 @@
 #endif
 #define SIDE_MR MR
 #endif
+#ifndef AT_ONCE
+#define AT_ONCE (16 * SIDE_MR)
+#endif
 #define STEP (SIDE * NR)  // floats from one step of k to the next
 
 namespace {  // tables of templates are shared between libraries otherwise, whatever machine these were compiled for
@@ -132,20 +135,40 @@ void all_rows(const LinearArguments &a, Columns columns, Depth depth, const floa
     }
 }
 
-// A linear layer's phase: multiply(columns, next, sums) for all of its columns, in turns; `next`: the columns behind, of
-// count 0 where there are none. Up to HANDED_IN_ROWS rows it leaves sums [m, STEP], beyond it is given none and stores its
-// outputs itself. `bytes` more of this thread's scratch lie behind the sums.
+INLINE LinearArguments rows_of(LinearArguments a, int64_t first, int64_t most) {
+    a.m = a.m - first < most ? a.m - first : most;
+    a.x += first * a.x_stride, a.y += first * a.y_stride;
+    if (a.residual) a.residual += first * a.y_stride;
+    return a;
+}
+
+// A linear layer's phase: multiply(some, columns, next, sums, rest) for all of its columns and, beyond HANDED_IN_ROWS, for
+// blocks of about `most` of its rows, so that threads come to the end together. `some`: the layer of these rows; `next`:
+// the columns behind, of count 0 where there are none or these go on. Up to HANDED_IN_ROWS rows it leaves sums [m, STEP],
+// beyond it is given none and stores its outputs itself. `rest`: `bytes` of this thread's scratch.
 template <class Multiply>
-void each_columns(const LinearArguments &a, Team *team, int64_t bytes, Multiply multiply) {
-    const bool hands_in = a.m <= HANDED_IN_ROWS;
+void each_columns(const LinearArguments &a, Team *team, int64_t most, int64_t bytes, Multiply multiply) {
+    const int64_t panels = num_panels(a.n);
     float *sums = (float *)team->scratch(HANDED_IN_ROWS * STEP * sizeof(float) + bytes);
     char *rest = (char *)(sums + HANDED_IN_ROWS * STEP);
+    if (a.m > HANDED_IN_ROWS) {
+        const int64_t least = (a.m + most - 1) / most, even = (a.m + (least > 2 ? least : 2) - 1) / (least > 2 ? least : 2);
+        const int64_t height = (even + SIDE_MR - 1) / SIDE_MR * SIDE_MR, blocks = (a.m + height - 1) / height;
+        const auto columns = [&](int64_t side) {
+            return Columns{side * SIDE, panels - side * SIDE < SIDE ? panels - side * SIDE : SIDE};
+        };
+        team->each((panels + SIDE - 1) / SIDE * blocks, 1, [&](int64_t unit, int64_t, int64_t next) {
+            const int64_t side = unit / blocks;
+            multiply(rows_of(a, unit % blocks * height, height), columns(side),
+                     next < 0 || next / blocks == side ? Columns{} : columns(next / blocks), nullptr, rest);
+        });
+        return;
+    }
     const auto work = [&](int64_t first, int64_t count, int64_t next) __attribute__((always_inline)) {
-        const int64_t panels = num_panels(a.n), behind = next % SIDE ? 1 : panels - next < SIDE ? panels - next : SIDE;
-        multiply(Columns{first, count}, next < 0 ? Columns{first, 0} : Columns{next, behind}, hands_in ? sums : nullptr, rest);
+        const int64_t behind = next % SIDE ? 1 : panels - next < SIDE ? panels - next : SIDE;
+        multiply(a, Columns{first, count}, next < 0 ? Columns{} : Columns{next, behind}, sums, rest);
     };
-    if (!hands_in) return team->each(num_panels(a.n), SIDE, work);
-    team->each_handed_in(num_panels(a.n), SIDE, work, [&](int64_t first, int64_t count) {
+    team->each_handed_in(panels, SIDE, work, [&](int64_t first, int64_t count) {
         Output out[SIDE];
         outputs(a, {first, count}, out);
         finish_rows(out, count, sums, STEP, a.m);

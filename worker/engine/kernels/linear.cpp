@@ -63,8 +63,8 @@ extern "C" int64_t tokenmill_linear_member(const LinearArguments *arguments, Tea
     const auto weights = [&](const Columns &c) {
         return (const float *)a.weight + c.panel / SIDE * a.k * STEP + c.panel % SIDE * NR;
     };
-    each_columns(a, team, 0, [&](Columns mine, Columns next, float *sums, char *) {
-        all_rows<false>(a, mine, {0, a.k}, weights(mine), sums, !sums, weights(next),
+    each_columns(a, team, AT_ONCE, 0, [&](const LinearArguments &some, Columns mine, Columns next, float *sums, char *) {
+        all_rows<false>(some, mine, {0, a.k}, weights(mine), sums, !sums, weights(next),
                         next.count * NR * a.k * sizeof(float));
     });
     return 0;

@@ -23,7 +23,9 @@ class LastLayerCalls(LayerCalls):
 
     def __init__(self, parts: LayerParts) -> None:
         super().__init__(parts)
-        self._queries = RowArguments(width=parts.widths["rotated"])
+        query = parts.widths["rotated"]
+        self.write.rotated_stride = self.attend.query_stride = query
+        self._queries = RowArguments(width=query)
         self._inputs = RowArguments(width=parts.hidden)
         self._outputs = RowArguments(width=parts.hidden)
         self._picked = 0
@@ -44,9 +46,9 @@ class LastLayerCalls(LayerCalls):
     def point(self, scratch: Scratch, parts: LayerParts) -> None:
         super().point(scratch, parts)
         self._picked = scratch.at("picked")
-        self._queries.source, self._queries.target = scratch.at("rotated"), scratch.at("picked_query")
+        self.write.rotated = self._queries.source = scratch.at("rotated")
         self._inputs.target = self._outputs.source = self._picked
-        self.attend.query = scratch.at("picked_query")
+        self.attend.query = self._queries.target = scratch.at("picked_query")
 
     def narrow(self, rows: Tensor) -> None:
         """Which rows are read; after `resize`."""

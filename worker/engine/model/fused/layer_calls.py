@@ -64,12 +64,12 @@ class LayerParts:
         self.widths = {
             "normed": self.hidden,
             "qkv": attention.qkv.n,
-            "rotated": query,
             "attended": query,
             "gated": mlp.down.k,
             "raw": self.hidden,  # what a norm behind a part reads
-            "picked": self.hidden,  # rows of the last layer that are read
+            "rotated": query,  # queries of the last layer, and rows of it that are read
             "picked_query": query,
+            "picked": self.hidden,
         }
 
 
@@ -79,7 +79,7 @@ class LayerCalls:
     def __init__(self, parts: LayerParts) -> None:
         attention, mlp, hidden = parts.attention, parts.mlp, parts.hidden
         last = Epilogue.PLAIN if parts.after else Epilogue.ADD
-        query, row = attention.num_heads * attention.head_dim, attention.qkv.n
+        row = attention.qkv.n
         self._parts = parts
         self.before = [_norm(norm, hidden) for norm in parts.before]
         self.after = [_norm(norm, hidden) for norm in parts.after]
@@ -101,7 +101,8 @@ class LayerCalls:
         for name in ("query", "key", "value"):
             setattr(self.write, f"{name}_stride", row)
             setattr(self.write, f"{name}_head_stride", attention.head_dim)
-        self.attend = AttendArguments(**shared, query_stride=query, query_head_stride=attention.head_dim)
+        self.write.rotated_stride = row
+        self.attend = AttendArguments(**shared, query_stride=row, query_head_stride=attention.head_dim)
         self._sinks = attention.sinks
         self.attend.sinks = None if self._sinks is None else self._sinks.data_ptr()
 
@@ -134,11 +135,10 @@ class LayerCalls:
         for linear in (self.qkv, self.out, self.gate_up, self.down):
             linear.workspace = scratch.at("work")
         self.qkv.x = self.gate_up.x = self.before[0].y = self.before[1].y = scratch.at("normed")
-        self.qkv.y = self.write.query = qkv
+        self.qkv.y = self.write.query = self.write.rotated = self.attend.query = qkv
         self.write.key, self.write.value = key, key + parts.attention.num_kv_heads * head
         for (arguments, _), start in zip(self.heads, (qkv, key), strict=False):
             arguments.x = arguments.y = start
-        self.write.rotated = self.attend.query = scratch.at("rotated")
         self.attend.out = self.out.x = scratch.at("attended")
         self.gate_up.y = self.down.x = scratch.at("gated")
         if self.after:
