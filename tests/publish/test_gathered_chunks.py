@@ -1,4 +1,4 @@
-"""Several tokens in one chunk of a stream (`chunk_tokens`): fewer chunks, the same answer."""
+"""Several tokens in one chunk of a stream, by `chunk_tokens` or since the log is behind: fewer chunks, the same answer."""
 
 import asyncio
 import math
@@ -61,6 +61,48 @@ async def test_without_a_wait_only_those_go_together_that_wait_anyway(log):
     await publisher.flush()
     await publisher.handle([event("i")])
     assert [chunk.text for chunk in log.chunks["job"]] == ["a", "b", "c", "d", "efgh", "i"]
+
+
+def told(log):
+    return [(chunk.choice, chunk.text) for chunk in log.chunks["job"]]
+
+
+async def test_steps_that_piled_up_share_chunks_and_tokens_of_one_step_do_not(log):
+    publisher = publisher_of(log, chunk_tokens=1)
+    publisher.open(await admit())
+    await publisher.handle([event("a")])
+    await publisher.handle([event("b"), event("cd"), event("e")])
+    await publisher.handle([event("fg")])
+    await publisher.handle([event(letter) for letter in "hijklmnopqrstuvwxyz"])
+    assert [text for _, text in told(log)] == ["a", "bcde", "f", "g", "hijklmnopqrstuvw", "xyz"]
+    assert log.chunks["job"][1].text_ends == (1, 2, 3, 4)
+    [finished] = (await publisher.handle([event("1"), event("2", end=LENGTH)])).finished
+    assert (log.chunks["job"][-1].text, log.chunks["job"][-1].finish_reason) == ("12", LENGTH)
+    assert finished.result.text == log.text("job") == "abcdefghijklmnopqrstuvwxyz12"
+
+
+async def test_what_waited_for_a_log_that_was_away_goes_together(log):
+    publisher = publisher_of(log, chunk_tokens=1)
+    publisher.open(await admit())
+    await publisher.handle([event("a")])
+    log.is_down = True
+    for letter in "bcdef":
+        await publisher.handle([event(letter)])
+    log.is_down = False
+    await publisher.flush()
+    await publisher.handle([event("g")])
+    await publisher.handle([event("hi")])
+    assert [text for _, text in told(log)] == ["a", "b", "cdef", "g", "h", "i"]  # b may be in the log already
+
+
+async def test_choices_that_piled_up_come_in_runs(log):
+    publisher = publisher_of(log, chunk_tokens=1)
+    publisher.open(await admit(n=2))
+    await publisher.handle([event("a", choice=0), event("x", choice=1)])
+    steps = [[event(first, choice=0), event(second, choice=1)] for first, second in ("by", "cz")]
+    await publisher.handle([*steps[0], *steps[1]])
+    await publisher.handle([event("d", choice=0), event("w", choice=1)])
+    assert told(log) == [(0, "a"), (1, "x"), (0, "bc"), (1, "yz"), (0, "d"), (1, "w")]
 
 
 async def test_a_flush_leaves_nothing_behind(log):

@@ -1,5 +1,5 @@
-"""Cuts a job's answer into chunks: one per token while streaming (or a few, where so set), a checkpoint of many
-otherwise.
+"""Cuts a job's answer into chunks: one per token while streaming (or a few, where so set, or where the log is behind),
+a checkpoint of many otherwise.
 
 A chunk is kept until the log has it, so that a repeated append sends the same bytes; later chunks are
 made again from the answer when the log turns out to be shorter than believed. It knows no Redis and no
@@ -16,6 +16,7 @@ from worker.jobs import Admitted, Append
 from worker.text.answer import Choice
 
 CHECKPOINT_TOKENS = 32
+MOST_TOGETHER = 16  # tokens in a chunk of a stream whose log is behind
 
 
 class Chunker:
@@ -32,7 +33,6 @@ class Chunker:
         self._per_chunk = max(1, chunk_tokens if self._streams else checkpoint_tokens)
         num_choices = len(job.answer.choices)
         self._tells_ends = self._streams and num_choices > 1
-        self._groups = num_choices > 1 and not (self._streams and self._per_chunk == 1)
         self._unconfirmed: deque[Append] = deque()
         self._made = 0
         self._fixed = 0  # the order of so many tokens may have been told: it stays, also when the log is shorter
@@ -65,13 +65,16 @@ class Chunker:
             return True
         return self._tells_ends and self._has_untold_end()
 
-    def appends(self, limit: int) -> list[Append]:
-        """The next chunks, at most `limit`; `confirm` tells that the first of them is logged."""
-        if self._groups:
+    def appends(self, limit: int, together: bool = False) -> list[Append]:
+        """The next chunks, at most `limit`; `confirm` tells that the first of them is logged. `together`: the log is behind,
+        so tokens that wait share chunks of up to MOST_TOGETHER: it has fewer to write, not more, and catches up.
+        """
+        most = max(self._per_chunk, MOST_TOGETHER) if together and self._streams else self._per_chunk
+        if len(self._answer.choices) > 1 and most > 1:
             self._group_by_choice()
         unconfirmed = self._unconfirmed
         while len(unconfirmed) < limit and self._made < self._answer.num_tokens:
-            unconfirmed.append(self._append(self._make(self._made, self._next_end())))
+            unconfirmed.append(self._append(self._make(self._made, self._next_end(most))))
         if self._tells_ends and self._made == self._answer.num_tokens:
             for choice in self._untold_ends():
                 unconfirmed.append(self._append(self._make_end(choice)))
@@ -117,11 +120,11 @@ class Chunker:
         """Of what nobody was told yet: with one run of tokens per choice the chunks are fewer."""
         self._answer.order[self._fixed :] = sorted(self._answer.order[self._fixed :])
 
-    def _next_end(self) -> int:
-        """Where the next chunk ends: a run of one choice, no longer than a chunk may be."""
+    def _next_end(self, most: int) -> int:
+        """Where the next chunk ends: a run of one choice, of at most so many tokens."""
         order, start = self._answer.order, self._made
-        end, most = start + 1, min(len(order), start + self._per_chunk)
-        while end < most and order[end] == order[start]:
+        end, last = start + 1, min(len(order), start + most)
+        while end < last and order[end] == order[start]:
             end += 1
         return end
 

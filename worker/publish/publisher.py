@@ -154,7 +154,7 @@ class Publisher:
                 self._gather(job_id, running)
         self._end_gathering(time.monotonic() - self._limits.chunk_wait_s)
         if self._due and time.monotonic() >= self._retry_at:
-            await self._append(report)
+            await self._append(report, together=self._failures > 0 or _of_several_steps(events, len(touched)))
         self._finish(touched, report)
         return report
 
@@ -235,9 +235,9 @@ class Publisher:
 
     # ── the log ──
 
-    async def _append(self, report: PublishReport) -> None:
+    async def _append(self, report: PublishReport, together: bool) -> None:
         async with self._appending:  # order within a job is the order of the calls
-            items, owners = self._collect()
+            items, owners = self._collect(together)
             try:
                 replies = await self._log.append(items)
             except LOG_ERRORS as error:
@@ -248,7 +248,7 @@ class Publisher:
             self._failures, self._retry_at = 0, 0.0
             self._apply(items, owners, replies, report)
 
-    def _collect(self) -> tuple[list[Append], list[_Running]]:
+    def _collect(self, together: bool) -> tuple[list[Append], list[_Running]]:
         """The next chunks of the jobs that have waited longest, as many as one call may carry."""
         items: list[Append] = []
         owners: list[_Running] = []
@@ -256,7 +256,7 @@ class Publisher:
             room = self._limits.max_appends - len(items)
             if room <= 0:
                 break
-            chunks = running.chunker.appends(room)
+            chunks = running.chunker.appends(room, together)
             items += chunks
             owners += [running] * len(chunks)
         return items, owners
@@ -311,3 +311,8 @@ def retry_order(job: Admitted, error: JobError) -> RetryOrder | None:
         return None
     delay_ms = min(policy.max_backoff_ms, policy.backoff_ms * 2 ** min(attempt - 1, 30))
     return RetryOrder(job.job_id, delay_ms, error.message)
+
+
+def _of_several_steps(events: Sequence[TokenEvent], num_jobs: int) -> bool:
+    """Steps pile up while an append is under way, and then come as one."""
+    return len(events) > num_jobs and len(events) > len({(event.request_id, event.choice) for event in events})

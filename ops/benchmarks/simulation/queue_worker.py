@@ -7,6 +7,7 @@ many tokens do. It knows no scripts, only what they cost. Claims are as they onc
 after one that got all it asked for.
 """
 
+import math
 import random
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from ops.benchmarks.simulation.costs import CostModel
 from ops.benchmarks.simulation.queue_server import Clock, QueueServer, ScriptCosts
 from ops.benchmarks.simulation.trace import MAX_ANSWER, answer_length
+from worker.publish.chunker import MOST_TOGETHER
 
 LEASE_S, HEARTBEAT_S = 10.0, 10.0 / 3
 COMMIT_S = 0.004  # one SQL transaction, whatever is in it
@@ -150,9 +152,7 @@ class Worker:
             return
         self._is_appending = True
         frames = [self._frames.popleft()]
-        chunks = frames[0].chunks
-        while self._frames and chunks + self._frames[0].chunks <= MAX_APPENDS:
-            chunks += self._frames[0].chunks
+        while self._frames and self._num_chunks([*frames, self._frames[0]]) <= MAX_APPENDS:
             frames.append(self._frames.popleft())
 
         def then(effect: float) -> None:
@@ -167,7 +167,19 @@ class Worker:
             self._append()
             self._claim()
 
-        self._server.call("append", self._costs.append + chunks * self._costs.chunk[self._cutting.name], then)
+        self._server.call("append", self._costs.append + self._chunk_costs(frames), then)
+
+    def _num_chunks(self, frames: list[_Frame]) -> int:
+        """Chunks of a token each share theirs where several steps wait (worker/publish/chunker.py)."""
+        if self._cutting.tokens > 1:
+            return sum(frame.chunks for frame in frames)
+        return max(frame.chunks for frame in frames) * math.ceil(len(frames) / MOST_TOGETHER)
+
+    def _chunk_costs(self, frames: list[_Frame]) -> float:
+        chunks, cost = self._num_chunks(frames), self._costs.chunk
+        shared = sum(frame.tokens for frame in frames) - chunks if self._cutting.tokens == 1 else 0
+        token = (cost["chunks of 8"] - cost["token chunks"]) / 7  # each that goes along
+        return chunks * cost[self._cutting.name] + shared * token
 
     # ── jobs ──
 
