@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from schemas.chunk import Chunk
-from schemas.result import ChoiceResult, JobResult
+from schemas.result import ChoiceResult, JobResult, JobStatus
 
 
 class StreamCursor:
@@ -39,6 +39,8 @@ class StreamCursor:
         if chunk.index > self.next_index:
             return None
         if chunk.is_last:
+            if self._may_lack_an_end(chunk):
+                return None
             self.is_over = True
             return [chunk]
         if not chunk.token_ids:
@@ -101,6 +103,14 @@ class StreamCursor:
         self._advance(chunk)
         if chunk.end > self._silent_until:
             yield chunk
+
+    def _may_lack_an_end(self, last: Chunk) -> bool:
+        """Did a choice hold back text when it was broken off, and no chunk told it, the log being away? A lone choice's
+        is in the last chunk; how many there are is known by their tokens only.
+        """
+        is_open = any(choice not in self._ended for choice in self._tokens)
+        was_broken_off = last.status not in (None, JobStatus.SUCCEEDED) and not last.text
+        return is_open and (was_broken_off or max(self._tokens) > 0)
 
     def _accept_end(self, chunk: Chunk) -> list[Chunk]:
         if chunk.choice in self._ended or chunk.index < self.next_index:

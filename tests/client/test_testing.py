@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -151,7 +152,8 @@ def test_a_fault_in_the_tests_own_function_is_told() -> None:
 async def test_the_real_worker_says_the_same_of_a_job(redis_url: str, tmp_path: Path) -> None:
     """Chunks and results have the same shape, field by field, as those of a real worker on a real server."""
     database, num_tokens = database_url(tmp_path), 5
-    asked = {"prompt": "Hello there", "max_tokens": num_tokens, "ignore_eos": True, "tenant": "t", "metadata": {"a": "b"}}
+    asked: dict[str, Any] = {"prompt": "Hello there", "max_tokens": num_tokens, "ignore_eos": True}
+    asked |= {"tenant": "t", "metadata": {"a": "b"}}
 
     async def ask(client: AsyncClient) -> tuple[list[Chunk], object]:
         job = await client.submit(None, **asked)

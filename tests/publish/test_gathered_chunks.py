@@ -1,4 +1,4 @@
-"""Several tokens in one chunk of a stream, by `chunk_tokens` or since the log is behind: fewer chunks, the same answer."""
+"""Several tokens in one chunk of a stream, by `chunk_tokens` or since the log is behind: the same answer."""
 
 import asyncio
 import math

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from api_client.cursor import StreamCursor
 from schemas.generation import FinishReason
 from schemas.result import JobStatus
 from tests.publish.support import Clock, FakeLog, admit, event
@@ -220,3 +221,24 @@ async def test_whatever_goes_wrong_the_log_is_the_result(seed, stream):
             assert choice.token_ids[: len(ids)] == ids
             assert len(ids) == len(choice.token_ids) or not stream
     assert len(finished) == 1
+
+
+@pytest.mark.parametrize(("n", "heard"), [(1, "ax"), (2, "ax"), (2, "axb"), (3, "ax")])
+async def test_text_that_was_held_back_while_the_log_was_away_is_told_all_the_same(publisher, log, n, heard):
+    """Of several choices each tells its own end, in a chunk that this log never saw."""
+    publisher.open(await admit(n=n, stop=("xyz",)))
+    await publisher.handle([event(heard[:2], choice=0)])
+    if heard[2:]:
+        await publisher.handle([event(heard[2:], choice=1)])
+    log.is_down = True
+    ends = [event("", choice=choice, end=FinishReason.CANCELLED) for choice in range(n)]
+    [finished] = (await publisher.handle(ends)).finished
+    cursor = StreamCursor("job")
+    told = [told for chunk in log.chunks["job"] for told in cursor.accept(chunk) or ()]
+    last = cursor.accept(finished.final_chunk)
+    assert (last is None) == (n > 1)
+    told += cursor.accept_result(finished.result) if last is None else last
+    texts = ["".join(chunk.text for chunk in told if chunk.choice == choice) for choice in range(n)]
+    assert texts == [choice.text for choice in finished.result.choices]
+    assert texts[0] == "ax"
+    assert cursor.is_over

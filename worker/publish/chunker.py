@@ -66,8 +66,8 @@ class Chunker:
         return self._tells_ends and self._has_untold_end()
 
     def appends(self, limit: int, together: bool = False) -> list[Append]:
-        """The next chunks, at most `limit`; `confirm` tells that the first of them is logged. `together`: the log is behind,
-        so tokens that wait share chunks of up to MOST_TOGETHER: it has fewer to write, not more, and catches up.
+        """The next chunks, at most `limit`; `confirm` tells that the first of them is logged. `together`: the log is
+        behind, so tokens that wait share chunks of up to MOST_TOGETHER: it has fewer to write, and catches up.
         """
         most = max(self._per_chunk, MOST_TOGETHER) if together and self._streams else self._per_chunk
         if len(self._answer.choices) > 1 and most > 1:
