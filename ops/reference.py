@@ -23,7 +23,7 @@ from pydantic.fields import FieldInfo
 from ops import reference_bytes
 from schemas import keys, validation
 from schemas.chunk import Chunk
-from schemas.control import Cancel, Drain, TenantLoad, WorkerStatus
+from schemas.control import Call, Cancel, Drain, TenantLoad, WorkerStatus
 from schemas.generation import ResponseFormat, SamplingParams, TokenLogprob
 from schemas.job import JobRequest, Message, RetryPolicy
 from schemas.result import ChoiceResult, JobError, JobResult, Usage
@@ -156,7 +156,7 @@ def limits_table() -> str:
 
 STRUCTS: tuple[type[msgspec.Struct], ...] = (
     JobRequest, Message, SamplingParams, ResponseFormat, RetryPolicy, Chunk, TokenLogprob, JobResult, ChoiceResult,
-    Usage, JobError, Cancel, Drain, WorkerStatus, TenantLoad,
+    Usage, JobError, Cancel, Drain, Call, WorkerStatus, TenantLoad,
 )  # fmt: skip
 SECTIONS: dict[str, Callable[[], str]] = {
     "keys": keys_table,

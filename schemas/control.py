@@ -13,7 +13,11 @@ class Drain(msgspec.Struct, frozen=True, tag="drain"):
     """Stop intake and finish, as after SIGTERM."""
 
 
-ControlMessage = Cancel | Drain
+class Call(msgspec.Struct, frozen=True, tag="call"):
+    """A job came, and this worker is listed as having room: it claims. It is listed no more until that claim."""
+
+
+ControlMessage = Cancel | Drain | Call
 
 
 class TenantLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

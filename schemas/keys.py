@@ -13,8 +13,10 @@ so that each script touches one slot of a cluster.
 | `tm:{q}:worker:<id>` | string | heartbeat | TTL = lease |
 | `tm:{q}:workers` | set of worker ids ever seen alive | heartbeat, claim | until the worker is reaped |
 | `tm:{q}:held:<worker>` | set of job ids | claim, finish, release | until empty |
-| `tm:{q}:control:<worker>` | pub/sub channel | cancel, operators | – |
-| `tm:{q}:bell` | pub/sub channel | submit, release | – |
+| `tm:{q}:control:<worker>` | pub/sub channel | submit, cancel, operators | – |
+| `tm:{q}:ready` | sorted set worker id → its free places | claim, submit | while nothing waits for it; TTL |
+| `tm:{q}:ready:urgent` | the same, for interactive jobs alone | the same | the same |
+| `tm:{q}:bell` | pub/sub channel | release, cancel, sweep | – |
 | `tm:{q}:delayed` | sorted set job id → due ms | submit, retry | until due |
 | `tm:{q}:deadlines` | sorted set job id → deadline ms | submit | until due or finished |
 | `tm:{q}:returned` | sorted set job id → class, age | release, sweep | until claimed: ahead of every lane |
@@ -85,6 +87,9 @@ class Keys:
     @property
     def bell(self) -> str:
         return f"{self.base}bell"
+
+    def ready(self, *, urgent_only: bool = False) -> str:
+        return f"{self.base}ready:urgent" if urgent_only else f"{self.base}ready"
 
     @property
     def delayed(self) -> str:

@@ -137,6 +137,7 @@ class Worker:
             keys,
             settings.worker_name,
             on_bell=self._consumer.ring,
+            on_call=self._consumer.answer,
             on_cancel=self.service.cancel,
             on_drain=self.drain,
         )

@@ -50,6 +50,8 @@ local function pack_whole(number)
   return string.char(0xcf) .. bytes
 end
 
+local CALL = string.char(0x81) .. pack_text('type') .. pack_text('call')  -- schemas.control.Call
+
 local function pack_end(id, index, state, code, message)
   local packed = string.char(code and 0x84 or 0x83) .. pack_text('job_id') .. pack_text(id)
     .. pack_text('index') .. pack_whole(index) .. pack_text('status') .. pack_text(state)

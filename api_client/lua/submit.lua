@@ -79,7 +79,18 @@ for tenant, filled in pairs(buckets) do
   redis.call('EXPIRE', tenant_key(tenant), TENANT_TTL_S)
 end
 
-local reply, queued, rings = {'ok'}, {}, false
+-- Wakes listed workers, those with most room first, until so many have heard. Returns how many are wanting.
+local function call_workers(list, count)
+  while count > 0 do
+    local worker = redis.call('ZRANGE', base .. list, -1, -1)[1]
+    if not worker then break end
+    redis.call('ZREM', base .. list, worker)
+    if redis.call(announce, base .. 'control:' .. worker, CALL) > 0 then count = count - 1 end
+  end
+  return count
+end
+
+local reply, queued, num_entered, num_urgent = {'ok'}, {}, 0, 0
 for _, job in ipairs(jobs) do
   if not job.known then
     local waits = tonumber(job.due) > now
@@ -98,13 +109,17 @@ for _, job in ipairs(jobs) do
       redis.call('ZADD', base .. 'delayed', job.due, job.id)
     else
       enter_lane(job.id, job.class, job.tenant)
+      num_entered = num_entered + 1
+      if job.class == CLASSES[1] then num_urgent = num_urgent + 1 end
     end
-    rings = true
   end
   reply[#reply + 1] = job.known or job.id
   reply[#reply + 1] = job.known and 'known' or 'new'
 end
 for class, sum in pairs(queued) do add_queued(class, sum.jobs, sum.cost) end
 if num_new > 0 then redis.call('HINCRBY', meta, 'submitted', num_new) end
-if rings then redis.call(announce, base .. 'bell', 'submit') end
+if num_entered > 0 then  -- one worker more than jobs, since one may stand still; who is not listed looks when it has room
+  local wanting = call_workers('ready', num_entered + 1)
+  call_workers('ready:urgent', math.min(wanting, num_urgent))
+end
 return reply

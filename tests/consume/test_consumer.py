@@ -29,6 +29,7 @@ class FakeQueue:
         self.troubles: list[Exception] = []
         self.asked: list[int] = []
         self.released: list[tuple[str, int, bool]] = []
+        self.rings = 0
         self.on_claim: Callable[[], Awaitable[None]] | None = None  # after the queue was looked at
 
     async def claim(self, credits: int, urgent: int = 0) -> list[Delivery]:
@@ -40,6 +41,9 @@ class FakeQueue:
         if self.on_claim is not None:
             await self.on_claim()
         return taken
+
+    async def ring_all(self) -> None:
+        self.rings += 1
 
     async def release(self, jobs: Iterable[tuple[str, int, bool]]) -> list[bool]:
         self.released += jobs
@@ -205,6 +209,35 @@ async def test_jobs_that_cannot_be_taken_in_are_given_back_as_suspects() -> None
     assert queue.released[:2] == [("a", 1, True), ("b", 1, True)]
 
 
+async def test_a_call_without_room_is_for_others_and_remembered() -> None:
+    queue, desk = FakeQueue(), Desk(1)
+    async with consuming(queue, desk, poll_s=FOR_EVER) as consumer:
+        await settle()
+        desk.places = 0
+        await consumer.answer()
+        assert queue.rings == 1
+        desk.places = 1
+        queue.waiting.append(delivery("a"))
+        consumer.notice_room()
+        await until(lambda: desk.taken == ["a"])
+        desk.places = 2
+        await consumer.answer()
+        assert queue.rings == 1
+
+
+async def test_who_had_no_room_to_ask_for_knows_nothing() -> None:
+    """The queue does not list it, so nobody calls: it looks when it has room."""
+    queue, desk = FakeQueue(), Desk(1)
+    async with consuming(queue, desk, poll_s=FOR_EVER) as consumer:
+        await until(lambda: queue.asked == [1])
+        desk.places = 0
+        await consumer._claim_once()
+        queue.waiting.append(delivery("a"))
+        desk.places = 1
+        consumer.notice_room()
+        await until(lambda: desk.taken == ["a"])
+
+
 async def test_after_stop_nothing_is_claimed() -> None:
     queue, desk = FakeQueue(), Desk(5)
     async with consuming(queue, desk, poll_s=0.01) as consumer:
@@ -219,13 +252,19 @@ async def test_after_stop_nothing_is_claimed() -> None:
 @pytest.mark.redis
 async def test_bell_cancel_and_drain_reach_a_worker_also_over_a_broken_connection(queue: Queue) -> None:
     rings: list[None] = []
+    calls: list[None] = []
     cancelled: list[str] = []
     drains: list[None] = []
+
+    async def call() -> None:
+        calls.append(None)
+
     control = ControlChannel(
         queue.redis,
         queue.keys,
         "w1",
         on_bell=lambda: rings.append(None),
+        on_call=call,
         on_cancel=cancelled.append,
         on_drain=lambda: drains.append(None),
     )
@@ -235,15 +274,17 @@ async def test_bell_cancel_and_drain_reach_a_worker_also_over_a_broken_connectio
         return bool(dict(await queue.redis.pubsub_numsub(queue.keys.control("w1")))[queue.keys.control("w1").encode()])
 
     async def heard() -> bool:
-        return bool(cancelled and drains and len(rings) > before)
+        return bool(cancelled and drains and len(rings) > before and len(calls) > before_calls)
 
     await until(listens)
     for _ in range(2):
-        before = len(rings)
+        before, before_calls = len(rings), len(calls)
         cancelled.clear()
         drains.clear()
-        job = await queue.submit()  # rings
+        await queue.worker("w1").claim(1)  # listed
+        job = await queue.submit()
         await queue.worker("w1").claim(1)
+        await queue.worker("w2").ring_all()
         await queue.client.cancel(job)
         await queue.redis.publish(queue.keys.control("w1"), b"not msgpack")
         await queue.redis.publish(queue.keys.control("w1"), encode(Drain()))

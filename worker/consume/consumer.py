@@ -1,14 +1,16 @@
 """The pull side of the queue: asks for as many jobs as can start soon, and hands on what it gets.
 
-Work is claimed by credit, so the backlog stays in Redis, where another worker can take it. A ring of the
-bell or a freed place wakes it; otherwise it looks once per poll interval, for orphans and delayed jobs
-ring no bell. A ring is a state and not a moment: that something may wait is known until a claim that had room
-for it came back short. It knows no engine: credits come from a callable.
+Work is claimed by credit, so the backlog stays in Redis, where another worker can take it. A claim that comes back
+short lists this worker as having room, and a job that comes calls one or two of those; the bell, which all hear, is for
+what comes back from others. Otherwise it looks once per poll interval, for orphans and delayed jobs call nobody. A ring
+is a state and not a moment: that something may wait is known until a claim that had room for it came back short. It
+knows no engine: credits come from a callable.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
@@ -44,11 +46,11 @@ class _Waiting:
     urgent: bool
 
     def note(self, wanted: Credits, num_claimed: int) -> None:
-        """A claim gave so many. What there was room for and did not come does not wait."""
-        if wanted.free > 0:
-            self.any = num_claimed >= wanted.free
-        if wanted:
-            self.urgent = num_claimed >= wanted.free + wanted.urgent
+        """A claim gave so many. What there was room for and did not come does not wait. Of the rest nothing is known,
+        and nobody will call for it: the queue lists this worker only while it has room (claim.lua).
+        """
+        self.any = num_claimed >= wanted.free
+        self.urgent = num_claimed >= wanted.free + wanted.urgent
 
 
 class Claims(Protocol):
@@ -59,6 +61,8 @@ class Claims(Protocol):
     async def claim(self, credits: int, urgent: int = 0) -> list[Delivery]: ...
 
     async def release(self, jobs: Iterable[tuple[str, int, bool]]) -> list[bool]: ...
+
+    async def ring_all(self) -> None: ...
 
 
 class Consumer:
@@ -90,6 +94,13 @@ class Consumer:
     def ring(self) -> None:
         """Jobs may wait."""
         self._stream.bell.set()
+
+    async def answer(self) -> None:
+        """A job came, and this worker was listed for it. Where its room is gone since, others hear of it."""
+        self.ring()
+        if self._stopping.is_set() or not self._credits():
+            with contextlib.suppress(RedisUnavailable):  # they look at their next poll
+                await self._stream.ring_all()
 
     def notice_room(self) -> None:
         """Credits may have risen."""

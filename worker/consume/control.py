@@ -1,13 +1,14 @@
-"""Listens to what cannot wait for the next heartbeat: the queue's bell, and orders to this worker.
+"""Listens to what cannot wait for the next heartbeat: the queue's bell, and calls and orders to this worker.
 
-A connection of its own. Nothing depends on it: a missed bell costs one poll interval, a missed cancel one heartbeat.
+A connection of its own. Nothing depends on it: a missed bell or call costs one poll interval, a missed cancel one
+heartbeat.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import redis.asyncio
 
@@ -15,7 +16,7 @@ from api_client.effects import Signal
 from api_client.errors import QueueUnavailable
 from api_client.hub import ChannelHub, HubSubscription
 from schemas.codec import DecodeError, decode_control
-from schemas.control import Cancel, Drain
+from schemas.control import Call, Cancel, Drain
 from schemas.keys import Keys
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ class ControlChannel:
         worker_id: str,
         *,
         on_bell: Callable[[], None],
+        on_call: Callable[[], Awaitable[None]],
         on_cancel: Callable[[str], None],
         on_drain: Callable[[], None],
     ) -> None:
@@ -41,6 +43,7 @@ class ControlChannel:
         self._bell = keys.bell
         self._control = keys.control(worker_id)
         self._on_bell = on_bell
+        self._on_call = on_call
         self._on_cancel = on_cancel
         self._on_drain = on_drain
 
@@ -68,9 +71,9 @@ class ControlChannel:
         while True:
             message = await subscription.receive(_WAIT_S)
             if message is not None and not isinstance(message, Signal):
-                self._obey(message)
+                await self._obey(message)
 
-    def _obey(self, message: bytes) -> None:
+    async def _obey(self, message: bytes) -> None:
         try:
             order = decode_control(message)
         except DecodeError as error:  # also one that only later versions know
@@ -81,3 +84,5 @@ class ControlChannel:
                 self._on_cancel(order.job_id)
             case Drain():
                 self._on_drain()
+            case Call():
+                await self._on_call()

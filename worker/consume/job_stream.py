@@ -192,6 +192,10 @@ class JobStream:
         """The next claim of it has the verdict "dead": it is recorded, then set aside with its history."""
         return (await self._give_back([(job_id, token, "dead", 0, note)]))[0]
 
+    async def ring_all(self) -> None:
+        """Jobs may wait: every worker hears the bell."""
+        await self._call(scripts.RELEASE)
+
     async def _give_back(self, jobs: Sequence[tuple[str, int, str, int, str]]) -> list[bool]:
         if not jobs or self.guard():
             return [False] * len(jobs)

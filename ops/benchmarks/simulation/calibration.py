@@ -30,7 +30,6 @@ from worker.jobs import Append, AppendReply, Delivery, Finished
 NUM_JOBS, NUM_SINGLE, GROUP = 256, 64, 16  # jobs; those claimed and finished one by one; the others' groups
 NUM_STEPS = 40
 NUM_SUBSCRIBERS = 8  # connections: backends share one between their streams
-NUM_EARS = 32
 
 # As `calibrate` measured them on two cores of a Xeon, Valkey 9, append-only file on: the least of five.
 STORED = ScriptCosts(
@@ -43,7 +42,6 @@ STORED = ScriptCosts(
     heartbeat=59.4e-6,
     held=3.2e-6,
     submit=121.6e-6,
-    bell=3.7e-6,
 )
 
 _CALLS = tuple(each.name for each in fields(ScriptCosts) if each.name != "chunk")
@@ -68,8 +66,6 @@ async def _measure(url: str) -> ScriptCosts:
         await stream.open()
         meter = _Meter(connection)
         submit = await meter.per_call(lambda: client.submit(**_JOB), NUM_JOBS)
-        await _listen(stack, url, [[keys.bell]] * NUM_EARS)
-        heard = await meter.per_call(lambda: client.submit(**_JOB), NUM_SINGLE)
         deliveries: list[Delivery] = []
 
         async def claim(credits: int) -> None:
@@ -99,7 +95,6 @@ async def _measure(url: str) -> ScriptCosts:
         heartbeat=beat_none,
         held=max(0.0, beat_all - beat_none) / NUM_JOBS,
         submit=submit,
-        bell=max(0.0, heard - submit) / NUM_EARS,
     )
 
 

@@ -20,7 +20,7 @@ CUTTINGS = (
 )
 MIXES = (Mix("short prompts", 64, 220), Mix("long prompts", 1_350, 1_500))
 SETTLE_S, SETTLE_PER_WORKER_S = 4.0, 0.4  # not counted: workers of an overloaded queue fill their buffers first
-NO_COSTS = ScriptCosts(0.0, dict.fromkeys((cutting.name for cutting in CUTTINGS), 0.0), *(0.0,) * 8)
+NO_COSTS = ScriptCosts(0.0, dict.fromkeys((cutting.name for cutting in CUTTINGS), 0.0), *(0.0,) * 7)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ def simulate(
 
     def replace(finished: int) -> None:
         for _ in range(finished):
-            server.call("submit", costs.submit + num_workers * costs.bell)
+            server.call("submit", costs.submit)  # it calls nobody: no worker is listed while jobs wait
 
     for number in range(num_workers):
         worker = Worker(server, costs, device, mix, cutting, seen, source, replace)

@@ -105,7 +105,7 @@ def _show_costs(costs: ScriptCosts, console: Console) -> None:
     console.print(
         f"\n[b]The queue server's thread[/b], µs: append {1e6 * costs.append:.0f} and per chunk {chunks}; claim "
         f"{1e6 * costs.claim:.0f} and {1e6 * costs.claimed:.0f} a job; finish {1e6 * costs.finish:.0f} and "
-        f"{1e6 * costs.finished:.0f} a job; submit {1e6 * costs.submit:.0f} and {1e6 * costs.bell:.1f} a worker; "
+        f"{1e6 * costs.finished:.0f} a job; submit {1e6 * costs.submit:.0f}; "
         f"heartbeat {1e6 * costs.heartbeat:.0f} and {1e6 * costs.held:.1f} a job",
         highlight=False,
     )

@@ -16,7 +16,7 @@ HOP_S = 100e-6  # one way, within a data centre
 class ScriptCosts:
     """Seconds of the server's main thread, as `calibrate` measures them: a call's own part, and per item in it.
 
-    `chunk`: per chunk of an append, by the way of cutting (its name); `bell`: per worker that hears a submit's bell.
+    `chunk`: per chunk of an append, by the way of cutting (its name).
     """
 
     append: float
@@ -28,7 +28,6 @@ class ScriptCosts:
     heartbeat: float
     held: float
     submit: float
-    bell: float
 
 
 class Clock:

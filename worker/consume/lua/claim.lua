@@ -29,12 +29,26 @@ local function take_from(name, costs, limit)
   end
 end
 
+-- A worker is listed while it believes that nothing waits that it has room for: submit calls it. `ready`: with room for any
+-- job; `ready:urgent`: for interactive ones alone.
+local function list(name, room)
+  if room > 0 then
+    redis.call('ZADD', base .. name, room, worker)
+    redis.call('EXPIRE', base .. name, TENANT_TTL_S)
+  else
+    redis.call('ZREM', base .. name, worker)
+  end
+end
+
 local is_whole, trouble = pcall(function()
   sweep(now, sweep_ms)
   if ARGV[14] == '1' then take_strays() end
   take_from('ended', false, 63)
   take_from('returned', true, 63 + math.max(credits, 0))
   if credits > 0 or urgent > 0 then take_lanes() end
+  list('ready', credits)
+  list('ready:urgent', credits > 0 and 0 or urgent)
+  if is_full then redis.call(announce, base .. 'control:' .. worker, CALL) end  -- more waits than fits a reply
 end)
 write_counts()
 return is_whole and deliveries or as_reply(trouble)

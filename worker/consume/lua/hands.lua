@@ -70,6 +70,8 @@ local function bury(worker, now)
   for _, id in ipairs(ids) do give_back(id, now, 'orphan', #ids == 1, 0, '') end
   redis.call('DEL', base .. 'held:' .. worker)
   redis.call('SREM', base .. 'workers', worker)
+  redis.call('ZREM', base .. 'ready', worker)
+  redis.call('ZREM', base .. 'ready:urgent', worker)
   return #ids
 end
 

@@ -5,5 +5,7 @@ local ids = redis.call('SMEMBERS', base .. 'held:' .. worker)
 for _, id in ipairs(ids) do give_back(id, now, how, #ids == 1, 0, '') end
 redis.call('DEL', base .. 'worker:' .. worker, base .. 'held:' .. worker)
 redis.call('SREM', base .. 'workers', worker)
+redis.call('ZREM', base .. 'ready', worker)
+redis.call('ZREM', base .. 'ready:urgent', worker)
 if #ids > 0 then redis.call(announce, base .. 'bell', 'resign') end
 return #ids

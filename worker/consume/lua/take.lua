@@ -7,7 +7,7 @@ local worker, lease_ms, sweep_ms, credits = ARGV[3], ARGV[4], tonumber(ARGV[5]),
 local max_bytes, max_solo, max_crashes, log_ttl = tonumber(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[9]), ARGV[10]
 local max_orphaned, urgent = tonumber(ARGV[12]), tonumber(ARGV[13])
 local held = base .. 'held:' .. worker
-local now, deliveries, bytes = clock_ms(), {}, 0
+local now, deliveries, bytes, is_full = clock_ms(), {}, 0, false
 -- Counted here and written once, at the end: jobs taken by tenant, and jobs and cost that left each class's backlog.
 local taken, left, num_taken = {}, {}, 0
 
@@ -62,7 +62,10 @@ end
 local function take(id, job, again)
   local chunks, size, index = read_log(id, job)
   size = size + #job.request
-  if #deliveries > 0 and bytes + size > max_bytes then return false end
+  if #deliveries > 0 and bytes + size > max_bytes then
+    is_full = true
+    return false
+  end
   bytes = bytes + size
   local verdict = verdict_of(job)
   -- Tokens only grow, also when the server comes back without its last second: the clock went on.

@@ -1,0 +1,162 @@
+"""Which workers a submit wakes: a listed one or two, not all; and nobody is forgotten."""
+
+import asyncio
+import time
+from contextlib import AsyncExitStack
+
+import pytest
+
+from schemas.codec import decode_control, encode
+from schemas.control import Call
+from tests.consume.queue import Queue
+
+pytestmark = pytest.mark.redis
+
+
+class Ears:
+    """What workers w1 … hear on their own channels, and what all hear."""
+
+    def __init__(self, queue: Queue) -> None:
+        self._queue = queue
+        self._stack = AsyncExitStack()
+        self._pubsub = queue.redis.pubsub()
+
+    async def __aenter__(self) -> "Ears":
+        await self._stack.enter_async_context(self._pubsub)
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._stack.aclose()
+
+    async def open(self, *names: str) -> None:
+        channels = [self._queue.keys.bell, *map(self._queue.keys.control, names)]
+        await self._pubsub.subscribe(*channels)
+        for _ in channels:
+            await self._pubsub.get_message(timeout=5)
+
+    async def heard(self) -> list[str]:
+        """Names of those called since the last time, `bell` for the bell."""
+        found = []
+        await self._queue.redis.ping()
+        while (message := await self._pubsub.get_message(timeout=0.05)) is not None:
+            name = message["channel"].decode().rpartition(":")[2]
+            assert name == "bell" or decode_control(message["data"]) == Call()
+            found.append(name)
+        return sorted(found)
+
+
+async def listed(queue: Queue, key: str) -> dict[str, float]:
+    return {name.decode(): score for name, score in await queue.redis.zrange(key, 0, -1, withscores=True)}
+
+
+async def test_those_with_most_room_are_called_one_more_than_jobs(queue: Queue) -> None:
+    async with Ears(queue) as ears:
+        await ears.open("w1", "w2", "w3", "w4")
+        for number, room in enumerate((2, 8, 4, 6), 1):
+            assert await queue.worker(f"w{number}").claim(room) == []
+        await queue.submit()
+        assert await ears.heard() == ["w2", "w4"]
+        assert await listed(queue, queue.keys.ready()) == {"w1": 2, "w3": 4}
+        await queue.submit()
+        assert await ears.heard() == ["w1", "w3"]
+        await queue.submit()
+        assert await ears.heard() == [], "those that were called know that something waits"
+        [*taken] = await queue.worker("w2").claim(8)
+        assert len(taken) == 3
+        assert await listed(queue, queue.keys.ready()) == {"w2": 5}
+
+
+async def test_a_claim_that_leaves_no_room_takes_the_worker_off_the_list(queue: Queue) -> None:
+    worker = queue.worker()
+    assert await worker.claim(3) == []
+    await queue.submit()
+    assert await worker.claim(3) != []
+    assert await listed(queue, queue.keys.ready()) == {"w1": 2}
+    for _ in range(2):
+        await queue.submit()
+    assert len(await worker.claim(2)) == 2
+    assert await listed(queue, queue.keys.ready()) == {}
+    assert await worker.claim(2) == []
+    assert await worker.claim(0) == []
+    assert await listed(queue, queue.keys.ready()) == {}
+
+
+async def test_room_for_interactive_jobs_alone_is_called_for_those(queue: Queue) -> None:
+    async with Ears(queue) as ears:
+        await ears.open("w1")
+        assert await queue.worker().claim(0, 4) == []
+        assert await listed(queue, queue.keys.ready(urgent_only=True)) == {"w1": 4}
+        for priority in ("bulk", "standard"):
+            await queue.submit(priority=priority)
+        assert await ears.heard() == []
+        await queue.submit(priority="interactive")
+        assert await ears.heard() == ["w1"]
+        [job] = await queue.worker().claim(0, 4)
+        assert await listed(queue, queue.keys.ready(urgent_only=True)) == {"w1": 3}
+        assert (await queue.field(job.job_id, "class")) == "interactive"
+
+
+async def test_who_does_not_listen_is_passed_over(queue: Queue) -> None:
+    async with Ears(queue) as ears:
+        await ears.open("w1")
+        await queue.worker("gone").claim(50)
+        await queue.worker("w1").claim(5)
+        await queue.submit()
+        assert await ears.heard() == ["w1"]
+        assert await listed(queue, queue.keys.ready()) == {}
+
+
+async def test_who_resigns_or_dies_is_listed_no_more(queue: Queue) -> None:
+    one, other = queue.worker("w1"), queue.worker("w2")
+    await one.claim(5)
+    await other.claim(0, 5)
+    await one.resign()
+    assert await listed(queue, queue.keys.ready()) == {}
+    await queue.redis.delete(queue.keys.worker("w2"))
+    await queue.worker("w3").claim(0)  # sweeps
+    assert await listed(queue, queue.keys.ready(urgent_only=True)) == {}
+
+
+async def test_a_scheduled_job_and_one_that_is_known_call_nobody(queue: Queue) -> None:
+    async with Ears(queue) as ears:
+        await ears.open("w1")
+        await queue.worker().claim(5)
+        await queue.submit(not_before=time.time() + 60)
+        assert await ears.heard() == []
+        await queue.submit(idempotency_key="a")
+        assert await ears.heard() == ["w1"]
+        await queue.worker().claim(5)
+        await queue.submit(idempotency_key="a")
+        assert await ears.heard() == []
+
+
+async def test_when_a_reply_is_full_the_worker_is_called_for_the_rest(queue: Queue) -> None:
+    worker = queue.worker(max_claim_bytes=1)
+    async with Ears(queue) as ears:
+        await ears.open("w1")
+        for _ in range(2):
+            await queue.submit()
+        assert len(await worker.claim(5)) == 1
+        assert await ears.heard() == ["w1"]
+        assert len(await worker.claim(5)) == 1
+        assert await ears.heard() == []
+
+
+async def test_all_hear_the_bell_when_a_called_worker_has_no_room(queue: Queue) -> None:
+    async with Ears(queue) as ears:
+        await ears.open()
+        await queue.worker().ring_all()
+        assert await ears.heard() == ["bell"]
+
+
+async def test_a_thousand_jobs_at_once_call_everybody_once(queue: Queue) -> None:
+    names = [f"w{number}" for number in range(20)]
+    async with Ears(queue) as ears:
+        await ears.open(*names)
+        await asyncio.gather(*(queue.worker(name).claim(1) for name in names))
+        await queue.client.submit_many([{"prompt": "x", "max_tokens": 1} for _ in range(1000)])
+        assert await ears.heard() == sorted(names)
+
+
+def test_a_call_is_what_the_script_writes() -> None:
+    assert encode(Call()) == b"\x81\xa4type\xa4call"
