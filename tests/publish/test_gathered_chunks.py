@@ -95,14 +95,18 @@ async def test_what_waited_for_a_log_that_was_away_goes_together(log):
     assert [text for _, text in told(log)] == ["a", "b", "cdef", "g", "h", "i"]  # b may be in the log already
 
 
-async def test_choices_that_piled_up_come_in_runs(log):
+async def test_choices_that_piled_up_keep_their_order(log):
+    """It is the next worker's too, which readers rely on who were told what a server has lost since."""
     publisher = publisher_of(log, chunk_tokens=1)
     publisher.open(await admit(n=2))
     await publisher.handle([event("a", choice=0), event("x", choice=1)])
     steps = [[event(first, choice=0), event(second, choice=1)] for first, second in ("by", "cz")]
     await publisher.handle([*steps[0], *steps[1]])
     await publisher.handle([event("d", choice=0), event("w", choice=1)])
-    assert told(log) == [(0, "a"), (1, "x"), (0, "bc"), (1, "yz"), (0, "d"), (1, "w")]
+    assert told(log) == [(0, "a"), (1, "x"), (0, "b"), (1, "y"), (0, "c"), (1, "z"), (0, "d"), (1, "w")]
+    await publisher.handle([event("f", choice=1, end=LENGTH), event("e", choice=0)])
+    await publisher.handle([event("g"), event("hi"), event("j")])
+    assert told(log)[8:] == [(1, "f"), (0, "e"), (0, "ghij")]
 
 
 async def test_a_flush_leaves_nothing_behind(log):

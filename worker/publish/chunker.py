@@ -67,10 +67,12 @@ class Chunker:
 
     def appends(self, limit: int, together: bool = False) -> list[Append]:
         """The next chunks, at most `limit`; `confirm` tells that the first of them is logged. `together`: the log is
-        behind, so tokens that wait share chunks of up to MOST_TOGETHER: it has fewer to write, and catches up.
+        behind, so tokens of one choice that wait share chunks of up to MOST_TOGETHER: it has fewer to write, and
+        catches up. Several choices keep the order of their steps: another worker would make it again, and a reader may
+        have been told what the server lost.
         """
         most = max(self._per_chunk, MOST_TOGETHER) if together and self._streams else self._per_chunk
-        if len(self._answer.choices) > 1 and most > 1:
+        if len(self._answer.choices) > 1 and self._per_chunk > 1:
             self._group_by_choice()
         unconfirmed = self._unconfirmed
         while len(unconfirmed) < limit and self._made < self._answer.num_tokens:
