@@ -65,9 +65,10 @@ local function give_back(id, now, how, alone, delay_ms, note)
   end
 end
 
-local function bury(worker, now)
+-- All that it held goes out of its hands, and nobody calls it. Returns how many it held.
+local function strike_off(worker, now, how)
   local ids = redis.call('SMEMBERS', base .. 'held:' .. worker)
-  for _, id in ipairs(ids) do give_back(id, now, 'orphan', #ids == 1, 0, '') end
+  for _, id in ipairs(ids) do give_back(id, now, how, #ids == 1, 0, '') end
   redis.call('DEL', base .. 'held:' .. worker)
   redis.call('SREM', base .. 'workers', worker)
   redis.call('ZREM', base .. 'ready', worker)
@@ -109,7 +110,9 @@ local function sweep(now, interval_ms)
   redis.call('HSET', meta, 'swept_ms', whole(now))
   local freed = 0
   for _, worker in ipairs(redis.call('SMEMBERS', base .. 'workers')) do
-    if redis.call('EXISTS', base .. 'worker:' .. worker) == 0 then freed = freed + bury(worker, now) end
+    if redis.call('EXISTS', base .. 'worker:' .. worker) == 0 then
+      freed = freed + strike_off(worker, now, 'orphan')
+    end
   end
   if freed > 0 then redis.call(announce, base .. 'bell', 'orphans') end
   return freed
