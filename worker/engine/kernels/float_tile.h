@@ -20,9 +20,7 @@
 #endif
 #define SIDE_MR MR
 #endif
-#ifndef AT_ONCE
-#define AT_ONCE (16 * SIDE_MR)
-#endif
+#define AT_ONCE (16 * SIDE_MR)  // rows of a block, where rows are many
 #define STEP (SIDE * NR)  // floats from one step of k to the next
 
 namespace {  // tables of templates are shared between libraries otherwise, whatever machine these were compiled for
@@ -152,7 +150,7 @@ void each_columns(const LinearArguments &a, Team *team, int64_t most, int64_t by
     float *sums = (float *)team->scratch(HANDED_IN_ROWS * STEP * sizeof(float) + bytes);
     char *rest = (char *)(sums + HANDED_IN_ROWS * STEP);
     if (a.m > HANDED_IN_ROWS) {
-        const int64_t least = (a.m + most - 1) / most, even = (a.m + (least > 2 ? least : 2) - 1) / (least > 2 ? least : 2);
+        const int64_t parts = a.m > most ? (a.m + most - 1) / most : 2, even = (a.m + parts - 1) / parts;
         const int64_t height = (even + SIDE_MR - 1) / SIDE_MR * SIDE_MR, blocks = (a.m + height - 1) / height;
         const auto columns = [&](int64_t side) {
             return Columns{side * SIDE, panels - side * SIDE < SIDE ? panels - side * SIDE : SIDE};
