@@ -10,27 +10,35 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+import msgspec
+
 from schemas.chunk import Chunk
 from schemas.result import ChoiceResult, JobResult, JobStatus
 
 
 class StreamCursor:
-    """`starting_after` is a number of tokens (all choices together) that the subscriber has already."""
+    """`starting_after` is a number of tokens (all choices together) that the subscriber has already.
+
+    A token of several choices is known by its place in its choice: another worker, which goes on where a server that
+    lost its last moments believes the log to end, may make the lost tokens again in another order.
+    """
 
     def __init__(self, job_id: str, starting_after: int = 0) -> None:
         self.job_id = job_id
         self.next_index = 0
         self.is_over = False
+        self.is_torn = False  # the log tells another order than we did: read it from its start
         self._silent_until = starting_after  # what ends at or before this has been told in an earlier life
+        self._has_hole = False  # the log's beginning had expired: places say nothing
         self._tokens: dict[int, int] = {}  # per choice, told or silently passed
         self._texts: dict[int, int] = {}  # characters, likewise
-        self._boundaries: dict[int, tuple[int, int]] = {}  # index → (choice, characters of it told there)
+        self._boundaries: dict[tuple[int, int], int] = {}  # (choice, place) → characters of it told there
         self._ended: set[int] = set()
 
     @property
     def log_start(self) -> str:
         """The log entry to read from; entries at the cursor itself may be ends without a token."""
-        return f"{self.next_index}-0" if self.next_index else "-"
+        return f"{self.next_index}-0" if self.next_index and not self.is_torn else "-"
 
     def accept(self, chunk: Chunk) -> list[Chunk] | None:
         """The chunk as it is to be told (nothing, if it was told before); None when something before it is missing."""
@@ -43,19 +51,29 @@ class StreamCursor:
                 return None
             self.is_over = True
             return [chunk]
+        seen = self._num_seen(chunk)
+        if seen < 0:
+            self.is_torn = True
+            return None
         if not chunk.token_ids:
             return self._accept_end(chunk)
-        if chunk.end <= self.next_index:
+        if seen >= len(chunk.token_ids):
             return []
-        told = self._unseen(chunk)
-        self._advance(chunk)
-        return [told] if chunk.end > self._silent_until else []
+        told = self._unseen(chunk, seen)
+        self._advance(chunk, seen)
+        return [told] if self.next_index > self._silent_until else []
 
     def accept_log(self, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
-        """The log begins at the cursor or before it, and has no holes."""
+        """A page of the log, which has no holes. The first begins at the cursor or before it, or, if that is torn, at
+        the log's start. Where the cursor is torn afterwards, the rest of the page was not taken.
+        """
+        from_start, self.is_torn = self.is_torn or not self.next_index, False
         for chunk in chunks:
-            if chunk.index > self.next_index:  # the log lost its beginning (it expired): go on with what there is
-                self.next_index = chunk.index
+            if self._num_seen(chunk) < 0:
+                if not from_start:
+                    self.is_torn = True
+                    return
+                self._skip_to(chunk)
             yield from self.accept(chunk) or ()
 
     def accept_result(self, result: JobResult) -> Iterator[Chunk]:
@@ -100,7 +118,7 @@ class StreamCursor:
             logprobs=choice.logprobs[index : index + 1] if choice.logprobs else None,
             attempt=result.attempt,
         )
-        self._advance(chunk)
+        self._advance(chunk, 0)
         if chunk.end > self._silent_until:
             yield chunk
 
@@ -112,47 +130,66 @@ class StreamCursor:
         was_broken_off = last.status not in (None, JobStatus.SUCCEEDED) and not last.text
         return is_open and (was_broken_off or max(self._tokens) > 0)
 
+    def _num_seen(self, chunk: Chunk) -> int:
+        """Tokens told from the chunk's beginning on; less than none where tokens before it were not."""
+        seen = self.next_index - chunk.index
+        if seen < 0 or chunk.place is None or self._has_hole:
+            return seen
+        return self._tokens.get(chunk.choice, 0) - chunk.place
+
+    def _skip_to(self, chunk: Chunk) -> None:
+        """The log lost its beginning (it expired): go on with what there is."""
+        self._has_hole = True
+        self.next_index = max(self.next_index, chunk.index)
+
     def _accept_end(self, chunk: Chunk) -> list[Chunk]:
-        if chunk.choice in self._ended or chunk.index < self.next_index:
+        if chunk.choice in self._ended or (chunk.place is None and chunk.index < self.next_index):
             return []
         self._ended.add(chunk.choice)
         self._texts[chunk.choice] = self._texts.get(chunk.choice, 0) + len(chunk.text)
-        return [chunk] if chunk.index >= self._silent_until else []
+        return [self._at_cursor(chunk)] if self.next_index >= self._silent_until else []
 
-    def _unseen(self, chunk: Chunk) -> Chunk:
+    def _at_cursor(self, chunk: Chunk) -> Chunk:
+        return chunk if chunk.index == self.next_index else msgspec.structs.replace(chunk, index=self.next_index)
+
+    def _unseen(self, chunk: Chunk, seen: int) -> Chunk:
         """The rest of a chunk that begins before the cursor (after the server lost its last moments, chunks may be cut
         anew), or before where the subscriber begins (a checkpoint holds many tokens).
         """
         start = max(self.next_index, self._silent_until)
-        known, seen = self._boundaries.get(chunk.index), start - chunk.index
-        if not 0 < seen < len(chunk.token_ids):
-            return chunk
+        skipped = seen + start - self.next_index
+        if not 0 < skipped < len(chunk.token_ids):
+            return self._at_cursor(chunk)
         if len(chunk.text_ends) == len(chunk.token_ids):
-            told = chunk.text_ends[seen - 1]
-        elif known is not None and known[0] == chunk.choice and start == self.next_index:
-            told = self._texts.get(chunk.choice, 0) - known[1]
+            told = chunk.text_ends[skipped - 1]
+        elif skipped == seen and (known := self._boundary(chunk, seen)) is not None:
+            told = self._texts.get(chunk.choice, 0) - known
         else:
             return chunk
         return Chunk(
             job_id=chunk.job_id,
             index=start,
-            token_ids=chunk.token_ids[seen:],
+            token_ids=chunk.token_ids[skipped:],
             text=chunk.text[told:],
             choice=chunk.choice,
-            logprobs=chunk.logprobs[seen:] if chunk.logprobs else None,
+            logprobs=chunk.logprobs[skipped:] if chunk.logprobs else None,
             finish_reason=chunk.finish_reason,
             attempt=chunk.attempt,
-            text_ends=tuple(end - told for end in chunk.text_ends[seen:]),
+            text_ends=tuple(end - told for end in chunk.text_ends[skipped:]),
+            place=None if chunk.place is None else chunk.place + skipped,
         )
 
-    def _advance(self, chunk: Chunk) -> None:
-        choice, told = chunk.choice, self._texts.get(chunk.choice, 0)
-        known = self._boundaries.get(chunk.index)
-        start = known[1] if known is not None and known[0] == choice else told
-        self._tokens[choice] = self._tokens.get(choice, 0) + chunk.end - max(chunk.index, self.next_index)
-        self._boundaries[chunk.index] = (choice, start)
+    def _boundary(self, chunk: Chunk, seen: int) -> int | None:
+        return self._boundaries.get((chunk.choice, self._tokens.get(chunk.choice, 0) - seen))
+
+    def _advance(self, chunk: Chunk, seen: int) -> None:
+        choice = chunk.choice
+        place = self._tokens.get(choice, 0) - seen
+        known = chunk.text_ends[seen - 1] if 0 < seen <= len(chunk.text_ends) else 0
+        start = self._boundaries.setdefault((choice, place), self._texts.get(choice, 0) - known)
         self._texts[choice] = start + len(chunk.text)
-        self.next_index = chunk.end
+        self._tokens[choice] = place + len(chunk.token_ids)
+        self.next_index += len(chunk.token_ids) - seen
         if chunk.finish_reason is not None:
             self._ended.add(choice)
 

@@ -218,18 +218,22 @@ def _chunk_of(message: object) -> Chunk | None:
 
 def _catch_up(view: QueueView, cursor: StreamCursor, patience: _Patience) -> Program[None]:
     """From the log; if the job is over, from its result. The log comes first: when it is gone, the result is there."""
-    keys = view.keys
+    keys, start = view.keys, cursor.log_start
     while not cursor.is_over:
         entries, values = yield Commands(
             (
-                ("XRANGE", keys.log(cursor.job_id), cursor.log_start, "+", "COUNT", LOG_PAGE),
+                ("XRANGE", keys.log(cursor.job_id), start, "+", "COUNT", LOG_PAGE),
                 ("HMGET", keys.job(cursor.job_id), *FIELDS),
             )
         )
         for chunk in cursor.accept_log(read_log(entries)):
             patience.progress()
             yield Tell(chunk)
+        if cursor.is_torn:
+            start = cursor.log_start
+            continue
         if len(entries) == LOG_PAGE:
+            start = b"(" + entries[-1][0]
             continue
         record = read_record(cursor.job_id, values)
         if record is None:

@@ -27,6 +27,7 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     usage: Usage | None = None
     error: JobError | None = None
     text_ends: tuple[int, ...] = ()  # of several tokens: len(text) after each, so that a reader may begin between them
+    place: int | None = None  # where there are several choices: tokens of this one before the chunk
 
     @property
     def end(self) -> int:

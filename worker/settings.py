@@ -101,7 +101,7 @@ class Settings(_EngineFields):
     tenant_max_running: int = Field(0, ge=0, description="jobs of one tenant that run at once; 0: no limit")
     tenant_jobs_per_minute: float = Field(0.0, ge=0, description="jobs of one tenant admitted a minute; 0: no limit")
     bulk_share: float = Field(0.1, ge=0, le=1, description="share of new places kept for bulk jobs while any wait")
-    chunk_tokens: int = Field(1, ge=1, description="tokens a chunk of a stream waits for; the first does not wait")
+    chunk_tokens: int = Field(1, ge=1, description="tokens a chunk of a lone choice waits for; the first does not")
     chunk_wait_seconds: float = Field(0.1, ge=0, description="no token waits longer than this for its chunk to fill")
     checkpoint_tokens: int = Field(32, ge=1, description="tokens a log entry of jobs that do not stream")
     poll_seconds: float = Field(1.0, gt=0, description="a claim is tried at least this often")

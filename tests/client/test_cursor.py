@@ -190,3 +190,81 @@ def test_who_begins_in_the_middle_of_a_checkpoint_gets_its_rest(num_tokens: int,
     told = list(StreamCursor(JOB, start).accept_log(checkpoints))
     assert told_of(told) == (list(range(start, num_tokens)), words(start, num_tokens))
     assert [chunk.index for chunk in told[:1]] == ([start] if start < num_tokens else [])
+
+
+def one_by_one(order: list[int], from_index: int = 0) -> list[Chunk]:
+    """A chunk per token; a token is 100 times its choice and its place."""
+    places: dict[int, int] = {}
+    chunks = []
+    for index, choice in enumerate(order):
+        place = places.get(choice, 0)
+        places[choice] = place + 1
+        ids, text = (100 * choice + place,), words(place, place + 1)
+        chunks.append(Chunk(job_id=JOB, index=index, choice=choice, place=place, token_ids=ids, text=text))
+    return chunks[from_index:]
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=24), st.randoms(use_true_random=False))
+def test_a_lost_end_may_be_made_again_in_another_order(order: list[int], rng: random.Random) -> None:
+    """The server lost what a reader was told; another worker makes the same tokens of several choices, as they come."""
+    told_until = rng.randint(0, len(order))
+    kept = rng.randint(0, told_until)
+    rest = order[kept:]
+    rng.shuffle(rest)
+    anew = one_by_one(order[:kept] + rest)
+    cursor = StreamCursor(JOB)
+    told = [told for chunk in one_by_one(order)[:told_until] for told in cursor.accept(chunk) or ()]
+    for message in anew[kept:]:
+        if rng.random() < 0.3:
+            continue
+        accepted = cursor.accept(message)
+        if accepted is None:
+            told += read_pages(cursor, anew[: message.end], rng.randint(1, 5))
+        told += accepted or []
+    told += read_pages(cursor, anew, 4)
+    result = JobResult(
+        job_id=JOB,
+        status=JobStatus.SUCCEEDED,
+        order=tuple(order[:kept] + rest),
+        choices=tuple(
+            ChoiceResult(
+                index=i,
+                text=words(0, order.count(i)),
+                token_ids=tuple(range(100 * i, 100 * i + order.count(i))),
+                text_ends=tuple(len(words(0, place + 1)) for place in range(order.count(i))),
+                finish_reason=FinishReason.STOP,
+            )
+            for i in range(3)
+        ),
+    )
+    told += cursor.accept_result(result)
+    for choice in result.choices:
+        mine = [chunk for chunk in told if chunk.choice == choice.index and chunk.status is None]
+        assert told_of(mine) == (list(choice.token_ids), choice.text)
+    assert [chunk.index for chunk in told if chunk.token_ids] == list(range(len(order)))
+
+
+def read_pages(cursor: StreamCursor, log: list[Chunk], size: int) -> list[Chunk]:
+    """As a client reads the log: from where the cursor says, page by page, from its start where that is torn."""
+    told: list[Chunk] = []
+    start = 0 if cursor.log_start == "-" else cursor.next_index
+    for _ in range(1000):
+        page = [chunk for chunk in log if chunk.end >= start][:size] if start else log[:size]
+        told += cursor.accept_log(page)
+        if cursor.is_torn:
+            start = 0
+        elif len(page) < size:
+            return told
+        else:
+            start = page[-1].end + 1
+    raise AssertionError("the log is read for ever")
+
+
+def test_a_torn_log_without_its_beginning_is_taken_as_it_is() -> None:
+    cursor = StreamCursor(JOB)
+    told = [told for chunk in one_by_one([0, 1, 0, 1]) for told in cursor.accept(chunk) or ()]
+    assert cursor.accept(one_by_one([0, 0, 0, 0, 1])[3]) is None
+    assert cursor.log_start == "-"
+    told += cursor.accept_log(one_by_one([0, 0, 0, 0, 1, 1, 1], 3))
+    assert not cursor.is_torn
+    assert [chunk.index for chunk in told] == list(range(7))

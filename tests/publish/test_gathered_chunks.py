@@ -4,6 +4,8 @@ import asyncio
 import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from api_client.cursor import StreamCursor
 from schemas.generation import FinishReason
@@ -130,21 +132,22 @@ async def test_a_closed_job_waits_for_nothing(log):
     assert (await publisher.flush()).finished == []
 
 
-async def test_choices_come_in_runs_and_an_ended_one_does_not_wait_for_the_others(log):
+async def test_several_choices_go_token_by_token_and_an_ended_one_does_not_wait_for_the_others(log):
     publisher = publisher_of(log)
     publisher.open(await admit(n=2))
-    for first, second in ("ax", "by", "cz"):
+    for first, second in ("ax", "by"):
         await publisher.handle([event(first, choice=0), event(second, choice=1)])
-    assert [(c.choice, c.text) for c in log.chunks["job"]] == [(0, "a"), (1, "x"), (0, "bc"), (1, "yz")]
-    await publisher.handle([event("d", choice=0, end=LENGTH)])
+    assert told(log) == [(0, "a"), (1, "x"), (0, "b"), (1, "y")]
+    assert [chunk.place for chunk in log.chunks["job"]] == [0, 0, 1, 1]
+    await publisher.handle([event("cd", choice=0, end=LENGTH)])
     assert (log.chunks["job"][-1].text, log.chunks["job"][-1].finish_reason) == ("d", LENGTH)
-    [finished] = (await publisher.handle([event("w", choice=1, end=LENGTH)])).finished
-    assert [choice.text for choice in finished.result.choices] == ["abcd", "xyzw"]
+    [finished] = (await publisher.handle([event("z", choice=1, end=LENGTH)])).finished
+    assert [choice.text for choice in finished.result.choices] == ["abcd", "xyz"]
     assert finished.result.order == tuple(c.choice for c in log.chunks["job"] for _ in c.token_ids)
 
 
 async def test_an_order_that_was_told_is_told_again_when_the_log_lost_its_end(log):
-    publisher = publisher_of(log, chunk_tokens=3)
+    publisher = publisher_of(log)
     publisher.open(await admit(n=2))
     await publisher.handle([event("a", choice=1), event("b", choice=0), event("c", choice=1)])
     await publisher.handle([event("d", choice=0), event("e", choice=1), event("f", choice=0)])
@@ -155,6 +158,53 @@ async def test_an_order_that_was_told_is_told_again_when_the_log_lost_its_end(lo
     again = [(c.choice, token) for c in log.chunks["job"] for token in c.token_ids]
     assert again[: len(told)] == told
     assert again[len(told) :] == [(1, token) for token in b"ghi"]
+
+
+LETTERS = ("abcdefghijkl", "ABCDEFGHIJKLMNOPQRST", "0123456789")
+
+
+async def checkpoints(steps, log_so_far=()):
+    """The log of a job of three choices, in rows of two, whose tokens come so; each ends with its letters."""
+    log = FakeLog()
+    log.chunks["job"] = list(log_so_far)
+    publisher = Publisher(log, limits=PublishLimits(checkpoint_tokens=7))
+    job = await admit(n=3, stream=False, log=tuple(log_so_far))
+    publisher.open(job)
+    places = [choice.num_tokens for choice in job.answer.choices]
+    for step in steps:
+        events = []
+        for choice in step:
+            place, letters = places[choice], LETTERS[choice]
+            if place < len(letters):
+                places[choice] += 1
+                events.append(event(letters[place], choice=choice, end=LENGTH if place + 1 == len(letters) else None))
+        await publisher.handle(events)
+    return log.chunks["job"]
+
+
+steps_of = st.lists(st.lists(st.sampled_from((0, 1, 2)), min_size=1, max_size=6), max_size=30)
+
+
+@given(steps_of, steps_of, st.data())
+async def test_checkpoints_of_several_choices_are_the_same_however_their_tokens_came(first, second, data):
+    """So that the next worker, from wherever the server left the log, writes what its readers know already."""
+    one = await checkpoints(first)
+    other = await checkpoints(second, one[: data.draw(st.integers(0, len(one)))])
+    told, again = ([(c.choice, token) for c in log for token in c.token_ids] for log in (one, other))
+    assert all(mine == yours for mine, yours in zip(told, again, strict=False))
+    for log in (one, other):
+        for choice, letters in enumerate(LETTERS):
+            assert letters.startswith("".join(chunk.text for chunk in log if chunk.choice == choice))
+
+
+async def test_a_choice_that_ended_leaves_its_row_to_the_others():
+    log = await checkpoints([[0, 1, 2]] * 11 + [[1]] * 8)
+    assert [(c.choice, c.text) for c in log[:3]] == [(0, "ab"), (1, "AB"), (2, "01")]
+    texts = ["".join(chunk.text for chunk in log if chunk.choice == choice) for choice in range(3)]
+    assert texts == ["abcdefghij", "ABCDEFGHIJ", "0123456789"]  # the turn of 0, which has no whole row
+    log = await checkpoints([[0, 1, 2]] * 12 + [[1]] * 7)
+    texts = ["".join(chunk.text for chunk in log if chunk.choice == choice) for choice in range(3)]
+    assert texts == ["abcdefghijkl", "ABCDEFGHIJKLMNOPQR", "0123456789"]
 
 
 @pytest.mark.parametrize("after", range(12))

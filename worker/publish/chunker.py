@@ -1,5 +1,5 @@
-"""Cuts a job's answer into chunks: one per token while streaming (or a few, where so set, or where the log is behind),
-a checkpoint of many otherwise.
+"""Cuts a job's answer into chunks: one per token while streaming (or a few of a lone choice, where so set, or where
+the log is behind), a checkpoint of many otherwise.
 
 A chunk is kept until the log has it, so that a repeated append sends the same bytes; later chunks are
 made again from the answer when the log turns out to be shorter than believed. It knows no Redis and no
@@ -9,6 +9,7 @@ engine.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from itertools import accumulate, islice
 
 from schemas.chunk import Chunk
@@ -30,8 +31,12 @@ class Chunker:
         self.job = job
         self._answer = job.answer
         self._streams = job.request.stream
-        self._per_chunk = max(1, chunk_tokens if self._streams else checkpoint_tokens)
         num_choices = len(job.answer.choices)
+        if self._streams:
+            self._per_chunk = max(1, chunk_tokens) if num_choices == 1 else 1
+        else:
+            self._per_chunk = max(1, checkpoint_tokens)
+        self._row = 0 if self._streams or num_choices == 1 else max(1, self._per_chunk // num_choices)
         self._tells_ends = self._streams and num_choices > 1
         self._unconfirmed: deque[Append] = deque()
         self._made = 0
@@ -58,8 +63,12 @@ class Chunker:
         """
         if self._answer.is_finished and not self._streams:
             return False
+        if self._unconfirmed:
+            return True
+        if self._row:
+            return self._made < self._fixed or self._next_row(self._positions) is not None
         waiting = self._answer.num_tokens - self._made
-        if waiting >= self._per_chunk or self._unconfirmed:
+        if waiting >= self._per_chunk:
             return True
         if waiting and (self._answer.is_finished or (self._streams and not self._made)):
             return True
@@ -68,15 +77,14 @@ class Chunker:
     def appends(self, limit: int, together: bool = False) -> list[Append]:
         """The next chunks, at most `limit`; `confirm` tells that the first of them is logged. `together`: the log is
         behind, so tokens of one choice that wait share chunks of up to MOST_TOGETHER: it has fewer to write, and
-        catches up. Several choices keep the order of their steps: another worker would make it again, and a reader may
-        have been told what the server lost.
+        catches up. Several choices keep the order of their steps: another worker makes it again as a rule, and who was
+        told what the server lost may come back with no more than the number of tokens that he has.
         """
         most = max(self._per_chunk, MOST_TOGETHER) if together and self._streams else self._per_chunk
-        if len(self._answer.choices) > 1 and self._per_chunk > 1:
-            self._group_by_choice()
+        ready = self._arrange() if self._row else self._answer.num_tokens
         unconfirmed = self._unconfirmed
-        while len(unconfirmed) < limit and self._made < self._answer.num_tokens:
-            unconfirmed.append(self._append(self._make(self._made, self._next_end(most))))
+        while len(unconfirmed) < limit and self._made < ready:
+            unconfirmed.append(self._append(self._make(self._made, self._next_end(most, ready))))
         if self._tells_ends and self._made == self._answer.num_tokens:
             for choice in self._untold_ends():
                 unconfirmed.append(self._append(self._make_end(choice)))
@@ -118,14 +126,43 @@ class Chunker:
         """Is every token of an ended choice in the log? Then its end is there, or told by the job's."""
         return choice.finish_reason is not None and self._positions[index] == choice.num_tokens
 
-    def _group_by_choice(self) -> None:
-        """Of what nobody was told yet: with one run of tokens per choice the chunks are fewer."""
-        self._answer.order[self._fixed :] = sorted(self._answer.order[self._fixed :])
+    def _arrange(self) -> int:
+        """Puts what nobody was told yet in rows: several tokens of one choice, then as many of the next. Any worker
+        makes the same rows, however the tokens came. Returns where the last whole row ends.
+        """
+        order, at = self._answer.order, self._positions.copy()
+        for index in islice(order, self._made, self._fixed):
+            at[index] += 1
+        del order[self._fixed :]
+        while (row := self._next_row(at)) is not None:
+            index, num_tokens = row
+            order += [index] * num_tokens
+            at[index] += num_tokens
+        ready = len(order)
+        for index, choice in enumerate(self._answer.choices):
+            order += [index] * (choice.num_tokens - at[index])
+        return ready
 
-    def _next_end(self, most: int) -> int:
+    def _next_row(self, at: Sequence[int]) -> tuple[int, int] | None:
+        """Whose turn it is after so many tokens of each choice, and how many its row has; None while it has gaps."""
+        row, choices = self._row, self._answer.choices
+        open_rows = [
+            (at[index] // row, index)
+            for index, choice in enumerate(choices)
+            if choice.finish_reason is None or at[index] < choice.num_tokens
+        ]
+        if not open_rows:
+            return None
+        number, index = min(open_rows)
+        choice, border = choices[index], (number + 1) * row
+        if choice.num_tokens < border and choice.finish_reason is None:
+            return None
+        return index, min(border, choice.num_tokens) - at[index]
+
+    def _next_end(self, most: int, ready: int) -> int:
         """Where the next chunk ends: a run of one choice, of at most so many tokens."""
         order, start = self._answer.order, self._made
-        end, last = start + 1, min(len(order), start + most)
+        end, last = start + 1, min(ready, start + most)
         while end < last and order[end] == order[start]:
             end += 1
         return end
@@ -153,6 +190,7 @@ class Chunker:
             finish_reason=finish_reason,
             attempt=self.job.delivery.attempt,
             usage=self._answer.usage_at_start() if index == 0 else None,
+            place=start if len(self._positions) > 1 else None,
         )
 
     def _make_end(self, choice_index: int) -> Chunk:
@@ -165,4 +203,5 @@ class Chunker:
             choice=choice_index,
             finish_reason=choice.finish_reason,
             attempt=self.job.delivery.attempt,
+            place=self._positions[choice_index],
         )
