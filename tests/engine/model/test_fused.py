@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,10 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecode
 
 from schemas.generation import SamplingParams
 from worker.engine import Engine, EngineConfig
-from worker.engine.attention import AttentionMetadata, AttentionShape
-from worker.engine.attention.cpu import CpuAttention
 from worker.engine.config import EngineConfigError
 from worker.engine.kernels.toolchain import KernelUnavailableError
-from worker.engine.model.fused import Packing, find_direct, optimise, swap_modules
-from worker.engine.model.fused.layer import FusedLayer
-from worker.engine.model.fused.layers import small_step
-from worker.engine.model.fused.modules import FusedAttention
-from worker.engine.model.paged import IMPLEMENTATION, LayerBinding, PagedStep, register
+from worker.engine.model.fused import Packing, optimise, swap_modules
+from worker.engine.model.paged import IMPLEMENTATION, register
 
 MODULES = {
     "llama": {"FusedLayer": 4, "FusedAttention": 4, "FusedMLP": 4, "FusedNorm": 9, "PackedLinear": 1},
@@ -177,123 +172,6 @@ def test_a_module_with_a_twist_is_left_alone(
     assert swapped[kind] == MODULES["llama"][kind] - 1
     inside_a_layer = path.startswith("model.layers")
     assert swapped["FusedLayer"] == MODULES["llama"]["FusedLayer"] - inside_a_layer, "a layer needs all of its parts"
-
-
-def test_a_row_is_the_same_in_every_batch_and_with_any_number_of_threads(folder_of: Callable[[str], Path]) -> None:
-    """Bit by bit, through whole layers whose buffers grow, with the smallest batch after the largest."""
-    model = optimise(load(folder_of("qwen3")), EngineConfig(model="qwen3", device="cpu"))
-    hidden = torch.randn(1, 40, 64)
-    threads = torch.get_num_threads()
-    try:
-        found = {}
-        for count, num_threads in ((40, 1), (40, 3), (7, 2), (1, 1), (1, 2)):
-            torch.set_num_threads(num_threads)
-            found[count, num_threads] = through_layers(model.get_submodule("model.layers")[:], hidden[:, :count])  # type: ignore[index]
-    finally:
-        torch.set_num_threads(threads)
-    for (count, _), rows in found.items():
-        assert torch.equal(rows, found[40, 1][:, :count])
-
-
-@torch.inference_mode()
-def through_layers(layers: Iterable[nn.Module], hidden: Tensor) -> Tensor:
-    """Every row as a sequence of its own."""
-    count = hidden.shape[1]
-    backend = CpuAttention()
-    cache = torch.zeros(count + 1, 2, *backend.block_shape(4, 2, 16))
-    lens = tuple([1] * count)
-    metadata = AttentionMetadata(
-        query_start=torch.arange(count + 1, dtype=torch.int32),
-        seq_lens=torch.ones(count, dtype=torch.int32),
-        block_table=torch.arange(1, count + 1, dtype=torch.int32)[:, None],
-        slot_mapping=torch.arange(1, count + 1) * 4,
-        max_query_len=1, max_seq_len=1, block_size=4, window=None, query_lens_host=lens, seq_lens_host=lens,
-    )  # fmt: skip
-    binding = LayerBinding(0, cache, AttentionShape(4, 2, 16, 0.25))
-    step = PagedStep(backend, [binding] * 4, (metadata,))
-    tables = torch.ones(1, count, 16), torch.zeros(1, count, 16)
-    for layer in layers:
-        hidden = layer(hidden, position_embeddings=tables, paged=step)
-    return hidden
-
-
-def test_what_a_layer_has_is_found_through_its_stand_in(folder_of: Callable[[str], Path]) -> None:
-    model = optimise(load(folder_of("llama")), EngineConfig(model="llama", device="cpu"))
-    layer: Any = model.get_submodule("model.layers.0")
-    assert isinstance(layer, FusedLayer)
-    assert layer.hidden_size == 64
-    with pytest.raises(AttributeError):
-        layer.no_such_thing  # noqa: B018
-
-
-@pytest.mark.parametrize(("family", "rows"), [("llama", 1), ("qwen3", 1), ("gemma2", 4), ("gemma3", 4)])
-def test_layers_that_are_called_alike_run_as_one(family: str, rows: int, folder_of: Callable[[str], Path]) -> None:
-    """Families whose layers differ by their type get each layer by itself."""
-    model = optimise(load(folder_of(family)), EngineConfig(model=family, device="cpu"))
-    layers: Any = model.get_submodule("model.layers")
-    assert len(layers) == 4
-    assert len(layers[:4]) == rows
-    assert [name for name, module in model.named_modules() if isinstance(module, FusedAttention)] == [
-        f"model.layers.{index}.layer.self_attn" for index in range(4)
-    ]
-
-
-def test_layers_run_as_one_give_the_bits_of_layers_run_in_turn(folder_of: Callable[[str], Path]) -> None:
-    model = optimise(load(folder_of("qwen3")), EngineConfig(model="qwen3", device="cpu"))
-    layers: Any = model.get_submodule("model.layers")
-    hidden = torch.randn(1, 9, 64)
-    in_turn = through_layers(list(layers), hidden)
-    assert torch.equal(through_layers(layers[:], hidden), in_turn)
-    for layer in layers:
-        layer.is_whole = False
-    assert torch.allclose(through_layers(layers[:], hidden), in_turn, atol=1e-5)
-    layers[2].layer.mlp.down = None  # the parts themselves run now: one that is broken is noticed
-    with pytest.raises(TypeError):
-        through_layers(layers[:], hidden)
-
-
-DIRECT = {"llama", "mistral", "qwen2", "qwen3", "phi3", "phi3_partial"}
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_what_is_called_without_transformers_frame(name: str, folder_of: Callable[[str], Path]) -> None:
-    """Where it is, the logits are the model's, bit for bit, also beyond the first rotary tables."""
-    model: Any = load(folder_of(name))
-    swap_modules(model, Packing.choose(None))
-    direct = find_direct(model)
-    assert (direct is not None) == (name in DIRECT), name
-    if direct is None:
-        return
-    layers: Any = model.get_submodule("model.layers")
-    step = small_step([layer.parts for layer in layers])
-    assert step is not None
-    input_ids, positions = torch.tensor([5, 6, 7, 8, 9]), torch.tensor([3, 9000, 4, 20_000, 1])
-    with torch.inference_mode():
-        wanted = model(input_ids=input_ids[None], position_ids=positions[None], use_cache=False, paged=step).logits[0]
-        for rows in (torch.arange(5), torch.tensor([4])):
-            found = direct(input_ids, positions, rows, step)
-            assert found is not None
-            assert torch.equal(found, wanted[rows])
-        layers[1].is_whole = False
-        assert direct(input_ids, positions, torch.tensor([4]), step) is None, "somebody is between its parts"
-
-
-def test_a_model_that_does_something_to_its_logits_is_called_as_it_is(folder_of: Callable[[str], Path]) -> None:
-    model: Any = load(folder_of("llama"))
-    swap_modules(model, Packing.choose(None))
-    original = model.forward
-
-    def halved(**kwargs: Any) -> Any:
-        out = original(**kwargs)
-        out.logits = out.logits / 2
-        return out
-
-    model.forward = halved
-    assert find_direct(model) is None
-    model.forward = original
-    assert find_direct(model) is not None
-    model.get_submodule("model.rotary_emb").rope_type = "dynamic"
-    assert find_direct(model) is None, "whose tables depend on the longest sequence"
 
 
 def test_an_unknown_activation_is_left_alone(folder_of: Callable[[str], Path]) -> None:

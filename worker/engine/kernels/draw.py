@@ -10,6 +10,7 @@ import ctypes
 import logging
 from ctypes import c_int64, c_void_p
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
@@ -25,7 +26,7 @@ from worker.engine.kernels.toolchain import KernelUnavailableError
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Drawing:
     """How each row is drawn, all `[rows]` and contiguous."""
 
@@ -33,6 +34,14 @@ class Drawing:
     log_min_p: npt.NDArray[np.float32]  # −inf: off
     top_p: npt.NDArray[np.float64]  # 1: off
     top_k: npt.NDArray[np.int64]  # the vocabulary's size or more: off
+
+    @cached_property
+    def arguments(self) -> _Arguments:
+        """What stays the same while this is drawn from; the rest is the caller's to fill in."""
+        return _Arguments(
+            inverse_temperature=self.inverse_temperature.ctypes.data, log_min_p=self.log_min_p.ctypes.data,
+            top_p=self.top_p.ctypes.data, top_k=self.top_k.ctypes.data,
+        )  # fmt: skip
 
 
 def draw_kernel(device: torch.device) -> DrawKernel | None:
@@ -72,11 +81,9 @@ class DrawKernel:
         if num_rows == 0:
             return token_ids, peaks
         keys = np.ascontiguousarray(keys)
-        arguments = _Arguments(
-            logits=logits.data_ptr(), stride=logits.stride(0), vocab=vocab, num_rows=num_rows,
-            inverse_temperature=drawing.inverse_temperature.ctypes.data, log_min_p=drawing.log_min_p.ctypes.data,
-            top_p=drawing.top_p.ctypes.data, top_k=drawing.top_k.ctypes.data, keys=keys.ctypes.data,
-            token_ids=token_ids.data_ptr(), peaks=peaks.data_ptr(),
-        )  # fmt: skip
+        arguments = drawing.arguments
+        arguments.logits, arguments.stride = logits.data_ptr(), logits.stride(0)
+        arguments.vocab, arguments.num_rows, arguments.keys = vocab, num_rows, keys.ctypes.data
+        arguments.token_ids, arguments.peaks = token_ids.data_ptr(), peaks.data_ptr()
         self._call(self._member, arguments, min(torch.get_num_threads(), num_rows))
         return token_ids, peaks

@@ -160,16 +160,20 @@ extern "C" int64_t tokenmill_run(const Call *calls, int64_t first, int64_t count
     return row.stopped;
 }
 
-// Row from_rows[i] of `from` becomes row to_rows[i] of `to`; null: row i.
+// Row from_rows[i] of `from` becomes row to_rows[i] of `to`; null: row i. `limit`, where it is not 0, is the number of
+// rows of `from`: answers -1 and moves nothing where one beyond it is asked for.
 struct RowArguments {
     const float *from;
     float *to;
     const int64_t *from_rows, *to_rows;
-    int64_t count, width;
+    int64_t count, width, limit;
 };
 
 extern "C" int64_t tokenmill_move_rows_member(const RowArguments *arguments, Team *team) {
     const RowArguments &a = *arguments;
+    if (a.limit)
+        for (int64_t i = 0; i < a.count; ++i)
+            if ((uint64_t)a.from_rows[i] >= (uint64_t)a.limit) return -1;
     team->each(a.count, 16, [&](int64_t first, int64_t count, int64_t) {
         for (int64_t i = first; i < first + count; ++i)
             memcpy(a.to + (a.to_rows ? a.to_rows[i] : i) * a.width, a.from + (a.from_rows ? a.from_rows[i] : i) * a.width,

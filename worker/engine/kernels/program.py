@@ -26,11 +26,13 @@ class Step:
 
 
 class RowArguments(ctypes.Structure):
-    """As in program.cpp: row `from_rows[i]` of one buffer becomes row `to_rows[i]` of another; null: row i."""
+    """As in program.cpp: row `from_rows[i]` of one buffer becomes row `to_rows[i]` of another; null: row i. With a
+    `limit`, the number of rows there are, a call answers −1 where one of `from_rows` is beyond it.
+    """
 
     _fields_: ClassVar = [
         *((name, c_void_p) for name in ("source", "target", "from_rows", "to_rows")),
-        *((name, c_int64) for name in ("count", "width")),
+        *((name, c_int64) for name in ("count", "width", "limit")),
     ]
 
 
@@ -80,7 +82,9 @@ class Program:
         self._count = len(steps)
 
     def run(self, num_threads: int, on_answer: Callable[[int], None], stop: int | None = None) -> None:
-        """Calls [0, stop). One that answers (a workspace too small) is repeated after `on_answer` has met its need."""
+        """Calls [0, stop). One that answers (a workspace too small) is repeated after `on_answer` has met its need, or
+        not at all if that raises.
+        """
         last = self._count if stop is None else stop
         threads, count = c_int64(num_threads), c_int64(last)
         at = self._run(self._calls, c_int64(0), count, threads, self._answer_at)

@@ -2,8 +2,8 @@
 
 Once the layers are one call, most of what is left of the modelling code is Python that has nothing to say here:
 defaults for arguments, masks that nobody reads, rotary tables computed anew, outputs wrapped and unwrapped. It takes
-0.8 ms a step, an eighth of what a single sequence takes. Here the model's own modules are called one after the other,
-with rotary tables that are kept. It is used only where it gives the model's logits, bit for bit, on random tokens.
+0.8 ms a step, an eighth of what a single sequence takes. Here embedding, layers, norm and head are one program, with a
+rotary table that is kept. It is used only where it gives the model's logits, bit for bit, on random tokens.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from worker.engine.attention.cpu import CpuAttention
+from worker.engine.kernels.linear import Epilogue
+from worker.engine.kernels.program import RowArguments, Step, move_rows
 from worker.engine.model.fused.agreement import two_prompts
-from worker.engine.model.fused.layer import FusedLayer, FusedList, FusedRow
-from worker.engine.model.fused.layer_calls import LayerParts
+from worker.engine.model.fused.layer import FusedList, FusedRow
+from worker.engine.model.fused.layer_calls import FLOAT_BYTES, LayerParts, Rotation, linear_arguments, norm_arguments
+from worker.engine.model.fused.layer_run import LayerRun
 from worker.engine.model.fused.layers import BLOCK_SIZE, small_step
 from worker.engine.model.fused.modules import FusedNorm, PackedLinear
 from worker.engine.model.paged import AttentionStep, PagedStep
@@ -28,49 +31,97 @@ _CHANGING = ("dynamic", "longrope")  # whose frequencies depend on the longest s
 _FIRST_LENGTH = 4096
 
 
-class RotaryTables:
-    """Cosines and sines of every position, as the model's own module gives them, in tables that grow by doubling."""
+class RotaryTable:
+    """Cosines and sines side by side, `rows` `[length, 2 * width]`, as the model's own module gives them for each
+    position; it grows by doubling.
+    """
 
     def __init__(self, rotary: nn.Module) -> None:
         self._rotary = rotary
-        self._tables = self._computed(_FIRST_LENGTH)
+        self.rows = self._computed(_FIRST_LENGTH)
+        self.width = self.rows.shape[1] // 2
 
-    def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """`[1, num_tokens, rotary_dim]` each, of positions `[num_tokens]`."""
-        try:
-            cos, sin = (table.index_select(0, positions) for table in self._tables)
-        except IndexError:
-            self._tables = self._computed(max(int(positions.max()) + 1, 2 * len(self._tables[0])))
-            cos, sin = (table.index_select(0, positions) for table in self._tables)
-        return cos[None], sin[None]
+    def grow(self, length: int) -> bool:
+        """False if it is as long already."""
+        if length <= len(self.rows):
+            return False
+        self.rows = self._computed(max(length, 2 * len(self.rows)))
+        return True
 
-    def _computed(self, length: int) -> tuple[Tensor, Tensor]:
+    def _computed(self, length: int) -> Tensor:
         with torch.inference_mode():
             cos, sin = self._rotary(torch.empty(1), torch.arange(length)[None])
-        return cos[0].contiguous(), sin[0].contiguous()
+        return torch.cat([cos[0], sin[0]], dim=1).contiguous()
 
 
 class DirectForward:
-    """Embedding, layers, last norm and head of one model."""
+    """Embedding, layers, last norm and head of one model as one call into the kernels."""
 
     def __init__(
-        self, embed: nn.Module, rotary: RotaryTables, layers: FusedRow, norm: nn.Module, head: nn.Module
+        self, embed: nn.Embedding, rotary: RotaryTable, layers: FusedRow, norm: FusedNorm, head: PackedLinear
     ) -> None:
-        self._embed, self._rotary, self._layers, self._norm, self._head = embed, rotary, layers, norm, head
+        hidden = embed.weight.shape[1]
+        self._rotary, self._layers, self._scratch = rotary, layers, layers.scratch
+        self._around = (embed, norm, head)
+        self._num_logits = head.packed.n
+        self._scratch.reserve({"in": hidden, "out": hidden, "rotation": 2 * rotary.width}, (head.packed,))
+        self._embed = RowArguments(source=embed.weight.data_ptr(), width=hidden, limit=embed.weight.shape[0])
+        self._rotate = RowArguments(width=2 * rotary.width)
+        self._read = RowArguments(width=hidden)
+        self._norm = norm_arguments(norm, hidden)
+        self._head = linear_arguments(head.packed, Epilogue.PLAIN, self._num_logits)
+        self._run = LayerRun(
+            layers.parts,
+            self._scratch,
+            before=[move_rows(self._embed), move_rows(self._rotate)],
+            after=[move_rows(self._read), Step(norm.member, self._norm), Step(head.packed.member, self._head)],
+        )
+        self._version = -1
+        self._point_at_table()
 
     def __call__(self, input_ids: Tensor, positions: Tensor, rows: Tensor, step: AttentionStep) -> Tensor | None:
         """Logits `[num_rows, vocab]` of the packed tokens (`[num_tokens]`) at `rows`; None where a step needs the
-        model itself: another backend, or somebody between the parts of the layers.
+        model itself: another backend, or somebody between its parts. Raises IndexError for a token that is none.
         """
-        if not isinstance(step, PagedStep) or not isinstance(step.backend, CpuAttention):
+        if not isinstance(step, PagedStep) or not isinstance(step.backend, CpuAttention) or not self._is_whole():
             return None
-        kwargs = {"paged": step, "position_embeddings": self._rotary(positions)}
-        hidden = self._layers.at_once(self._embed(input_ids[None]), kwargs)
-        if hidden is None:
-            return None
-        read = hidden[0] if len(rows) == len(input_ids) else hidden[0].index_select(0, rows)
-        logits: Tensor = self._head(self._norm(read))
+        num_tokens, num_rows = input_ids.numel(), rows.numel()
+        self._scratch.fit(num_tokens)
+        if self._version != self._scratch.version:
+            self._point()
+        logits = torch.empty((num_rows, self._num_logits))
+        self._embed.from_rows, self._rotate.from_rows = input_ids.data_ptr(), positions.data_ptr()
+        self._embed.count = self._rotate.count = num_tokens
+        self._read.from_rows = rows.data_ptr()
+        self._read.count = self._norm.m = self._head.m = num_rows
+        self._head.y = logits.data_ptr()
+        try:
+            self._run.run(num_tokens, self._embed.target, self._read.source, self._rotation, step)
+        except IndexError:
+            if not self._rotary.grow(int(positions.max()) + 1):
+                raise
+            self._point_at_table()
+            self._run.run(num_tokens, self._embed.target, self._read.source, self._rotation, step)
         return logits
+
+    def _point_at_table(self) -> None:
+        self._rotate.source, self._rotate.limit = self._rotary.rows.data_ptr(), len(self._rotary.rows)
+
+    def _point(self) -> None:
+        """Buffers have moved."""
+        at, width = self._scratch.at, self._rotary.width
+        self._rotate.target = at("rotation")
+        self._rotation = Rotation(at("rotation"), at("rotation") + width * FLOAT_BYTES, 2 * width, width)
+        self._embed.target = self._read.target = self._norm.x = at("in")  # the layers have read it by then
+        self._read.source = at("out")
+        self._norm.y = self._head.x = at("normed")
+        self._head.workspace = at("work")
+        self._version = self._scratch.version
+
+    def _is_whole(self) -> bool:
+        return self._layers.is_whole and not any(
+            module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module) for module in self._around
+        )
 
 
 def find_direct(model: nn.Module) -> DirectForward | None:
@@ -95,16 +146,21 @@ def _built(model: Any) -> tuple[DirectForward, list[LayerParts]] | None:
     layers, norm, rotary = (getattr(base, name, None) for name in ("layers", "norm", "rotary_emb"))
     if not isinstance(layers, FusedList) or not isinstance(norm, FusedNorm) or not isinstance(rotary, nn.Module):
         return None
-    head = model.get_output_embeddings()
+    embed, head = model.get_input_embeddings(), model.get_output_embeddings()
     if not isinstance(head, PackedLinear) or getattr(rotary, "rope_type", _CHANGING[0]) in _CHANGING:
         return None
+    if type(embed) is not nn.Embedding or embed.max_norm is not None or not _is_plain(embed.weight):
+        return None
     try:
-        tables = RotaryTables(rotary)
+        table = RotaryTable(rotary)
     except Exception as error:
         log.debug("no rotary tables: %s", error)
         return None
-    parts = [layer.parts for layer in layers if isinstance(layer, FusedLayer)]
-    return DirectForward(model.get_input_embeddings(), tables, layers.row, norm, head), parts
+    return DirectForward(embed, table, layers.row, norm, head), layers.row.parts
+
+
+def _is_plain(weight: Tensor) -> bool:
+    return weight.dtype == torch.float32 and weight.device.type == "cpu" and weight.is_contiguous()
 
 
 @torch.inference_mode()

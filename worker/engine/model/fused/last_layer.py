@@ -28,7 +28,6 @@ class LastLayerCalls(LayerCalls):
         self._queries = RowArguments(width=query)
         self._inputs = RowArguments(width=parts.hidden)
         self._outputs = RowArguments(width=parts.hidden)
-        self._picked = 0
         self.num_steps_for_cache = 0
 
     def steps(self, backend: CpuAttention) -> list[Step]:
@@ -45,9 +44,11 @@ class LastLayerCalls(LayerCalls):
 
     def point(self, scratch: Scratch, parts: LayerParts) -> None:
         super().point(scratch, parts)
-        self._picked = scratch.at("picked")
+        picked = scratch.at("picked")
         self.write.rotated = self._queries.source = scratch.at("rotated")
-        self._inputs.target = self._outputs.source = self._picked
+        self._inputs.target = self._outputs.source = self.before[1].x = picked
+        for arguments in self.after or (self.out, self.down):
+            arguments.residual = arguments.y = picked
         self.attend.query = self._queries.target = scratch.at("picked_query")
 
     def narrow(self, rows: Tensor) -> None:
@@ -60,14 +61,10 @@ class LastLayerCalls(LayerCalls):
         self._queries.from_rows = self._inputs.from_rows = self._outputs.to_rows = at
         self.attend.num_tokens = count
 
-    def use(self, x: int, out: int, tables: tuple[Tensor, Tensor], metadata: AttentionMetadata) -> None:
-        """`metadata` as `of_rows` makes it, but for the slots of all tokens."""
-        super().use(x, self._picked, tables, metadata)
-        self._inputs.source, self._outputs.target = x, out
-        if self.after:
-            self.after[0].residual = self._picked
-        else:
-            self.out.residual = self._picked
+    def use(self, hidden: int, metadata: AttentionMetadata) -> None:
+        """What the layers before made and this one adds to; `metadata` as `of_rows` makes it."""
+        self.before[0].x = self._inputs.source = self._outputs.target = hidden
+        self.read(metadata)
 
 
 def of_rows(metadata: AttentionMetadata, rows: Tensor) -> AttentionMetadata:

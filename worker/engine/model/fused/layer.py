@@ -15,6 +15,13 @@ from worker.engine.model.fused.layer_calls import LayerParts, Scratch
 from worker.engine.model.fused.layer_run import LayerRun
 
 
+class Wholeness:
+    """How many layers of a model are not to be run as one call."""
+
+    def __init__(self) -> None:
+        self.num_apart = 0
+
+
 class FusedLayer(nn.Module):
     """`layer` is the original with its parts swapped; what else it has is found through this one too."""
 
@@ -22,8 +29,23 @@ class FusedLayer(nn.Module):
         super().__init__()
         self.layer = layer
         self.parts = parts
-        self.is_whole = True
+        self._is_whole, self._wholeness = True, Wholeness()
         self._run = LayerRun([parts], scratch)
+
+    @property
+    def is_whole(self) -> bool:
+        """May it run as one call?"""
+        return self._is_whole
+
+    @is_whole.setter
+    def is_whole(self, value: bool) -> None:
+        self._wholeness.num_apart += int(self._is_whole) - int(value)
+        self._is_whole = value
+
+    def count_in(self, wholeness: Wholeness) -> None:
+        """Tell there, from now on, whether this layer is whole."""
+        wholeness.num_apart += not self._is_whole
+        self._wholeness = wholeness
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -59,7 +81,19 @@ class FusedRow(nn.Module):
     def __init__(self, layers: Sequence[FusedLayer], scratch: Scratch) -> None:
         super().__init__()
         self._layers = tuple(layers)
-        self._run = LayerRun([layer.parts for layer in layers], scratch)
+        self._wholeness = Wholeness()
+        for layer in layers:
+            layer.count_in(self._wholeness)
+        self.scratch = scratch
+        self._run = LayerRun(self.parts, scratch)
+
+    @property
+    def parts(self) -> list[LayerParts]:
+        return [layer.parts for layer in self._layers]
+
+    @property
+    def is_whole(self) -> bool:
+        return self._wholeness.num_apart == 0
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -69,7 +103,7 @@ class FusedRow(nn.Module):
 
     def at_once(self, hidden_states: Tensor, kwargs: Mapping[str, Any]) -> Tensor | None:
         """None where the layers have to be called one by one."""
-        return self._run(hidden_states, kwargs) if all(layer.is_whole for layer in self._layers) else None
+        return self._run(hidden_states, kwargs) if self.is_whole else None
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         out = None if args else self.at_once(hidden_states, kwargs)

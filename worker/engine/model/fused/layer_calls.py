@@ -5,6 +5,10 @@ Buffers belong to one `Scratch` that all layers of a model share, so one thread 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,7 +19,7 @@ from worker.engine.kernels.program import Step
 from worker.engine.model.fused.modules import FusedAttention, FusedMLP, FusedNorm
 from worker.engine.model.paged import LayerBinding
 
-_FLOAT = 4  # bytes
+FLOAT_BYTES = 4
 
 
 class Scratch:
@@ -73,6 +77,15 @@ class LayerParts:
         }
 
 
+class Rotation(NamedTuple):
+    """Addresses of the tokens' cosines and sines, `width` of each, a token's `stride` floats apart."""
+
+    cos: int
+    sin: int
+    stride: int
+    width: int
+
+
 class LayerCalls:
     """The arguments of a layer's kernel calls, in order, and what of them changes when."""
 
@@ -81,17 +94,17 @@ class LayerCalls:
         last = Epilogue.PLAIN if parts.after else Epilogue.ADD
         row = attention.qkv.n
         self._parts = parts
-        self.before = [_norm(norm, hidden) for norm in parts.before]
-        self.after = [_norm(norm, hidden) for norm in parts.after]
+        self.before = [norm_arguments(norm, hidden) for norm in parts.before]
+        self.after = [norm_arguments(norm, hidden) for norm in parts.after]
         self.heads = [
-            (_norm(norm, row, count), count)
+            (norm_arguments(norm, row, count), count)
             for norm, count in ((attention.q_norm, attention.num_heads), (attention.k_norm, attention.num_kv_heads))
             if isinstance(norm, FusedNorm)
         ]
-        self.qkv = _linear(attention.qkv, Epilogue.PLAIN, row)
-        self.out = _linear(attention.out, last, hidden)
-        self.gate_up = _linear(mlp.gate_up, mlp.epilogue, mlp.down.k)
-        self.down = _linear(mlp.down, last, hidden)
+        self.qkv = linear_arguments(attention.qkv, Epilogue.PLAIN, row)
+        self.out = linear_arguments(attention.out, last, hidden)
+        self.gate_up = linear_arguments(mlp.gate_up, mlp.epilogue, mlp.down.k)
+        self.down = linear_arguments(mlp.down, last, hidden)
         shared = {
             "num_heads": attention.num_heads,
             "num_kv_heads": attention.num_kv_heads,
@@ -130,7 +143,7 @@ class LayerCalls:
 
     def point(self, scratch: Scratch, parts: LayerParts) -> None:
         """Buffers have moved."""
-        qkv, head = scratch.at("qkv"), parts.attention.head_dim * _FLOAT
+        qkv, head = scratch.at("qkv"), parts.attention.head_dim * FLOAT_BYTES
         key = qkv + parts.attention.num_heads * head
         for linear in (self.qkv, self.out, self.gate_up, self.down):
             linear.workspace = scratch.at("work")
@@ -161,32 +174,86 @@ class LayerCalls:
         self.attend.window = metadata.window or 0
         self.attend.scale, self.attend.softcap = shape.scale, shape.softcap or 0.0
 
-    def use(self, x: int, out: int, tables: tuple[Tensor, Tensor], metadata: AttentionMetadata) -> None:
-        """What is new in every call. The second half of the layer works on `out` in place."""
-        cos, sin = tables
-        self.before[0].x, self.before[1].x = x, out
-        if self.after:
-            self.after[0].residual, self.after[0].y = x, out
-            self.after[1].residual = self.after[1].y = out
+    def read(self, metadata: AttentionMetadata) -> None:
+        """Which keys and values every query reads."""
+        for name, value in _reading(metadata):
+            setattr(self.attend, name, value)
+
+
+class LayerTable:
+    """The arguments of all layers' calls, kernel by kernel side by side in memory: what is new in every step is written
+    to all layers at once, a field at a time, so that a step's Python does not grow with the layers.
+    """
+
+    def __init__(self, layers: Sequence[LayerCalls], narrow: LayerCalls | None) -> None:
+        """`narrow`, another form of the last layer, gets what concerns every token."""
+        every = [*layers, *([] if narrow is None else [narrow])]
+        self._writes = _join(every, "write")
+        self._attends = _join(layers, "attend")
+        self._first = _join([(calls.before, 0) for calls in layers])["x"]
+        second, out, down = _join([(calls.before, 1) for calls in layers]), _join(layers, "out"), _join(layers, "down")
+        self._on_out = [second["x"]]
+        if layers[0].after:
+            after = [_join([(calls.after, place) for calls in layers]) for place in range(2)]
+            self._inputs = after[0]["residual"]
+            self._on_out += [after[0]["y"], after[1]["residual"], after[1]["y"]]
         else:
-            self.out.residual, self.out.y = x, out
-            self.down.residual = self.down.y = out
-        self.write.cos, self.write.sin = cos.data_ptr(), sin.data_ptr()
-        self.write.cos_stride = self.write.rotary_dim = cos.shape[-1]
-        self.write.slots = metadata.slot_mapping.data_ptr()
-        attend = self.attend
-        attend.query_start, attend.seq_lens = metadata.query_start.data_ptr(), metadata.seq_lens.data_ptr()
-        attend.block_table, attend.table_stride = metadata.block_table.data_ptr(), metadata.block_table.stride(0)
-        attend.num_seqs = metadata.num_seqs
+            self._inputs = out["residual"]
+            self._on_out += [out["y"], down["residual"], down["y"]]
+        self._rotation = [self._writes[name] for name in ("cos", "sin", "cos_stride", "rotary_dim")]
+        self._groups: list[tuple[int, Any, Any]] = []  # group, which of the writes and of the attends are of it
+
+    def assign(self, groups: Sequence[int]) -> None:
+        """The group of each layer, whose metadata it reads."""
+        each = np.array([*groups, *groups[-1:]])[: len(self._writes)]
+        is_one = len(set(groups)) == 1
+        self._groups = [
+            (group, *((slice(None),) * 2 if is_one else (each == group, each[: len(groups)] == group)))
+            for group in dict.fromkeys(groups)
+        ]
+
+    def use(self, x: int, out: int, rotation: Rotation, metadata: Sequence[AttentionMetadata]) -> None:
+        """What is new in every call. All layers but the first work on `out` in place."""
+        for field in (self._first, self._inputs):
+            field.fill(out)
+            field[0] = x
+        for field in self._on_out:
+            field.fill(out)
+        for field, value in zip(self._rotation, rotation, strict=True):
+            field.fill(value)
+        for group, of_writes, of_attends in self._groups:
+            self._writes["slots"][of_writes] = metadata[group].slot_mapping.data_ptr()
+            for name, value in _reading(metadata[group]):
+                self._attends[name][of_attends] = value
 
 
-def _linear(weight: PackedWeight, epilogue: Epilogue, columns: int) -> LinearArguments:
+def _join(owners: Sequence[Any], name: str = "") -> Any:
+    """Moves a structure of each owner, its attribute `name` or a place in its list, into one array; a view of it."""
+    places = [(vars(owner), name) if name else owner for owner in owners]
+    kind = type(places[0][0][places[0][1]])
+    array = (kind * len(places))(*(holder[key] for holder, key in places))
+    for (holder, key), structure in zip(places, array, strict=True):
+        holder[key] = structure
+    return np.frombuffer(array, np.dtype(kind))
+
+
+def _reading(metadata: AttentionMetadata) -> tuple[tuple[str, int], ...]:
+    return (
+        ("query_start", metadata.query_start.data_ptr()),
+        ("seq_lens", metadata.seq_lens.data_ptr()),
+        ("block_table", metadata.block_table.data_ptr()),
+        ("table_stride", metadata.block_table.stride(0)),
+        ("num_seqs", metadata.num_seqs),
+    )
+
+
+def linear_arguments(weight: PackedWeight, epilogue: Epilogue, columns: int) -> LinearArguments:
     arguments = weight.arguments(epilogue)
     arguments.x_stride, arguments.y_stride = weight.k, columns
     return arguments
 
 
-def _norm(norm: FusedNorm, stride: int, inner: int = 1) -> NormArguments:
+def norm_arguments(norm: FusedNorm, stride: int, inner: int = 1) -> NormArguments:
     return NormArguments(
         weight=norm.weight.data_ptr(), eps=norm.eps, offset=norm.offset, k=norm.weight.shape[0], inner=inner,
         x_stride=stride, y_stride=stride, residual_stride=stride,

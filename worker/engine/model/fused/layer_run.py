@@ -13,27 +13,32 @@ import torch
 from torch import Tensor
 
 from worker.engine.attention.cpu import CpuAttention
-from worker.engine.kernels.program import Program
+from worker.engine.kernels.program import Program, Step
 from worker.engine.model.fused.last_layer import LastLayerCalls, of_rows
-from worker.engine.model.fused.layer_calls import LayerCalls, LayerParts, Scratch
+from worker.engine.model.fused.layer_calls import LayerCalls, LayerParts, LayerTable, Rotation, Scratch
 from worker.engine.model.paged import LayerBinding, PagedStep
 
 
 class LayerRun:
     """The layers' kernel calls as one program, built for a backend when that is first seen."""
 
-    def __init__(self, parts: Sequence[LayerParts], scratch: Scratch) -> None:
-        self._parts = tuple(parts)
+    def __init__(
+        self, parts: Sequence[LayerParts], scratch: Scratch, before: Sequence[Step] = (), after: Sequence[Step] = ()
+    ) -> None:
+        """`before` and `after`: what else belongs to a pass."""
         self._scratch = scratch
+        self._before, self._after = tuple(before), tuple(after)
         self._calls = [LayerCalls(part) for part in parts]
         # A single layer has none before it, whose rows could stand in `out` for those left out.
         self._narrow = LastLayerCalls(parts[-1]) if len(parts) > 1 else None
-        self._every = list(zip(self._calls, self._parts, strict=True))
+        self._table = LayerTable(self._calls, self._narrow)
+        self._every = list(zip(self._calls, parts, strict=True))
         if self._narrow is not None:
             self._every.append((self._narrow, parts[-1]))
         self._layer_ids = [part.attention.layer_idx for part in parts]
         self._backend: CpuAttention | None = None
-        self._bound: list[LayerBinding] = []
+        self._layers: Sequence[LayerBinding] | None = None
+        self._group = 0  # of the last layer
         self._workspace = (0, 0)
         self._version = self._num_tokens = -1
         for part in parts:
@@ -49,27 +54,31 @@ class LayerRun:
             return None
         if not all(_is_plain(tensor) for tensor in (hidden_states, *tables)):
             return None
-        bindings = [step.layers[index] for index in self._layer_ids]
-        self._adapt(hidden_states.shape[-2], step.backend, bindings, step)
-        out = torch.empty_like(hidden_states)
-        x, y = hidden_states.data_ptr(), out.data_ptr()
-        narrow = self._narrow if _are_few(step.rows, hidden_states.shape[-2]) else None
-        for calls, binding in zip(self._calls if narrow is None else self._calls[:-1], bindings, strict=False):
-            calls.use(x, y, tables, step.metadata[binding.group])
-            x = y
-        self._give_workspace(0)
-        if narrow is None:
-            self._program.run(torch.get_num_threads(), self._give_workspace)
-            return out
-        assert step.rows is not None
-        metadata = of_rows(step.metadata[bindings[-1].group], step.rows)  # kept while the kernels read it
-        narrow.narrow(step.rows)
-        narrow.use(x, y, tables, metadata)
-        stop = None if step.rows.numel() else self._without_last + narrow.num_steps_for_cache
-        self._narrow_program.run(torch.get_num_threads(), self._give_workspace, stop)
+        (cos, sin), out = tables, torch.empty_like(hidden_states)
+        rotation = Rotation(cos.data_ptr(), sin.data_ptr(), cos.shape[-1], cos.shape[-1])
+        self.run(hidden_states.shape[-2], hidden_states.data_ptr(), out.data_ptr(), rotation, step)
         return out
 
-    def _adapt(self, num_tokens: int, backend: CpuAttention, bindings: list[LayerBinding], step: PagedStep) -> None:
+    def run(self, num_tokens: int, x: int, out: int, rotation: Rotation, step: PagedStep) -> None:
+        """As a call, from the address of packed rows to another. What stands behind the layers runs where the step
+        reads any row. Raises IndexError where a row is to be moved that is not there.
+        """
+        assert isinstance(step.backend, CpuAttention)
+        self._adapt(num_tokens, step.backend, step)
+        self._table.use(x, out, rotation, step.metadata)
+        self._give_workspace(0)
+        narrow = self._narrow if _are_few(step.rows, num_tokens) else None
+        if narrow is None:
+            self._program.run(torch.get_num_threads(), self._give_workspace)
+            return
+        assert step.rows is not None
+        metadata = of_rows(step.metadata[self._group], step.rows)  # kept while the kernels read it
+        narrow.narrow(step.rows)
+        narrow.use(out, metadata)
+        stop = None if step.rows.numel() else self._without_last + narrow.num_steps_for_cache
+        self._narrow_program.run(torch.get_num_threads(), self._give_workspace, stop)
+
+    def _adapt(self, num_tokens: int, backend: CpuAttention, step: PagedStep) -> None:
         """Bring the arguments up to date that are not new in every call."""
         scratch = self._scratch
         scratch.fit(num_tokens)
@@ -83,22 +92,27 @@ class LayerRun:
             self._num_tokens = num_tokens
         if self._backend is not backend:
             self._build(backend)
-        if len(self._bound) != len(bindings) or any(a is not b for a, b in zip(self._bound, bindings, strict=True)):
+        if self._layers is not step.layers:
             for calls, parts in self._every:
                 binding = step.layers[parts.attention.layer_idx]
                 calls.bind(binding, step.metadata[binding.group])
-            self._bound = bindings
+            groups = [step.layers[index].group for index in self._layer_ids]
+            self._table.assign(groups)
+            self._layers, self._group = step.layers, groups[-1]
 
     def _build(self, backend: CpuAttention) -> None:
         steps = [calls.steps(backend) for calls in self._calls]
-        before = [step for layer in steps[:-1] for step in layer]
-        self._program = Program([*before, *steps[-1]])
+        before = [*self._before, *(step for layer in steps[:-1] for step in layer)]
+        self._program = Program([*before, *steps[-1], *self._after])
         if self._narrow is not None:
-            self._narrow_program = Program([*before, *self._narrow.steps(backend)])
+            self._narrow_program = Program([*before, *self._narrow.steps(backend), *self._after])
         self._without_last = len(before)
         self._backend = backend
 
     def _give_workspace(self, num_bytes: int) -> None:
+        """What attention answers with is the number of bytes that it needs."""
+        if num_bytes < 0:
+            raise IndexError("a row outside of its table")
         assert self._backend is not None
         workspace = self._backend.workspace(num_bytes)
         if workspace != self._workspace:

@@ -71,7 +71,14 @@ def _are_called_alike(model: nn.Module, layers: list[FusedLayer]) -> bool:
 
 def _geometry(parts: LayerParts) -> tuple[int, ...]:
     attention = parts.attention
-    return parts.hidden, attention.num_heads, attention.num_kv_heads, attention.head_dim, attention.rotary_dim
+    return (
+        parts.hidden,
+        attention.num_heads,
+        attention.num_kv_heads,
+        attention.head_dim,
+        attention.rotary_dim,
+        len(parts.after),
+    )
 
 
 def _parts(layer: nn.Module) -> LayerParts | None:

@@ -83,7 +83,8 @@ class Sites:
         for site, module in self._products:
             self._replace(module, "forward", _adapted(module.forward, site, add))
         for layer in self._layers:  # the one call into the kernels knows no adapters; its parts do
-            self._replace(layer, "is_whole", False)
+            self._undo.append((layer, "is_whole", layer.is_whole))
+            layer.is_whole = False
 
     def straight(self) -> None:
         """The model as it was."""
