@@ -61,7 +61,7 @@ class Schedules(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.loop: Loop | None = None
-        self.count = 0
+        self.count = self.num_tokens = 0
         self.poison: set[str] = set()
         self.random_failures = 0
 
@@ -112,6 +112,7 @@ class Schedules(RuleBasedStateMachine):
                 )
                 for choice in range(choices)
             ]  # fmt: skip
+        self.num_tokens += sum(sequence.num_tokens + max_tokens for sequence in batch)
         try:
             self.loop.add(*batch)
         except RequestError:
@@ -149,7 +150,7 @@ class Schedules(RuleBasedStateMachine):
     def teardown(self) -> None:
         if self.loop is None:
             return
-        self.loop.run()
+        self.loop.run(2000 + 4 * self.num_tokens)  # as many where a step has room for one token
         self.loop.assert_truth()
         for name, choice in self.loop.truth:
             reason = self.loop.ends[name, choice]
