@@ -155,9 +155,14 @@ class ModelRunner:
     def execute(self, plan: StepPlan) -> StepOutput:
         return self.finish(self.launch(plan))
 
-    @torch.inference_mode()
     def launch(self, plan: StepPlan) -> InFlightStep:
         """Queue a step on the device; its tokens may feed the next one before `finish`."""
+        if self._loaded.direct is not None:  # hardly a torch operator there; entering the mode costs more than it saves
+            return self._launch(plan)
+        with torch.inference_mode():
+            return self._launch(plan)
+
+    def _launch(self, plan: StepPlan) -> InFlightStep:
         self._offloader.run(plan)
         previous, self._previous = self._previous, None
         if not plan.scheduled:

@@ -7,6 +7,7 @@ token depends neither on the batch nor on the number of threads. It knows parame
 from __future__ import annotations
 
 import ctypes
+import itertools
 import logging
 from ctypes import c_int64, c_void_p
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from worker.engine.kernels.toolchain import KernelUnavailableError
 
 log = logging.getLogger(__name__)
 
+_TURNS = 3  # two steps may be in flight, and a third begun
+
 
 @dataclass(frozen=True)
 class Drawing:
@@ -36,12 +39,9 @@ class Drawing:
     top_k: npt.NDArray[np.int64]  # the vocabulary's size or more: off
 
     @cached_property
-    def arguments(self) -> _Arguments:
-        """What stays the same while this is drawn from; the rest is the caller's to fill in."""
-        return _Arguments(
-            inverse_temperature=self.inverse_temperature.ctypes.data, log_min_p=self.log_min_p.ctypes.data,
-            top_p=self.top_p.ctypes.data, top_k=self.top_k.ctypes.data,
-        )  # fmt: skip
+    def buffers(self) -> Buffers:
+        """What a kernel on the CPU reads and writes beside the logits, by one thread at a time."""
+        return Buffers(self)
 
 
 def draw_kernel(device: torch.device) -> DrawKernel | None:
@@ -65,6 +65,29 @@ class _Arguments(ctypes.Structure):
     ]
 
 
+class Buffers:
+    """Arguments and results of a drawing, which keeps them: after a step's weights have been through the caches, every
+    allocation is dear.
+    """
+
+    def __init__(self, drawing: Drawing) -> None:
+        num_rows = len(drawing.top_k)
+        self._keys = np.zeros((num_rows, 2), np.int32)
+        results = [(torch.zeros(num_rows, dtype=torch.int64), torch.zeros(num_rows)) for _ in range(_TURNS)]
+        self._turns = itertools.cycle((ids, peaks, ids.data_ptr(), peaks.data_ptr()) for ids, peaks in results)
+        self.arguments = _Arguments(
+            inverse_temperature=drawing.inverse_temperature.ctypes.data, log_min_p=drawing.log_min_p.ctypes.data,
+            top_p=drawing.top_p.ctypes.data, top_k=drawing.top_k.ctypes.data, keys=self._keys.ctypes.data,
+            num_rows=num_rows,
+        )  # fmt: skip
+
+    def turn(self, keys: npt.NDArray[np.int32]) -> tuple[Tensor, Tensor]:
+        """Token ids and peaks to be written next."""
+        self._keys[...] = keys
+        token_ids, peaks, self.arguments.token_ids, self.arguments.peaks = next(self._turns)
+        return token_ids, peaks
+
+
 class DrawKernel:
     """Raises KernelUnavailableError where it cannot be compiled."""
 
@@ -72,18 +95,17 @@ class DrawKernel:
         self._call, self._member = Caller(cache_dir, march), load("draw", cache_dir, march).tokenmill_draw_member
 
     def draw(self, logits: Tensor, drawing: Drawing, keys: npt.NDArray[np.int32]) -> tuple[Tensor, Tensor]:
-        """Token ids `[rows]` int64 and each row's highest logit, which is finite in a good row.
+        """Token ids `[rows]` int64 and each row's highest logit, which is finite in a good row. Both are this drawing's
+        own: they stay for two calls more.
 
         `logits` `[rows, vocab]` float32 on the CPU, its rows contiguous; `keys` `[rows, 2]`.
         """
         num_rows, vocab = logits.shape
-        token_ids, peaks = torch.zeros(num_rows, dtype=torch.int64), torch.empty(num_rows)
+        buffers = drawing.buffers
+        token_ids, peaks = buffers.turn(keys)
         if num_rows == 0:
             return token_ids, peaks
-        keys = np.ascontiguousarray(keys)
-        arguments = drawing.arguments
-        arguments.logits, arguments.stride = logits.data_ptr(), logits.stride(0)
-        arguments.vocab, arguments.num_rows, arguments.keys = vocab, num_rows, keys.ctypes.data
-        arguments.token_ids, arguments.peaks = token_ids.data_ptr(), peaks.data_ptr()
+        arguments = buffers.arguments
+        arguments.logits, arguments.stride, arguments.vocab = logits.data_ptr(), logits.stride(0), vocab
         self._call(self._member, arguments, min(torch.get_num_threads(), num_rows))
         return token_ids, peaks

@@ -176,6 +176,7 @@ def eos_token_ids(path: Path, config: Any) -> frozenset[int]:
 # ── running it ──
 
 
+@torch.inference_mode()
 def _logits(
     model: nn.Module, keeps_rows: bool, input_ids: Tensor, positions: Tensor, rows: Tensor, step: AttentionStep
 ) -> Tensor:

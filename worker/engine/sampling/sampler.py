@@ -64,15 +64,14 @@ class Sampler:
         self._histories.release(sequence)
         self._grammars.release(sequence)
 
-    @torch.no_grad()
     def sample(self, logits: Tensor, items: Seq[ScheduledSequence]) -> Sampled:
         """Draw a token for each row. Items as planned, those that sample; item i owns 1 + len(draft_ids) rows."""
         shares, slots, positions = self._layout(items)
         if logits.shape[0] != len(slots):
             raise ValueError(f"{logits.shape[0]} rows of logits for items that own {len(slots)}")
         batch = self._batch(slots)
-        raw = logits[:, : self.vocab_size]
-        if batch.is_edited or not self._takes_any_dtype:
+        raw = logits if logits.shape[1] == self.vocab_size else logits[:, : self.vocab_size]
+        if raw.dtype != torch.float32 and (batch.is_edited or not self._takes_any_dtype):
             raw = raw.float()
         raw_logprobs = (
             RawLogprobs.take(raw, batch.logprob_rows, batch.max_top_logprobs) if len(batch.with_logprobs) else None

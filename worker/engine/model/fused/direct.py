@@ -76,12 +76,14 @@ class DirectForward:
             before=[move_rows(self._embed), move_rows(self._rotate)],
             after=[move_rows(self._read), Step(norm.member, self._norm), Step(head.packed.member, self._head)],
         )
+        self._logits = torch.empty(0, self._num_logits)
         self._version = -1
         self._point_at_table()
 
     def __call__(self, input_ids: Tensor, positions: Tensor, rows: Tensor, step: AttentionStep) -> Tensor | None:
-        """Logits `[num_rows, vocab]` of the packed tokens (`[num_tokens]`) at `rows`; None where a step needs the
-        model itself: another backend, or somebody between its parts. Raises IndexError for a token that is none.
+        """Logits `[num_rows, vocab]` of the packed tokens (`[num_tokens]`) at `rows`, until the next call; None where a
+        step needs the model itself: another backend, or somebody between its parts. Raises IndexError for a token that
+        is none.
         """
         if not isinstance(step, PagedStep) or not isinstance(step.backend, CpuAttention) or not self._is_whole():
             return None
@@ -89,12 +91,13 @@ class DirectForward:
         self._scratch.fit(num_tokens)
         if self._version != self._scratch.version:
             self._point()
-        logits = torch.empty((num_rows, self._num_logits))
+        if len(self._logits) != num_rows:
+            self._logits = torch.empty((num_rows, self._num_logits))
+            self._head.y = self._logits.data_ptr()
         self._embed.from_rows, self._rotate.from_rows = input_ids.data_ptr(), positions.data_ptr()
         self._embed.count = self._rotate.count = num_tokens
         self._read.from_rows = rows.data_ptr()
         self._read.count = self._norm.m = self._head.m = num_rows
-        self._head.y = logits.data_ptr()
         try:
             self._run.run(num_tokens, self._embed.target, self._read.source, self._rotation, step)
         except IndexError:
@@ -102,7 +105,7 @@ class DirectForward:
                 raise
             self._point_at_table()
             self._run.run(num_tokens, self._embed.target, self._read.source, self._rotation, step)
-        return logits
+        return self._logits
 
     def _point_at_table(self) -> None:
         self._rotate.source, self._rotate.limit = self._rotary.rows.data_ptr(), len(self._rotary.rows)
