@@ -7,8 +7,8 @@ token depends neither on the batch nor on the number of threads. It knows parame
 from __future__ import annotations
 
 import ctypes
-import itertools
 import logging
+from collections import deque
 from ctypes import c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cached_property
@@ -73,8 +73,7 @@ class Buffers:
     def __init__(self, drawing: Drawing) -> None:
         num_rows = len(drawing.top_k)
         self._keys = np.zeros((num_rows, 2), np.int32)
-        results = [(torch.zeros(num_rows, dtype=torch.int64), torch.zeros(num_rows)) for _ in range(_TURNS)]
-        self._turns = itertools.cycle((ids, peaks, ids.data_ptr(), peaks.data_ptr()) for ids, peaks in results)
+        self._turns: deque[tuple[Tensor, Tensor, int, int]] = deque()
         self.arguments = _Arguments(
             inverse_temperature=drawing.inverse_temperature.ctypes.data, log_min_p=drawing.log_min_p.ctypes.data,
             top_p=drawing.top_p.ctypes.data, top_k=drawing.top_k.ctypes.data, keys=self._keys.ctypes.data,
@@ -84,7 +83,11 @@ class Buffers:
     def turn(self, keys: npt.NDArray[np.int32]) -> tuple[Tensor, Tensor]:
         """Token ids and peaks to be written next."""
         self._keys[...] = keys
-        token_ids, peaks, self.arguments.token_ids, self.arguments.peaks = next(self._turns)
+        if len(self._turns) < _TURNS:
+            ids, tops = torch.zeros(len(self._keys), dtype=torch.int64), torch.zeros(len(self._keys))
+            self._turns.appendleft((ids, tops, ids.data_ptr(), tops.data_ptr()))
+        token_ids, peaks, self.arguments.token_ids, self.arguments.peaks = self._turns[0]
+        self._turns.rotate(-1)
         return token_ids, peaks
 
 
