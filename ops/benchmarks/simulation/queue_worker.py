@@ -170,14 +170,16 @@ class Worker:
         self._server.call("append", self._costs.append + self._chunk_costs(frames), then)
 
     def _num_chunks(self, frames: list[_Frame]) -> int:
-        """Chunks of a token each share theirs where several steps wait (worker/publish/chunker.py)."""
-        if self._cutting.tokens > 1:
+        """Tokens that are told share longer chunks where several steps wait (worker/publish/chunker.py)."""
+        if not self._cutting.is_published:
             return sum(frame.chunks for frame in frames)
-        return max(frame.chunks for frame in frames) * math.ceil(len(frames) / MOST_TOGETHER)
+        longest = min(MOST_TOGETHER, max(self._cutting.tokens, len(frames)))
+        tokens = sum(frame.tokens for frame in frames)
+        return max(math.ceil(tokens / longest), *(frame.chunks for frame in frames), 0)
 
     def _chunk_costs(self, frames: list[_Frame]) -> float:
         chunks, cost = self._num_chunks(frames), self._costs.chunk
-        shared = sum(frame.tokens for frame in frames) - chunks if self._cutting.tokens == 1 else 0
+        shared = max(0, sum(frame.tokens for frame in frames) - chunks * self._cutting.tokens)
         token = (cost["chunks of 8"] - cost["token chunks"]) / 7  # each that goes along
         return chunks * cost[self._cutting.name] + shared * token
 
