@@ -4,6 +4,8 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,16 @@ def test_engine(workload: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "medians of 2 rounds" in printed
 
 
+@contextmanager
+def heeding_interrupts() -> Iterator[None]:
+    """A shell's background jobs ignore Ctrl-C, and so would what they start: here a child begins with the default."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_an_interrupted_run_keeps_and_shows_what_it_has(workload: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     options = [
@@ -55,7 +67,9 @@ def test_an_interrupted_run_keeps_and_shows_what_it_has(workload: Path, tmp_path
         "999",
     ]
     command = [sys.executable, "-m", "ops.benchmarks", "engine", *options, "--json", str(out)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    with heeding_interrupts():
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    with process:
         assert process.stdout is not None
         lines = iter(process.stdout)
         assert any(line.startswith("letters 2/999") for line in lines)
