@@ -20,7 +20,7 @@ from worker.engine.kernels.program import RowArguments, Step, move_rows
 from worker.engine.model.fused.agreement import two_prompts
 from worker.engine.model.fused.layer import FusedList, FusedRow
 from worker.engine.model.fused.layer_calls import FLOAT_BYTES, LayerParts, Rotation, linear_arguments, norm_arguments
-from worker.engine.model.fused.layer_run import LayerRun
+from worker.engine.model.fused.layer_run import LayerRun, is_plain
 from worker.engine.model.fused.layers import BLOCK_SIZE, small_step
 from worker.engine.model.fused.modules import FusedNorm, PackedLinear
 from worker.engine.model.paged import AttentionStep, PagedStep
@@ -152,7 +152,7 @@ def _built(model: Any) -> tuple[DirectForward, list[LayerParts]] | None:
     embed, head = model.get_input_embeddings(), model.get_output_embeddings()
     if not isinstance(head, PackedLinear) or getattr(rotary, "rope_type", _CHANGING[0]) in _CHANGING:
         return None
-    if type(embed) is not nn.Embedding or embed.max_norm is not None or not _is_plain(embed.weight):
+    if type(embed) is not nn.Embedding or embed.max_norm is not None or not is_plain(embed.weight):
         return None
     try:
         table = RotaryTable(rotary)
@@ -160,10 +160,6 @@ def _built(model: Any) -> tuple[DirectForward, list[LayerParts]] | None:
         log.debug("no rotary tables: %s", error)
         return None
     return DirectForward(embed, table, layers.row, norm, head), layers.row.parts
-
-
-def _is_plain(weight: Tensor) -> bool:
-    return weight.dtype == torch.float32 and weight.device.type == "cpu" and weight.is_contiguous()
 
 
 @torch.inference_mode()

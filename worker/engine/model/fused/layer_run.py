@@ -52,7 +52,7 @@ class LayerRun:
         step, tables = kwargs.get("paged"), kwargs.get("position_embeddings")
         if not isinstance(step, PagedStep) or not isinstance(step.backend, CpuAttention) or tables is None:
             return None
-        if not all(_is_plain(tensor) for tensor in (hidden_states, *tables)):
+        if not all(is_plain(tensor) for tensor in (hidden_states, *tables)):
             return None
         (cos, sin), out = tables, torch.empty_like(hidden_states)
         rotation = Rotation(cos.data_ptr(), sin.data_ptr(), cos.shape[-1], cos.shape[-1])
@@ -126,5 +126,6 @@ def _are_few(rows: Tensor | None, num_tokens: int) -> bool:
     return rows is not None and 2 * rows.numel() <= num_tokens
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def is_plain(tensor: Tensor) -> bool:
+    """May a kernel read it where it lies?"""
     return tensor.dtype == torch.float32 and tensor.is_contiguous() and tensor.numel() > 0
