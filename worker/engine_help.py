@@ -18,6 +18,7 @@ ENGINE_HELP: Final[dict[str, str]] = {
     "kv_dtype": "type of keys and values; auto: as the weights, float16 beside int8 and int4",
     "fuse": "swap well-known layers for fused ones",
     "narrow_weights": "keep float32 weights in the half precision or GGUF blocks that they came from (CPU)",
+    "amx": "use the matrix registers of Intel's AMX (CPU); without, a row's bits are the same in every batch",
     "prefix_cache": "keep the blocks of prompts for those that begin alike",
     "cpu_offload_gib": "host memory for preempted sequences and evicted prefixes",
     "policy": "fifo, prefill_first or priority",

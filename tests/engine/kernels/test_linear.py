@@ -1,4 +1,4 @@
-"""Packed linear layers against float64 products; a row never depends on its batch."""
+"""Packed linear layers against float64 products; a row never depends on its batch. Matrix registers: test_amx.py."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def kernels(request):
         load("linear", None, request.param)
     except KernelUnavailableError as error:
         pytest.skip(str(error))
-    return LinearKernels(march=request.param)
+    return LinearKernels(march=request.param, uses_amx=False)
 
 
 def close(found, exact):

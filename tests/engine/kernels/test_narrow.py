@@ -1,4 +1,7 @@
-"""Narrow forms of float32 weights: found from the values alone, and every sum as the float32 kernel has it."""
+"""Narrow forms of float32 weights: found from the values alone, and every sum as the float32 kernel has it.
+
+Matrix registers: test_amx.py.
+"""
 
 from collections.abc import Callable
 
@@ -25,7 +28,7 @@ def kernels(request: pytest.FixtureRequest) -> tuple[LinearKernels, str]:
     try:
         for form in ("int4", "byte", "bf16", "f16"):
             load(f"linear_{form}", None, request.param)
-        return LinearKernels(march=request.param), request.param
+        return LinearKernels(march=request.param, uses_amx=False), request.param
     except KernelUnavailableError as error:
         pytest.skip(str(error))
 

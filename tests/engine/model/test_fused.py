@@ -185,7 +185,7 @@ def test_an_unknown_activation_is_left_alone(folder_of: Callable[[str], Path]) -
 def test_without_a_compiler_the_model_runs_as_it_is(
     folder_of: Callable[[str], Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    def no_kernels(_quantization: object, _narrow: bool) -> Packing:
+    def no_kernels(*_: object) -> Packing:
         raise KernelUnavailableError("no C++ compiler found (looked for g++)")
 
     model = load(folder_of("llama"))

@@ -57,7 +57,7 @@ def test_a_model_that_was_bfloat16_stays_so_in_memory_and_gives_the_same_bits(
     """Most checkpoints are bfloat16; in float32 the engine computes with the same weights at half the traffic."""
     original: Any = load_model(folder_of("llama"), config(folder_of("llama"), None, fuse=False)).model
     original.bfloat16().save_pretrained(tmp_path)
-    plain = config(tmp_path, None, dtype="float32", narrow_weights=False)
+    plain = config(tmp_path, None, dtype="float32", narrow_weights=False, amx=False)
     narrow = plain.replace(narrow_weights=True)
     half, whole = {torch.bfloat16}, {torch.float32}
     assert bits(load_model(tmp_path, narrow).model) == {"attention": half, "mlp": half, "linear": half}

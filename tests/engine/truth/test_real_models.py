@@ -76,7 +76,13 @@ def test_weights_kept_as_their_file_has_them_change_no_bit(caplog: pytest.LogCap
     answers = []
     for narrow in (True, False):
         config = EngineConfig(
-            model=str(folder), dtype="float32", device="cpu", attention="cpu", num_blocks=100, narrow_weights=narrow
+            model=str(folder),
+            dtype="float32",
+            device="cpu",
+            attention="cpu",
+            num_blocks=100,
+            narrow_weights=narrow,
+            amx=False,
         )
         with caplog.at_level(logging.INFO), Engine.load(config) as engine:
             answers.append([(one.token_ids, one.logprobs) for one in engine.generate_batch(prompts, [params] * 4)])

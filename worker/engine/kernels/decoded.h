@@ -5,16 +5,12 @@
 // to a scratch once and multiplied from there by the tiles of float_tile.h. The sums are the same chains either way: the
 // bits of a float32 layer over the decoded weights, whatever the batch.
 //
-// A form has GROUP (steps of k that share something, and that k is a multiple of) and CHUNK (steps in one load), and
-//     static Form at(const LinearArguments &, int64_t panel);
+// Besides what weight_form.h asks of a form, these have
 //     const void *start() const; static int64_t bytes(int64_t k);    its codes; those of the next panel lie behind
-//     Group group(int64_t i) const;                         what the steps from i on share
-//     Chunk chunk(int64_t i) const;                         the codes of the steps from i on
-//     void fetch_group(int64_t i) const; void fetch_chunk(int64_t i) const;    the same, into the cache
-//     static vf decode(const Group &, const Chunk &, int step, int half);      VW columns of a step
 #pragma once
 
-#include "float_tile.h"
+#include "amx_float.h"
+#include "weight_form.h"
 
 #define BLOCK 96       // steps of k whose decoded weights stay in the first-level cache, up to HANDED_IN_ROWS rows
 #define DEEP 4096      // steps of k from which the second-level cache is too small for a scratch
@@ -28,41 +24,6 @@
 
 namespace {
 
-// Into the second-level cache.
-INLINE void fetch_lines(const void *from, int64_t bytes) {
-#pragma GCC unroll 4
-    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch((const char *)from + at, 0, 2);
-}
-
-// use(i, columns) with the weights of P panels at every step i of `depth`, in order, while those of `ahead` are fetched,
-// where there is such.
-template <int P, class Form, class Use>
-INLINE void each_step(const Form *panels, const Form *ahead, Depth depth, Use use) {
-    for (int64_t first = depth.first; first < depth.first + depth.count; first += Form::GROUP) {
-        typename Form::Group group[P];
-#pragma GCC unroll 2
-        for (int q = 0; q < P; ++q) {
-            group[q] = panels[q].group(first);
-            if (ahead) ahead[q].fetch_group(first);
-        }
-        for (int64_t i = first; i < first + Form::GROUP; i += Form::CHUNK) {
-            typename Form::Chunk chunk[P];
-#pragma GCC unroll 2
-            for (int q = 0; q < P; ++q) {
-                chunk[q] = panels[q].chunk(i);
-                if (ahead) ahead[q].fetch_chunk(i);
-            }
-#pragma GCC unroll 8
-            for (int step = 0; step < Form::CHUNK; ++step) {
-                vf columns[2 * P];
-#pragma GCC unroll 4
-                for (int v = 0; v < 2 * P; ++v) columns[v] = Form::decode(group[v / 2], chunk[v / 2], step, v % 2);
-                use(i + step, columns);
-            }
-        }
-    }
-}
-
 template <int R, int P, class Form>
 void direct(const LinearArguments &a, const Form *panels, const Form *ahead, float *sums) {
     vf acc[R][2 * P];
@@ -70,10 +31,10 @@ void direct(const LinearArguments &a, const Form *panels, const Form *ahead, flo
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
         for (int v = 0; v < 2 * P; ++v) acc[r][v] = vf{};
-    each_step<P>(panels, ahead, {0, a.k}, [&](int64_t i, const vf *columns) __attribute__((always_inline)) {
+    each_step<P>(panels, ahead, {0, a.k}, [&](int64_t i, int step, const vf *columns) __attribute__((always_inline)) {
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
-            const vf x = splat(a.x[r * a.x_stride + i]);
+            const vf x = splat(a.x[r * a.x_stride + i + step]);
 #pragma GCC unroll 4
             for (int v = 0; v < 2 * P; ++v) acc[r][v] = fma(x, columns[v], acc[r][v]);
         }
@@ -108,9 +69,9 @@ struct Decoded {
         for (int64_t first = 0; first < a.k; first += block) {
             const Depth depth{first, a.k - first < block ? a.k - first : block};
             for (int q = 0; q < columns.count && !is_decoded; ++q)
-                each_step<1, Form>(panels + q, nullptr, depth, [&](int64_t i, const vf *w) __attribute__((always_inline)) {
-                    store(decoded + (i - first) * STEP + q * NR, w[0]);
-                    store(decoded + (i - first) * STEP + q * NR + VW, w[1]);
+                each_step<1, Form>(panels + q, nullptr, depth, [&](int64_t i, int step, const vf *w) __attribute__((always_inline)) {
+                    store(decoded + (i + step - first) * STEP + q * NR, w[0]);
+                    store(decoded + (i + step - first) * STEP + q * NR + VW, w[1]);
                 });
             const char *codes = (const char *)ahead.start() + num_ahead * Form::bytes(first);
             const auto multiply = block < a.k ? all_rows<true> : all_rows<false>;
@@ -119,6 +80,7 @@ struct Decoded {
     }
 
     static void member(const LinearArguments &a, Team *team) {
+        if (AmxLinear<Form>::takes(a, DIRECT)) return AmxLinear<Form>::member(a, team);
         const bool is_deep = a.k > DEEP, hands_in = a.m <= HANDED_IN_ROWS;
         const int64_t block = is_deep || (hands_in && a.k > BLOCK) ? BLOCK : a.k;
         const int64_t most = is_deep ? HANDED_IN_ROWS : AT_ONCE;
@@ -145,6 +107,7 @@ struct Decoded {
 
 #define DECODED_LINEAR(form)                                                                        \
     extern "C" int tokenmill_panel_width() { return NR; }                                           \
+    extern "C" int64_t tokenmill_row_bytes(int64_t k) { return amx_row_bytes(k); }   \
     extern "C" int64_t tokenmill_linear_member(const LinearArguments *arguments, Team *team) {      \
         Decoded<form>::member(*arguments, team);                                                    \
         return 0;                                                                                   \

@@ -141,24 +141,27 @@ INLINE LinearArguments rows_of(LinearArguments a, int64_t first, int64_t most) {
 }
 
 // A linear layer's phase: multiply(some, columns, next, sums, rest) for all of its columns and, beyond HANDED_IN_ROWS, for
-// blocks of about `most` of its rows, so that threads come to the end together. `some`: the layer of these rows; `next`:
-// the columns behind, of count 0 where there are none or these go on. Up to HANDED_IN_ROWS rows it leaves sums [m, STEP],
+// blocks of about `most` of its rows, whole tiles of HEIGHT, so that threads come to the end together. `some`: the layer of these rows; `next`:
+// the columns behind, of count 0 where there are none or these go on. ROWS_STAY: a block of rows meets all columns before the
+// next one, else columns meet all blocks. Up to HANDED_IN_ROWS rows it leaves sums [m, STEP],
 // beyond it is given none and stores its outputs itself. `rest`: `bytes` of this thread's scratch.
-template <class Multiply>
+template <int HEIGHT = SIDE_MR, bool ROWS_STAY = false, class Multiply>
 void each_columns(const LinearArguments &a, Team *team, int64_t most, int64_t bytes, Multiply multiply) {
     const int64_t panels = num_panels(a.n);
     float *sums = (float *)team->scratch(HANDED_IN_ROWS * STEP * sizeof(float) + bytes);
     char *rest = (char *)(sums + HANDED_IN_ROWS * STEP);
     if (a.m > HANDED_IN_ROWS) {
         const int64_t parts = a.m > most ? (a.m + most - 1) / most : 2, even = (a.m + parts - 1) / parts;
-        const int64_t height = (even + SIDE_MR - 1) / SIDE_MR * SIDE_MR, blocks = (a.m + height - 1) / height;
+        const int64_t height = (even + HEIGHT - 1) / HEIGHT * HEIGHT, blocks = (a.m + height - 1) / height;
         const auto columns = [&](int64_t side) {
             return Columns{side * SIDE, panels - side * SIDE < SIDE ? panels - side * SIDE : SIDE};
         };
-        team->each((panels + SIDE - 1) / SIDE * blocks, 1, [&](int64_t unit, int64_t, int64_t next) {
-            const int64_t side = unit / blocks;
-            multiply(rows_of(a, unit % blocks * height, height), columns(side),
-                     next < 0 || next / blocks == side ? Columns{} : columns(next / blocks), nullptr, rest);
+        const int64_t sides = (panels + SIDE - 1) / SIDE;
+        const auto side_of = [&](int64_t unit) { return ROWS_STAY ? unit % sides : unit / blocks; };
+        team->each(sides * blocks, 1, [&](int64_t unit, int64_t, int64_t next) {
+            const int64_t side = side_of(unit), block = ROWS_STAY ? unit / sides : unit % blocks;
+            multiply(rows_of(a, block * height, height), columns(side),
+                     next < 0 || side_of(next) == side ? Columns{} : columns(side_of(next)), nullptr, rest);
         });
         return;
     }

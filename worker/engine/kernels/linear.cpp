@@ -4,7 +4,9 @@
 // order (float_tile.h). Each output is one chain of fused multiply-adds over k: a row's result
 // depends neither on how many rows are in the batch nor on the thread that computes it, bit for bit.
 
-#include "float_tile.h"
+#include "amx_float.h"
+
+#define FEW 48  // rows that chains of multiply-adds take
 
 // Row r lies at (r / inner) · stride + (r % inner) · k: heads of a token lie together, tokens apart.
 struct NormArguments {
@@ -39,9 +41,32 @@ void normalise(const NormArguments &a, int64_t row) {
     }
 }
 
+struct Float {
+    static constexpr int64_t GROUP = 2, CHUNK = 2, PARTS = 3;
+    static constexpr bool IS_FACTOR = false;
+    struct Group {};
+    struct Chunk {
+        const float *weights;
+    };
+    const float *weights;
+
+    static Float at(const LinearArguments &a, int64_t p) { return {(const float *)a.weight + p / SIDE * a.k * STEP + p % SIDE * NR}; }
+    INLINE_MEMBER Group group(int64_t) const { return {}; }
+    INLINE_MEMBER Chunk chunk(int64_t i) const { return {weights + i * STEP}; }
+    INLINE_MEMBER void fetch_group(int64_t) const {}
+    INLINE_MEMBER void fetch_chunk(int64_t i) const {
+        for (int step = 0; step < CHUNK; ++step) fetch_lines(weights + (i + step) * STEP, NR * sizeof(float));
+    }
+    INLINE_MEMBER static vf decode(const Group &, const Chunk &chunk, int step, int half) {
+        return load(chunk.weights + step * STEP + half * VW);
+    }
+};
+
 }  // namespace
 
 extern "C" int tokenmill_panel_width() { return NR; }
+
+extern "C" int64_t tokenmill_row_bytes(int64_t k) { return amx_row_bytes(k); }
 
 extern "C" int64_t tokenmill_packed_floats(int64_t n, int64_t k) { return (n + STEP - 1) / STEP * STEP * k; }
 
@@ -60,6 +85,7 @@ extern "C" void tokenmill_pack(const float *weight, float *packed, int64_t n, in
 // y = epilogue(x · weightᵀ + bias). Gated epilogues want panels of VW gate columns beside VW up columns.
 extern "C" int64_t tokenmill_linear_member(const LinearArguments *arguments, Team *team) {
     const LinearArguments &a = *arguments;
+    if (AmxLinear<Float>::takes(a, FEW)) return AmxLinear<Float>::member(a, team), 0;
     const auto weights = [&](const Columns &c) {
         return (const float *)a.weight + c.panel / SIDE * a.k * STEP + c.panel % SIDE * NR;
     };

@@ -25,6 +25,7 @@ struct LinearArguments {
     int64_t x_stride, y_stride;
     int64_t m, n, k;
     int32_t epilogue;
+    int32_t uses_amx;  // where rows are more than a few
 };
 
 // Where a tile's first row goes; bias and residual may be null. `width`: columns of the panel that exist.

@@ -10,7 +10,7 @@ import ctypes
 from ctypes import c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ class LinearArguments(ctypes.Structure):
         *((name, c_void_p) for name in ("x", "weight", "scale", "bias", "residual", "y", "workspace")),
         *((name, c_int64) for name in ("x_stride", "y_stride", "m", "n", "k")),
         ("epilogue", c_int32),
+        ("uses_amx", c_int32),
     ]
 
 
@@ -55,26 +56,28 @@ class PackedWeight:
     """A weight `[n, k]` in the panels of one kernel, with its bias; call it on float32 rows `[m, k]`.
 
     Scales and biases are padded to whole panels, since kernels load full vectors. `form` says in words what a weight is
-    in memory.
+    in memory; `row_bytes` of workspace are needed for each row.
     """
 
-    __slots__ = ("_call", "bias", "form", "k", "member", "n", "panels", "row_bytes", "scale")
+    __slots__ = ("_call", "bias", "form", "k", "member", "n", "panels", "row_bytes", "scale", "uses_amx")
 
     def __init__(
         self,
         call: Caller,
-        member: Any,
+        library: ctypes.CDLL,
         shape: tuple[int, int],
         panels: Tensor,
         scale: Tensor | None,
         bias: Tensor | None,
-        row_bytes: int = 0,
         form: str = "float32",
+        uses_amx: bool = True,
     ) -> None:
-        self._call, self.member = call, member
+        self._call, self.member = call, library.tokenmill_linear_member
         self.n, self.k = shape
         self.panels, self.scale, self.bias = panels, scale, bias
-        self.row_bytes, self.form = row_bytes, form
+        self.form, self.uses_amx = form, uses_amx
+        library.tokenmill_row_bytes.restype = c_int64
+        self.row_bytes = int(library.tokenmill_row_bytes(c_int64(self.k)))
 
     def arguments(self, epilogue: Epilogue) -> LinearArguments:
         """What stays the same from call to call."""
@@ -85,6 +88,7 @@ class PackedWeight:
             n=self.n,
             k=self.k,
             epilogue=int(epilogue),
+            uses_amx=self.uses_amx,
         )
 
     def num_columns(self, epilogue: Epilogue) -> int:
@@ -136,11 +140,15 @@ def padded_bias(bias: Tensor | None, panel_width: int) -> Tensor | None:
 
 
 class LinearKernels:
-    """The loaded float32 library. Raises KernelUnavailableError where it cannot be compiled."""
+    """The loaded float32 library. Raises KernelUnavailableError where it cannot be compiled.
 
-    def __init__(self, cache_dir: Path | None = None, march: str = "native") -> None:
-        library = load("linear", cache_dir, march)
-        self._member = library.tokenmill_linear_member
+    `uses_amx`: products of more than a few rows come out of the CPU's matrix registers, where it has them
+    (amx_float.h); else a row's bits are the same in every batch.
+    """
+
+    def __init__(self, cache_dir: Path | None = None, march: str = "native", uses_amx: bool = True) -> None:
+        self.uses_amx = uses_amx
+        self._library = library = load("linear", cache_dir, march)
         self._pack, self.norm_member = library.tokenmill_pack, library.tokenmill_rms_norm_member
         self._pack.restype = None
         self._call = Caller(cache_dir, march)
@@ -154,7 +162,8 @@ class LinearKernels:
         n, k = rows.shape
         panels = self._arena.take(self._packed_floats(c_int64(n), c_int64(k)), torch.float32)
         self._pack(c_void_p(rows.data_ptr()), c_void_p(panels.data_ptr()), c_int64(n), c_int64(k), c_int64(k))
-        return PackedWeight(self._call, self._member, (n, k), panels, None, padded_bias(bias, self.panel_width))
+        bias = padded_bias(bias, self.panel_width)
+        return PackedWeight(self._call, self._library, (n, k), panels, None, bias, uses_amx=self.uses_amx)
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, residual: Tensor | None = None

@@ -8,7 +8,8 @@
 namespace {
 
 struct Bf16 {
-    static constexpr int64_t GROUP = 2, CHUNK = 2;
+    static constexpr int64_t GROUP = 2, CHUNK = 2, PARTS = 1;
+    static constexpr bool IS_FACTOR = true;
     struct Group {};
     struct Chunk {
         vu lanes[2];

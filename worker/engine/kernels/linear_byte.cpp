@@ -20,7 +20,8 @@ INLINE vi widened(const int8_t *p) {
 }
 
 struct Byte {
-    static constexpr int64_t GROUP = 32, CHUNK = 2;
+    static constexpr int64_t GROUP = 32, CHUNK = 2, PARTS = 0;
+    static constexpr bool IS_FACTOR = false, HAS_ZEROS = false;
     struct Group {
         vf scale[2];
     };
@@ -45,6 +46,18 @@ struct Byte {
     INLINE_MEMBER static vf decode(const Group &group, const Chunk &chunk, int step, int half) {
         return __builtin_convertvector(widened(chunk.codes + step * NR + half * VW), vf) * group.scale[half];
     }
+#if AMX
+    static INLINE_MEMBER void scales_of(const Group &group, vf *scale, vf *) {
+        for (int half = 0; half < 2; ++half) scale[half] = group.scale[half];
+    }
+    static INLINE_MEMBER void store_codes(const Chunk &chunk, uint32_t *to) {
+        for (int half = 0; half < 2; ++half) {
+            const int8_t *from = chunk.codes + half * VW;
+            store_pair(to + half * VW, (vu)__builtin_convertvector(widened(from), vf),
+                       (vu)__builtin_convertvector(widened(from + NR), vf));
+        }
+    }
+#endif
 };
 
 }  // namespace

@@ -8,7 +8,8 @@
 namespace {
 
 struct F16 {
-    static constexpr int64_t GROUP = 1, CHUNK = 1;
+    static constexpr int64_t GROUP = 2, CHUNK = 2, PARTS = 2;
+    static constexpr bool IS_FACTOR = false;
     struct Group {};
     struct Chunk {
         const f16 *weights;
@@ -21,15 +22,15 @@ struct F16 {
     INLINE_MEMBER Group group(int64_t) const { return {}; }
     INLINE_MEMBER Chunk chunk(int64_t i) const { return {weights + i * NR}; }
     INLINE_MEMBER void fetch_group(int64_t) const {}
-    INLINE_MEMBER void fetch_chunk(int64_t i) const { fetch_lines(weights + i * NR, NR * sizeof(f16)); }
-    INLINE_MEMBER static vf decode(const Group &, const Chunk &chunk, int, int half) {
-        return load(chunk.weights + half * VW);
+    INLINE_MEMBER void fetch_chunk(int64_t i) const { fetch_lines(weights + i * NR, CHUNK * NR * sizeof(f16)); }
+    INLINE_MEMBER static vf decode(const Group &, const Chunk &chunk, int step, int half) {
+        return load(chunk.weights + step * NR + half * VW);
     }
 };
 
 }  // namespace
 
-// Weights [n, k] → panels
+// Weights [n, k] → panels; k is even
 extern "C" void tokenmill_pack(const uint16_t *weight, uint16_t *panels, int64_t n, int64_t k) {
     const int64_t count = (n + NR - 1) / NR;
 #pragma omp parallel for schedule(static)

@@ -10,7 +10,8 @@
 namespace {
 
 struct Int4 {
-    static constexpr int64_t GROUP = 32, CHUNK = CODES;
+    static constexpr int64_t GROUP = 32, CHUNK = CODES, PARTS = 0;
+    static constexpr bool IS_FACTOR = false, HAS_ZEROS = true;
     struct Group {
         vf scale[2], zero[2];
     };
@@ -20,6 +21,8 @@ struct Int4 {
     const uint32_t *codes;
     const f16 *scales;
 
+    // Even steps lie in the lower half of a lane, so that a shift brings two of them where the matrix registers want them.
+    static INLINE_MEMBER int place(int step) { return step / 2 * 4 + step % 2 * 16; }
     static Int4 at(const LinearArguments &a, int64_t p) {
         return {(const uint32_t *)a.weight + p * (a.k / CODES) * NR, (const f16 *)a.scale + p * (a.k / GROUP) * 2 * NR};
     }
@@ -37,7 +40,7 @@ struct Int4 {
     INLINE_MEMBER void fetch_group(int64_t i) const { fetch_lines(scales + i / GROUP * 2 * NR, 2 * NR * sizeof(f16)); }
     INLINE_MEMBER void fetch_chunk(int64_t i) const { fetch_lines(codes + i / CODES * NR, NR * sizeof(uint32_t)); }
     INLINE_MEMBER static vf decode(const Group &group, const Chunk &chunk, int step, int half) {
-        const vi shifted = (vi)((vu)chunk.lanes[half] >> (4 * step));
+        const vi shifted = (vi)((vu)chunk.lanes[half] >> place(step));
 #if VW == 16
         const __m512 table = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
         const vf code = (vf)_mm512_permutexvar_ps((__m512i)shifted, table);  // the low four bits choose
@@ -46,6 +49,26 @@ struct Int4 {
 #endif
         return fma(code, group.scale[half], group.zero[half]);
     }
+#if AMX
+    // As numbers from −8 on, whose zero is that much higher.
+    static INLINE_MEMBER void scales_of(const Group &group, vf *scale, vf *zero) {
+        for (int half = 0; half < 2; ++half)
+            scale[half] = group.scale[half], zero[half] = fma(splat(8.0f), group.scale[half], group.zero[half]);
+    }
+    static INLINE_MEMBER void store_codes(const Chunk &chunk, uint32_t *to) {
+        alignas(64) static const uint16_t BF16[32] = {
+            0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
+            0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
+        const __m512i table = _mm512_load_si512(BF16);  // twice, for five bits of an index choose
+#pragma GCC unroll 4
+        for (int pair = 0; pair < CODES / 2; ++pair, to += NR)
+#pragma GCC unroll 2
+            for (int half = 0; half < 2; ++half) {
+                const vu both = (vu)chunk.lanes[half] >> (4 * pair);
+                _mm512_storeu_si512(to + half * VW, _mm512_permutexvar_epi16((__m512i)both, table));
+            }
+    }
+#endif
 };
 
 }  // namespace
@@ -61,7 +84,7 @@ extern "C" void tokenmill_pack(const uint8_t *codes, const uint16_t *scale, cons
             const bool exists = row < n;
             for (int64_t i = 0; i < k / CODES; ++i) {
                 uint32_t lane = 0;
-                for (int c = 0; exists && c < CODES; ++c) lane |= (uint32_t)codes[row * k + i * CODES + c] << (4 * c);
+                for (int c = 0; exists && c < CODES; ++c) lane |= (uint32_t)codes[row * k + i * CODES + c] << Int4::place(c);
                 panels[(p * (k / CODES) + i) * NR + j] = lane;
             }
             for (int64_t g = 0; g < groups; ++g) {

@@ -6,6 +6,7 @@
 // dot product is the one that stays in registers; 128 times the sum of the row's q is taken off again.
 // Panels are [n / NR][k / 4][NR columns][4 bytes], `scale` [n / NR][2][NR]: scales, then sums of the weights.
 
+#include "amx.h"
 #include "linear.h"
 
 typedef int8_t i8;
@@ -17,6 +18,7 @@ typedef uint8_t u8;
 #define MR 4
 #endif
 
+#define AMX_FEW 11  // rows that dot products of vectors take
 #define DEPTH 4  // bytes of k in one 32-bit lane
 
 namespace {
@@ -146,6 +148,21 @@ Row quantise(const float *x, int64_t k, Quad *values) {
 
 // ── tiles ──
 
+// What the end of a panel's sums needs.
+struct ColumnScales {
+    vf scale[2], sum[2];
+
+    INLINE_MEMBER explicit ColumnScales(const float *from)
+        : scale{load(from), load(from + VW)}, sum{load(from + NR), load(from + NR + VW)} {}
+
+    INLINE_MEMBER void store_row(const Row &row, vi left, vi right, float *to) const {
+        const vi offset = row.offset - vi{};
+        const vf own = splat(row.scale), zero = splat(row.zero);
+        store(to, fma(zero, sum[0], __builtin_convertvector(left - offset, vf) * scale[0] * own));
+        store(to + VW, fma(zero, sum[1], __builtin_convertvector(right - offset, vf) * scale[1] * own));
+    }
+};
+
 struct Tile {
     const Quad *x;
     const u8 *panel;
@@ -188,17 +205,11 @@ void tile(const Tile &t) {
             acc[0][r][0] = dot(acc[0][r][0], columns(w), x);
             acc[0][r][1] = dot(acc[0][r][1], columns(w + VW * DEPTH), x);
         }
-    const vf left = load(t.scales), right = load(t.scales + VW);
-    const vf left_sum = load(t.scales + NR), right_sum = load(t.scales + NR + VW);
+    const ColumnScales columns(t.scales);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
         for (int c = 1; c < CHAINS; ++c) acc[0][r][0] += acc[c][r][0], acc[0][r][1] += acc[c][r][1];
-        const vi offset = t.rows[r].offset - vi{};
-        const vf scale = splat(t.rows[r].scale), zero = splat(t.rows[r].zero);
-        const vf a = __builtin_convertvector(acc[0][r][0] - offset, vf) * left * scale;
-        const vf b = __builtin_convertvector(acc[0][r][1] - offset, vf) * right * scale;
-        store(t.sums + r * NR, fma(zero, left_sum, a));
-        store(t.sums + r * NR + VW, fma(zero, right_sum, b));
+        columns.store_row(t.rows[r], acc[0][r][0], acc[0][r][1], t.sums + r * NR);
     }
 }
 
@@ -214,16 +225,77 @@ INLINE void finish(const LinearArguments &a, int64_t p, int64_t first_row, const
     finish_rows(&out, 1, sums, NR, rows);
 }
 
-// Panel `p`, while panel `next` is fetched (none: −1). `sums` [m, NR], or where each tile's become outputs, [MR, NR].
-void panel_times_rows(const LinearArguments &a, const Rows &rows, int64_t p, int64_t next, float *sums, bool finishes) {
-    const int64_t tiles = (a.m + MR - 1) / MR, base = a.m / tiles, extra = a.m % tiles;
+#if AMX
+#define AMX_ROWS 16                          // of a register
+#define AMX_QUADS 16                         // of k in one product of registers
+#define AMX_BYTES (AMX_QUADS * NR * DEPTH)   // of a panel's weights there
+
+// Up to two tiles of rows, as in tile().
+template <bool TWO>
+void amx_tiles(const Tile &t, int64_t high, int64_t low, TileShapes &shapes) {
+    alignas(64) int32_t sums[2 * AMX_ROWS * NR];
+    const int64_t stride = t.stride * sizeof(Quad), count = TWO ? high + low : high;
+    shapes.set(high, TWO ? low : 1);
+    const u8 *w = t.panel, *ahead = t.ahead;
+    const Quad *x = t.x, *second = x + high * t.stride;
+    for (int64_t i = 0; i < t.stride; i += AMX_QUADS, w += AMX_BYTES, ahead += AMX_QUADS * t.ahead_stride) {
+        for (int64_t line = 0; line < AMX_QUADS * t.ahead_stride; line += 64) __builtin_prefetch(ahead + line, 0, 2);
+        _tile_loadd(4, x + i, stride);
+        _tile_loadd(6, w, NR * DEPTH);
+        _tile_loadd(7, w + VW * DEPTH, NR * DEPTH);
+        _tile_dpbsud(0, 4, 6);
+        _tile_dpbsud(1, 4, 7);
+        if (!TWO) continue;
+        _tile_loadd(5, second + i, stride);
+        _tile_dpbsud(2, 5, 6);
+        _tile_dpbsud(3, 5, 7);
+    }
+    _tile_stored(0, sums, NR * sizeof(int32_t));
+    _tile_stored(1, sums + VW, NR * sizeof(int32_t));
+    if (TWO) {
+        _tile_stored(2, sums + high * NR, NR * sizeof(int32_t));
+        _tile_stored(3, sums + high * NR + VW, NR * sizeof(int32_t));
+    }
+    const ColumnScales columns(t.scales);
+    for (int64_t r = 0; r < count; ++r) {
+        vi left, right;
+        memcpy(&left, sums + r * NR, sizeof left), memcpy(&right, sums + r * NR + VW, sizeof right);
+        columns.store_row(t.rows[r], left, right, t.sums + r * NR);
+    }
+}
+
+#define MOST_ROWS (2 * AMX_ROWS)  // of a tile
+INLINE bool uses_amx(const LinearArguments &a) {
+    return a.uses_amx && a.m > AMX_FEW && a.k % (AMX_QUADS * DEPTH) == 0 && may_use_amx();
+}
+INLINE void amx_rows(const Tile &t, int64_t count, TileShapes &shapes) {
+    if (count > AMX_ROWS)
+        amx_tiles<true>(t, (count + 1) / 2, count / 2, shapes);
+    else
+        amx_tiles<false>(t, count, 0, shapes);
+}
+#else
+#define MOST_ROWS MR
+INLINE bool uses_amx(const LinearArguments &) { return false; }
+struct TileShapes {};
+INLINE void amx_rows(const Tile &, int64_t, TileShapes &) {}
+#endif
+
+// Panel `p`, while panel `next` is fetched (none: −1). `sums` [m, NR], or where each tile's become outputs, [MOST_ROWS, NR].
+void panel_times_rows(const LinearArguments &a, const Rows &rows, int64_t p, int64_t next, float *sums, bool finishes,
+                      TileShapes &shapes) {
+    const bool by_amx = uses_amx(a);
+    const int64_t most = by_amx ? MOST_ROWS : MR, tiles = (a.m + most - 1) / most, base = a.m / tiles, extra = a.m % tiles;
     const int64_t size = rows.stride * NR * DEPTH, steps = tiles * rows.stride;
     const u8 *weight = (const u8 *)a.weight;
     Tile t{rows.values, weight + p * size, (const float *)a.scale + p * 2 * NR, rows.rows, rows.stride, sums,
            weight + (next < 0 ? p : next) * size, next < 0 ? 0 : (size + steps - 1) / steps};
     for (int64_t index = 0, row = 0; index < tiles; ++index) {
         const int64_t count = base + (index < extra);
-        TILES[count](t);
+        if (by_amx)
+            amx_rows(t, count, shapes);
+        else
+            TILES[count](t);
         if (finishes) finish(a, p, row, sums, count);
         else t.sums += count * NR;
         row += count, t.x += count * t.stride, t.rows += count;
@@ -237,9 +309,7 @@ extern "C" int tokenmill_panel_width() { return NR; }
 
 extern "C" int64_t tokenmill_panel_bytes(int64_t n, int64_t k) { return (n + NR - 1) / NR * NR * quads(k) * DEPTH; }
 
-extern "C" int64_t tokenmill_workspace_bytes(int64_t m, int64_t k) {
-    return m * (quads(k) * (int64_t)sizeof(Quad) + (int64_t)sizeof(Row));
-}
+extern "C" int64_t tokenmill_row_bytes(int64_t k) { return quads(k) * (int64_t)sizeof(Quad) + (int64_t)sizeof(Row); }
 
 // Integers [n, k] in [-127, 127] → panels; rows past n and columns past k are zero
 extern "C" void tokenmill_pack(const i8 *weight, u8 *packed, int64_t n, int64_t k) {
@@ -265,7 +335,8 @@ extern "C" int64_t tokenmill_linear_member(const LinearArguments *arguments, Tea
     const int64_t panels = num_panels(a.n);
     float *sums = (float *)team->scratch(HANDED_IN_ROWS * NR * sizeof(float));
     const bool hands_in = a.m <= HANDED_IN_ROWS;
-    const auto work = [&](int64_t p, int64_t, int64_t next) { panel_times_rows(a, rows, p, next, sums, !hands_in); };
+    TileShapes shapes;
+    const auto work = [&](int64_t p, int64_t, int64_t next) { panel_times_rows(a, rows, p, next, sums, !hands_in, shapes); };
     if (hands_in)
         team->each_handed_in(panels, 1, work, [&](int64_t p, int64_t) { finish(a, p, 0, sums, a.m); });
     else

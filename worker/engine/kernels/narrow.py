@@ -45,7 +45,7 @@ class NarrowPacker:
 
     @cached_property
     def _int4(self) -> Int4Packer:
-        return Int4Packer(*self._where)
+        return Int4Packer(*self._where, self._kernels.uses_amx)
 
     def _library(self, form: str) -> CDLL:
         library = load(f"linear_{form}", *self._where)
@@ -84,8 +84,8 @@ class NarrowPacker:
         target = (panels,) if scales is None else (panels, scales)
         library.tokenmill_pack(*(c_void_p(part.data_ptr()) for part in (*source, *target)), c_int64(n), c_int64(k))
         return PackedWeight(
-            self._call, library.tokenmill_linear_member, (n, k), panels, scales,
-            padded_bias(bias, self.panel_width), form=_WORDS[form],
+            self._call, library, (n, k), panels, scales,
+            padded_bias(bias, self.panel_width), _WORDS[form], self._kernels.uses_amx,
         )  # fmt: skip
 
     def _columns(self, n: int) -> int:

@@ -26,13 +26,13 @@ _ROWS_AT_ONCE = 1024
 class Int8Packer:
     """A scale per output; each row of activations is rounded within its own range when it comes."""
 
-    def __init__(self, cache_dir: Path | None = None, march: str = "native") -> None:
-        library = load("linear_int8", cache_dir, march)
-        self._call, self._member = Caller(cache_dir, march), library.tokenmill_linear_member
+    def __init__(self, cache_dir: Path | None = None, march: str = "native", uses_amx: bool = True) -> None:
+        self._library = library = load("linear_int8", cache_dir, march)
+        self._call, self._uses_amx = Caller(cache_dir, march), uses_amx
         self._pack = library.tokenmill_pack
         self._pack.restype = None
-        self._panel_bytes, self._workspace = library.tokenmill_panel_bytes, library.tokenmill_workspace_bytes
-        self._panel_bytes.restype = self._workspace.restype = c_int64
+        self._panel_bytes = library.tokenmill_panel_bytes
+        self._panel_bytes.restype = c_int64
         self.panel_width: int = library.tokenmill_panel_width()
         self._arena = Arena()
 
@@ -44,12 +44,11 @@ class Int8Packer:
         integers, scale = round_int8(weight)
         panels = self._arena.take(self._panel_bytes(c_int64(n), c_int64(k)), torch.uint8)
         self._pack(c_void_p(integers.data_ptr()), c_void_p(panels.data_ptr()), c_int64(n), c_int64(k))
-        row_bytes = self._workspace(c_int64(1), c_int64(k))
         sums = scale * integers.sum(dim=1)
         by_panel = [padded(part, self.panel_width).view(-1, self.panel_width) for part in (scale, sums)]
         scales = torch.stack(by_panel, dim=1).contiguous()  # [panels, 2, panel_width]
         bias = padded_bias(bias, self.panel_width)
-        return PackedWeight(self._call, self._member, (n, k), panels, scales, bias, row_bytes, form="8 bits")
+        return PackedWeight(self._call, self._library, (n, k), panels, scales, bias, "8 bits", self._uses_amx)
 
 
 def round_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,9 +62,9 @@ def round_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 class Int4Packer:
     """A scale and a zero per group of 32 inputs, in half precision; activations stay float32."""
 
-    def __init__(self, cache_dir: Path | None = None, march: str = "native") -> None:
-        library = load("linear_int4", cache_dir, march)
-        self._call, self._member = Caller(cache_dir, march), library.tokenmill_linear_member
+    def __init__(self, cache_dir: Path | None = None, march: str = "native", uses_amx: bool = True) -> None:
+        self._library = library = load("linear_int4", cache_dir, march)
+        self._call, self._uses_amx = Caller(cache_dir, march), uses_amx
         self._pack = library.tokenmill_pack
         self._pack.restype = None
         self.panel_width: int = library.tokenmill_panel_width()
@@ -85,9 +84,8 @@ class Int4Packer:
         scales = self._arena.take(columns * k // INT4_GROUP * 2, torch.float16)
         pointers = (c_void_p(tensor.data_ptr()) for tensor in (codes, scale, zero, panels, scales))
         self._pack(*pointers, c_int64(n), c_int64(k))
-        return PackedWeight(
-            self._call, self._member, (n, k), panels, scales, padded_bias(bias, self.panel_width), form="4 bits",
-        )  # fmt: skip
+        bias = padded_bias(bias, self.panel_width)
+        return PackedWeight(self._call, self._library, (n, k), panels, scales, bias, "4 bits", self._uses_amx)
 
 
 def round_int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -19,7 +19,9 @@ log = logging.getLogger(__name__)
 
 
 def optimise(
-    model: nn.Module, config: EngineConfig, choose: Callable[[Quantization | None, bool], Packing] = Packing.choose
+    model: nn.Module,
+    config: EngineConfig,
+    choose: Callable[[Quantization | None, bool, bool], Packing] = Packing.choose,
 ) -> nn.Module:
     """Swap its modules in place where the settings and the device allow. Raises EngineConfigError."""
     weight = next(model.parameters())
@@ -32,7 +34,7 @@ def optimise(
             f"not on {weight.device.type} in {str(weight.dtype).removeprefix('torch.')}"
         ])  # fmt: skip
     try:
-        packing = choose(config.quantization, config.narrow_weights)
+        packing = choose(config.quantization, config.narrow_weights, config.amx)
     except KernelUnavailableError as error:
         if config.quantization is not None:
             raise EngineConfigError([f"quantization {config.quantization!r} needs compiled kernels: {error}"]) from None

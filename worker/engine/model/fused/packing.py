@@ -26,18 +26,19 @@ class Packing:
     head: Packer
 
     @classmethod
-    def choose(cls, quantization: Quantization | None, narrow: bool = True) -> Packing:
-        """`narrow`: keep weights in a narrower form where that gives them back bit for bit.
+    def choose(cls, quantization: Quantization | None, narrow: bool = True, amx: bool = True) -> Packing:
+        """`narrow`: keep weights in a narrower form where that gives them back bit for bit. `amx`: use the
+        CPU's matrix registers.
 
         Raises KernelUnavailableError where the kernels cannot be compiled.
         """
-        kernels = LinearKernels()
+        kernels = LinearKernels(uses_amx=amx)
         exact = NarrowPacker(kernels) if narrow else kernels
         if quantization is None:
             return cls(kernels, exact, exact, exact)
-        int8 = _Fitting(kernels, Int8Packer())
+        int8 = _Fitting(kernels, Int8Packer(uses_amx=amx))
         # The head of a small model holds a fifth of its weights and all of its last decisions: it keeps 8 bits.
-        return cls(kernels, kernels, int8 if quantization == "int8" else _Fitting(int8, Int4Packer()), int8)
+        return cls(kernels, kernels, int8 if quantization == "int8" else _Fitting(int8, Int4Packer(uses_amx=amx)), int8)
 
     @property
     def is_exact(self) -> bool:

@@ -1,0 +1,241 @@
+// Products of float32 rows and weights in the matrix registers, which take bfloat16 alone.
+//
+// A float32 number is the sum of three bfloat16 numbers, each rounding what the ones before leave (8 + 8 + 8 bits). Of the
+// nine products of their parts the six largest are added up; the rest is below 2^-25 of the whole. With sums in float32
+// the result is as exact as a chain of float32 multiply-adds, having fewer sums to round (Henry, Tang and Heinecke 2019,
+// "Leveraging the bfloat16 artificial intelligence datatype for higher-precision computations"). Weights that are bfloat16
+// or half precision themselves have one part or two and leave out products, all of which would be zero.
+//
+// Codes with a scale by groups of AMX_DEPTH steps are one part each: a group's sums are scaled when it is multiplied, and
+// its zero is multiplied by the sum of the row's numbers there.
+//
+// A row's bits depend neither on its batch nor on the thread, but are not those of the chains in float_tile.h.
+#pragma once
+
+#include "amx_parts.h"
+
+#if AMX
+#define AMX_BYTES (1 << 20)  // of the parts of a block of rows, where rows are many: half the second-level cache
+#define AMX_DEEP 2048        // steps of k whose parts stay in the second-level cache beside them
+
+namespace {
+
+// One panel against a tile of rows or TWO, whose heights the registers are shaped for.
+template <class Form, bool TWO>
+struct AmxTiles {
+    typedef Factors<Form> Made;
+    static constexpr bool IS_CODED = Form::PARTS == 0;
+
+    const SplitRows &rows;
+    const Form &panel, &ahead;
+    uint32_t *lanes;      // the panel's right factors in the blocks of this depth, in turns where these are not `kept`
+    int64_t first, last;  // blocks of this depth
+    int64_t kept;         // for tiles behind these: all bits set, else AHEAD + 1, a power of two, minus 1
+    TileShapes &shapes;
+
+    INLINE_MEMBER void load_rows(int64_t block, int part, int64_t row, int64_t second) const {
+        _tile_loadd(4, rows.at(block, part, row), AMX_DEPTH * sizeof(bf16));
+        if (TWO) _tile_loadd(5, rows.at(block, part, second), AMX_DEPTH * sizeof(bf16));
+    }
+    static INLINE_MEMBER void load_columns(const uint32_t *at) {
+        _tile_loadd(6, at, NR * sizeof(uint32_t));
+        _tile_loadd(7, at + VW, NR * sizeof(uint32_t));
+    }
+    static INLINE_MEMBER void product() {
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if (!TWO) return;
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    static INLINE_MEMBER void load_sums(const float *from, int64_t stride, int64_t high) {
+        _tile_loadd(0, from, stride * sizeof(float));
+        _tile_loadd(1, from + VW, stride * sizeof(float));
+        if (!TWO) return;
+        _tile_loadd(2, from + high * stride, stride * sizeof(float));
+        _tile_loadd(3, from + high * stride + VW, stride * sizeof(float));
+    }
+    static INLINE_MEMBER void store_sums(float *to, int64_t stride, int64_t high) {
+        _tile_stored(0, to, stride * sizeof(float));
+        _tile_stored(1, to + VW, stride * sizeof(float));
+        if (!TWO) return;
+        _tile_stored(2, to + high * stride, stride * sizeof(float));
+        _tile_stored(3, to + high * stride + VW, stride * sizeof(float));
+    }
+    // The sums of the block before leave each register right before it takes the first product of this one: all of them at
+    // once would have to wait for the last product.
+    static INLINE_MEMBER void next_product(float *to, int64_t high) {
+#define NEXT(sum, row, column, at)                \
+    _tile_stored(sum, at, NR * sizeof(float));    \
+    _tile_zero(sum);                              \
+    _tile_dpbf16ps(sum, row, column);
+        NEXT(0, 4, 6, to)
+        NEXT(1, 4, 7, to + VW)
+        if (!TWO) return;
+        NEXT(2, 5, 6, to + high * NR)
+        NEXT(3, 5, 7, to + high * NR + VW)
+#undef NEXT
+    }
+
+    // The products of one block, the smaller ones first and in one order whatever the form, with between(0), …, between(3) among them.
+    template <class Between>
+    INLINE_MEMBER void block_of(int64_t block, const uint32_t *at, int64_t row, int64_t second, Between between) const {
+        if (Form::PARTS > 1) {
+            load_rows(block, 0, row, second);
+            if (Form::PARTS > 2) load_columns(at + 2 * PART_LANES), product();
+            between(0);
+            load_columns(at + PART_LANES), product();
+            between(1);
+            load_rows(block, 1, row, second), product();
+            between(2);
+            load_columns(at), product();
+            between(3);
+            load_rows(block, 2, row, second), product();
+        } else {
+            load_columns(at);
+            between(0);
+            load_rows(block, 1, row, second), product();
+            between(1);
+            load_rows(block, 2, row, second), product();
+            between(2), between(3);
+        }
+        load_rows(block, 0, row, second), product();
+    }
+
+    // The products of one block of codes; `before` gets the sums of the one before it.
+    template <class Between>
+    INLINE_MEMBER void codes_of(int64_t block, const uint32_t *at, int64_t row, int64_t second, float *before,
+                                Between between) const {
+        load_columns(at);
+        load_rows(block, 2, row, second), next_product(before, second - row);
+        between(0), between(1);
+        load_rows(block, 1, row, second), product();
+        between(2);
+        load_rows(block, 0, row, second), product();
+        between(3);
+    }
+
+    // sums += scale · ends + zero · the rows' own sums, for rows [from, to) of those from `row` on
+    INLINE_MEMBER void scale(int64_t block, const float *ends, int64_t row, int64_t from, int64_t to, float *sums) const {
+        vf scales[2], zeros[2];
+        Form::scales_of(panel.group(block * AMX_DEPTH), scales, zeros);
+        const float *of_row = rows.sum(block, row);
+        sums += from * STEP, ends += from * NR;
+#pragma GCC unroll 4
+        for (int64_t r = from; r < to; ++r, sums += STEP, ends += NR) {
+            const vf own = Form::HAS_ZEROS ? splat(of_row[r]) : vf{};
+#pragma GCC unroll 2
+            for (int half = 0; half < 2; ++half) {
+                vf sum = fma(load(ends + half * VW), scales[half], load(sums + half * VW));
+                if (Form::HAS_ZEROS) sum = fma(own, zeros[half], sum);
+                store(sums + half * VW, sum);
+            }
+        }
+    }
+
+    INLINE_MEMBER void make_piece(int64_t block, int piece, uint32_t *at) const {
+        const int64_t step = block * AMX_DEPTH + piece * PIECE;
+        if constexpr (!Form::IS_FACTOR) return Made::make(panel, ahead, step, at);
+        for (int64_t i = step; i < step + PIECE; i += Form::CHUNK) ahead.fetch_chunk(i);
+    }
+
+    // Rows [row, row + high) and [row + high, row + high + low) into `sums` [.., STEP]. IS_MADE: the factors are.
+    template <bool IS_MADE>
+    void multiply(int64_t row, int64_t high, int64_t low, float *sums) const {
+        alignas(64) float ends[2][2 * AMX_ROWS * NR];
+        const int64_t second = row + high, count = high + (TWO ? low : 0);
+        const auto at = [&](int64_t block) __attribute__((always_inline)) {
+            if constexpr (Form::IS_FACTOR) return (uint32_t *)panel.lanes + block * Made::BLOCK;
+            return lanes + ((block - first) & kept) * Made::BLOCK;
+        };
+        shapes.set(high, TWO ? low : 1);
+        if constexpr (!IS_CODED) {
+            if (first) load_sums(sums, STEP, high);
+        } else if (!first) {
+            for (int64_t r = 0; r < count; ++r) store(sums + r * STEP, vf{}), store(sums + r * STEP + VW, vf{});
+        }
+        for (int64_t block = first; block < first + AHEAD && block < last && !IS_MADE; ++block)
+            for (int piece = 0; piece < 4; ++piece) make_piece(block, piece, at(block));
+        for (int64_t block = first; block < last; ++block) {
+            const auto between = [&](int piece) __attribute__((always_inline)) {
+                if (!IS_MADE && block + AHEAD < last) make_piece(block + AHEAD, piece, at(block + AHEAD));
+                if constexpr (IS_CODED)
+                    if (block > first + 1)
+                        scale(block - 2, ends[block % 2], row, count * piece / 4, count * (piece + 1) / 4, sums);
+            };
+            if constexpr (IS_CODED)
+                codes_of(block, at(block), row, second, ends[(block + 1) % 2], between);
+            else
+                block_of(block, at(block), row, second, between);
+        }
+        if constexpr (IS_CODED) {
+            if (last - first > 1) scale(last - 2, ends[last % 2], row, 0, count, sums);
+            store_sums(ends[(last + 1) % 2], NR, high);
+            scale(last - 1, ends[(last + 1) % 2], row, 0, count, sums);
+        } else {
+            store_sums(sums, STEP, high);
+        }
+    }
+
+};
+
+template <class Form>
+struct AmxLinear {
+    static bool takes(const LinearArguments &a, int64_t few) { return a.uses_amx && a.m > few && amx_row_bytes(a.k); }
+
+    // Rows [first_row, end_row), the first of a tile.
+    static void one_panel(const SplitRows &rows, int64_t first_row, int64_t end_row, const Form &panel, const Form &ahead,
+                          uint32_t *lanes, float *sums, TileShapes &shapes) {
+        const int64_t blocks = rows.k / AMX_DEPTH, deep = AMX_DEEP / AMX_DEPTH;
+        const int64_t kept = end_row - first_row > 2 * AMX_ROWS ? -1 : AHEAD;
+        for (int64_t first = 0; first < blocks; first += deep) {
+            const int64_t last = first + deep < blocks ? first + deep : blocks;
+            const AmxTiles<Form, true> two{rows, panel, ahead, lanes, first, last, kept, shapes};
+            const AmxTiles<Form, false> one{rows, panel, ahead, lanes, first, last, kept, shapes};
+            for (int64_t row = first_row; row < end_row; row += 2 * AMX_ROWS) {
+                float *to = sums + (row - first_row) * STEP;
+                const int64_t high = rows.height(row), low = rows.height(row + AMX_ROWS);
+                if (low)
+                    row > first_row ? two.template multiply<true>(row, high, low, to) : two.template multiply<false>(row, high, low, to);
+                else
+                    row > first_row ? one.template multiply<true>(row, high, low, to) : one.template multiply<false>(row, high, low, to);
+            }
+        }
+    }
+
+    static void member(const LinearArguments &a, Team *team) {
+        const SplitRows rows = SplitRows::of(a);
+        team->each(a.m, 4, [&](int64_t first, int64_t count, int64_t) {
+            for (int64_t r = first; r < first + count; ++r) rows.template split<Form::PARTS == 0>(a.x + r * a.x_stride, a.k, r);
+        });
+        const int64_t lanes_of_panel = (a.k < AMX_DEEP ? a.k : AMX_DEEP) / AMX_DEPTH * Factors<Form>::BLOCK;
+        const int64_t fit = AMX_BYTES / amx_row_bytes(a.k), most = fit < HANDED_IN_ROWS ? HANDED_IN_ROWS : fit;
+        const int64_t spare = a.m > HANDED_IN_ROWS ? (most + 2 * AMX_ROWS) * STEP : 0;
+        TileShapes shapes;
+        each_columns<2 * AMX_ROWS, true>(a, team, most, (spare + lanes_of_panel) * sizeof(float),
+                           [&](const LinearArguments &some, Columns mine, Columns next, float *handed, char *rest) {
+            const Columns then = next.count ? next : mine;
+            float *sums = handed ? handed : (float *)rest;
+            const int64_t row = some.m == a.m ? 0 : (some.x - a.x) / a.x_stride;
+            for (int64_t q = 0; q < mine.count; ++q)
+                one_panel(rows, row, row + some.m, Form::at(a, mine.panel + q), Form::at(a, then.panel + q % then.count),
+                          (uint32_t *)rest + spare, sums + q * NR, shapes);
+            if (handed) return;
+            Output out[SIDE];
+            outputs(some, mine, out);
+            finish_rows(out, mine.count, sums, STEP, some.m);
+        });
+    }
+};
+
+}  // namespace
+
+#else
+
+template <class Form>
+struct AmxLinear {
+    static bool takes(const LinearArguments &, int64_t) { return false; }
+    static void member(const LinearArguments &, Team *) {}
+};
+
+#endif
