@@ -42,6 +42,8 @@ INLINE void each_part(vf a, vf b, Use use) {
     }
 }
 
+INLINE vf widened(__m256i bf16s) { return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(bf16s), 16); }
+
 // Two steps of k side by side, as a right factor has them.
 INLINE void store_pair(uint32_t *to, vu even, vu odd) {
     const vu pair = (odd & 0xffff0000u) | even >> 16;
@@ -76,7 +78,7 @@ struct SplitRows {
             for (int part = 0; part < 3; ++part, to += height(row - row % AMX_ROWS) * AMX_DEPTH) {
                 const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
                 _mm512_storeu_si512(to, both);
-                low -= load(to), high -= load(to + VW);
+                low -= widened(_mm512_castsi512_si256(both)), high -= widened(_mm512_extracti64x4_epi64(both, 1));
             }
         }
     }

@@ -18,6 +18,7 @@ typedef uint8_t u8;
 #define MR 4
 #endif
 
+#define OWN_ROWS 4  // rows that every thread rounds for itself, which is sooner done than shared
 #define AMX_FEW 11  // rows that dot products of vectors take
 #define DEPTH 4  // bytes of k in one 32-bit lane
 
@@ -97,9 +98,10 @@ struct Rows {
     int64_t stride;
 };
 
-INLINE Rows rows_of(const LinearArguments &a) {
+INLINE int64_t row_bytes(int64_t k) { return quads(k) * (int64_t)sizeof(Quad) + (int64_t)sizeof(Row); }
+INLINE Rows rows_at(char *memory, const LinearArguments &a) {
     const int64_t stride = quads(a.k);
-    return {(Quad *)a.workspace, (Row *)((Quad *)a.workspace + a.m * stride), stride};
+    return {(Quad *)memory, (Row *)((Quad *)memory + a.m * stride), stride};
 }
 
 struct Range {
@@ -309,7 +311,7 @@ extern "C" int tokenmill_panel_width() { return NR; }
 
 extern "C" int64_t tokenmill_panel_bytes(int64_t n, int64_t k) { return (n + NR - 1) / NR * NR * quads(k) * DEPTH; }
 
-extern "C" int64_t tokenmill_row_bytes(int64_t k) { return quads(k) * (int64_t)sizeof(Quad) + (int64_t)sizeof(Row); }
+extern "C" int64_t tokenmill_row_bytes(int64_t k) { return row_bytes(k); }
 
 // Integers [n, k] in [-127, 127] → panels; rows past n and columns past k are zero
 extern "C" void tokenmill_pack(const i8 *weight, u8 *packed, int64_t n, int64_t k) {
@@ -327,13 +329,19 @@ extern "C" void tokenmill_pack(const i8 *weight, u8 *packed, int64_t n, int64_t 
 // y = epilogue(x · weightᵀ + bias)
 extern "C" int64_t tokenmill_linear_member(const LinearArguments *arguments, Team *team) {
     const LinearArguments &a = *arguments;
-    const Rows rows = rows_of(a);
-    team->each(a.m, 4, [&](int64_t first, int64_t count, int64_t) {
+    const int64_t panels = num_panels(a.n), sum_bytes = HANDED_IN_ROWS * NR * sizeof(float);
+    const bool is_own = a.m <= OWN_ROWS;
+    char *scratch = team->scratch(sum_bytes + (is_own ? a.m * row_bytes(a.k) : 0));
+    float *sums = (float *)scratch;
+    const Rows rows = rows_at(is_own ? scratch + sum_bytes : a.workspace, a);
+    const auto round = [&](int64_t first, int64_t count, int64_t) {
         for (int64_t r = first; r < first + count; ++r)
             rows.rows[r] = quantise(a.x + r * a.x_stride, a.k, rows.values + r * rows.stride);
-    });
-    const int64_t panels = num_panels(a.n);
-    float *sums = (float *)team->scratch(HANDED_IN_ROWS * NR * sizeof(float));
+    };
+    if (is_own)
+        round(0, a.m, -1);
+    else
+        team->each(a.m, 4, round);
     const bool hands_in = a.m <= HANDED_IN_ROWS;
     TileShapes shapes;
     const auto work = [&](int64_t p, int64_t, int64_t next) { panel_times_rows(a, rows, p, next, sums, !hands_in, shapes); };

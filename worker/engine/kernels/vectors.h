@@ -75,9 +75,13 @@ INLINE vf load(const float *p) {
 INLINE void store(float *p, vf v) { memcpy(p, &v, sizeof v); }
 
 INLINE vf load(const bf16 *p) {
+#if VW == 16
+    return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16);
+#else
     vh v;
     memcpy(&v, p, sizeof v);
     return (vf)(__builtin_convertvector(v, vu) << 16);
+#endif
 }
 INLINE vf load(const f16 *p) {
 #if VW == 16
