@@ -16,6 +16,7 @@
 
 #if AMX
 #define AMX_BYTES (1 << 20)  // of the parts of a block of rows, where rows are many: half the second-level cache
+#define AMX_OWN_ROWS 128    // times threads: up to so many rows every thread splits for itself, which is sooner done than shared
 #define AMX_DEEP 2048        // steps of k whose parts stay in the second-level cache beside them
 
 namespace {
@@ -34,8 +35,8 @@ struct AmxTiles {
     TileShapes &shapes;
 
     INLINE_MEMBER void load_rows(int64_t block, int part, int64_t row, int64_t second) const {
-        _tile_loadd(4, rows.at(block, part, row), AMX_DEPTH * sizeof(bf16));
-        if (TWO) _tile_loadd(5, rows.at(block, part, second), AMX_DEPTH * sizeof(bf16));
+        _tile_loadd(4, rows.tile(block, part, row), AMX_DEPTH * sizeof(bf16));
+        if (TWO) _tile_loadd(5, rows.tile(block, part, second), AMX_DEPTH * sizeof(bf16));
     }
     static INLINE_MEMBER void load_columns(const uint32_t *at) {
         _tile_loadd(6, at, NR * sizeof(uint32_t));
@@ -204,15 +205,22 @@ struct AmxLinear {
     }
 
     static void member(const LinearArguments &a, Team *team) {
-        const SplitRows rows = SplitRows::of(a);
-        team->each(a.m, 4, [&](int64_t first, int64_t count, int64_t) {
-            for (int64_t r = first; r < first + count; ++r) rows.template split<Form::PARTS == 0>(a.x + r * a.x_stride, a.k, r);
-        });
+        const bool is_own = a.m <= HANDED_IN_ROWS && a.m * team->parts <= AMX_OWN_ROWS;
+        const int64_t own = is_own ? a.m * amx_row_bytes(a.k) / (int64_t)sizeof(float) : 0;
         const int64_t lanes_of_panel = (a.k < AMX_DEEP ? a.k : AMX_DEEP) / AMX_DEPTH * Factors<Form>::BLOCK;
         const int64_t fit = AMX_BYTES / amx_row_bytes(a.k), most = fit < HANDED_IN_ROWS ? HANDED_IN_ROWS : fit;
         const int64_t spare = a.m > HANDED_IN_ROWS ? (most + 2 * AMX_ROWS) * STEP : 0;
+        float *scratch = (float *)team->scratch((HANDED_IN_ROWS * STEP + spare + lanes_of_panel + own) * sizeof(float));
+        const SplitRows rows = SplitRows::at(is_own ? (char *)(scratch + HANDED_IN_ROWS * STEP + lanes_of_panel) : a.workspace, a);
+        const auto split = [&](int64_t first, int64_t count, int64_t) {
+            for (int64_t r = first; r < first + count; ++r) rows.template split<Form::PARTS == 0>(a.x + r * a.x_stride, a.k, r);
+        };
+        if (is_own)
+            split(0, a.m, -1);
+        else
+            team->each(a.m, 4, split);
         TileShapes shapes;
-        each_columns<2 * AMX_ROWS, true>(a, team, most, (spare + lanes_of_panel) * sizeof(float),
+        each_columns<2 * AMX_ROWS, true>(a, team, most, (spare + lanes_of_panel + own) * sizeof(float),
                            [&](const LinearArguments &some, Columns mine, Columns next, float *handed, char *rest) {
             const Columns then = next.count ? next : mine;
             float *sums = handed ? handed : (float *)rest;

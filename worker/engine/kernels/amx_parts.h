@@ -57,14 +57,14 @@ struct SplitRows {
     float *sums;
     int64_t m, k;
 
-    static SplitRows of(const LinearArguments &a) {
-        bf16 *parts = (bf16 *)a.workspace;
+    static SplitRows at(char *memory, const LinearArguments &a) {
+        bf16 *parts = (bf16 *)memory;
         return {parts, (float *)(parts + 3 * a.m * a.k), a.m, a.k};
     }
     // Rows of the tile that begins with `row`.
     INLINE_MEMBER int64_t height(int64_t row) const { return row >= m ? 0 : m - row < AMX_ROWS ? m - row : AMX_ROWS; }
     // `row`: the first of a tile.
-    INLINE_MEMBER bf16 *at(int64_t block, int part, int64_t row) const {
+    INLINE_MEMBER bf16 *tile(int64_t block, int part, int64_t row) const {
         return parts + 3 * row * k + (block * 3 + part) * height(row) * AMX_DEPTH;
     }
     INLINE_MEMBER float *sum(int64_t block, int64_t row) const { return sums + block * m + row; }
@@ -73,7 +73,7 @@ struct SplitRows {
         for (int64_t block = 0; block < k / AMX_DEPTH; ++block, x += AMX_DEPTH) {
             vf low = load(x), high = load(x + VW);
             if (WITH_SUMS) *sum(block, row) = sum_lanes(low + high);
-            bf16 *to = at(block, 0, row - row % AMX_ROWS) + row % AMX_ROWS * AMX_DEPTH;
+            bf16 *to = tile(block, 0, row - row % AMX_ROWS) + row % AMX_ROWS * AMX_DEPTH;
 #pragma GCC unroll 3
             for (int part = 0; part < 3; ++part, to += height(row - row % AMX_ROWS) * AMX_DEPTH) {
                 const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);

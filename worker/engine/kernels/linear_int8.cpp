@@ -18,7 +18,7 @@ typedef uint8_t u8;
 #define MR 4
 #endif
 
-#define OWN_ROWS 4  // rows that every thread rounds for itself, which is sooner done than shared
+#define OWN_ROWS 16  // times threads: up to so many rows every thread rounds for itself, which is sooner done than shared
 #define AMX_FEW 11  // rows that dot products of vectors take
 #define DEPTH 4  // bytes of k in one 32-bit lane
 
@@ -330,7 +330,7 @@ extern "C" void tokenmill_pack(const i8 *weight, u8 *packed, int64_t n, int64_t 
 extern "C" int64_t tokenmill_linear_member(const LinearArguments *arguments, Team *team) {
     const LinearArguments &a = *arguments;
     const int64_t panels = num_panels(a.n), sum_bytes = HANDED_IN_ROWS * NR * sizeof(float);
-    const bool is_own = a.m <= OWN_ROWS;
+    const bool is_own = a.m * team->parts <= OWN_ROWS;
     char *scratch = team->scratch(sum_bytes + (is_own ? a.m * row_bytes(a.k) : 0));
     float *sums = (float *)scratch;
     const Rows rows = rows_at(is_own ? scratch + sum_bytes : a.workspace, a);
