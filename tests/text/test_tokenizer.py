@@ -66,7 +66,7 @@ async def test_the_event_loop_goes_on_while_a_long_prompt_is_tokenised():
     ids = await tokenizer.encode_prompt(text)
     ticking.cancel()
     assert len(ids) == 200_001  # "some" and " some" differ, and the last space stands alone
-    assert turns > 100, "it would be one pause of the whole time"
+    assert turns > 10, "in one pause of the whole time there would be none"
 
 
 def test_end_of_sequence_ids():

@@ -1,13 +1,10 @@
 """Products in the matrix registers: as exact as float32, and a row's bits its own."""
 
-from ctypes import c_int64
-
 import pytest
 import torch
 from torch import Tensor
 
 from tests.engine.kernels.test_narrow import FORMS
-from worker.engine.kernels.library import load
 from worker.engine.kernels.linear import Epilogue, LinearKernels, PackedWeight, pack_gated
 from worker.engine.kernels.narrow import NarrowPacker
 from worker.engine.kernels.quantized import Int8Packer
@@ -21,13 +18,12 @@ EPSILON = 2.0**-24
 @pytest.fixture(scope="module")
 def packer() -> NarrowPacker:
     try:
-        rows = load("linear").tokenmill_row_bytes
+        kernels = LinearKernels()
     except KernelUnavailableError as error:
         pytest.skip(str(error))
-    rows.restype = c_int64
-    if not rows(c_int64(64)):
+    if not kernels.has_amx:
         pytest.skip("this CPU has no matrix registers (AMX)")
-    return NarrowPacker(LinearKernels())
+    return NarrowPacker(kernels)
 
 
 def error_of(packed: PackedWeight, weight: Tensor, x: Tensor) -> float:

@@ -64,6 +64,8 @@ struct Float {
 
 }  // namespace
 
+extern "C" int tokenmill_has_amx() { return may_use_amx(); }
+
 extern "C" int tokenmill_panel_width() { return NR; }
 
 extern "C" int64_t tokenmill_row_bytes(int64_t k) { return amx_row_bytes(k); }

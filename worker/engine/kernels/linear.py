@@ -1,7 +1,7 @@
 """Packed linear layers and RMS norms on the CPU, for modules that replace a model's own.
 
-`PackedWeight` holds a weight in the kernel's panels; float32 throughout. A row's result does not depend
-on the batch. It knows no model: `model/fused` decides what is packed and fused.
+`PackedWeight` holds a weight in the kernel's panels; float32 throughout, or as exact (amx_float.h). It knows no
+model: `model/fused` decides what is packed and fused.
 """
 
 from __future__ import annotations
@@ -155,6 +155,7 @@ class LinearKernels:
         self._packed_floats = library.tokenmill_packed_floats
         self._packed_floats.restype = c_int64
         self.panel_width: int = library.tokenmill_panel_width()
+        self.has_amx = uses_amx and bool(library.tokenmill_has_amx())
         self._arena = Arena()
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> PackedWeight:

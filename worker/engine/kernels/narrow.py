@@ -3,7 +3,8 @@
 Few models are born in float32: most checkpoints are bfloat16 or float16, and GGUF files hold blocks of 4 or 8 bits
 with half-precision scales (llama.cpp's Q4_0, Q4_1 and Q8_0). Loaded as float32 they fill two to six times the memory
 with what is known already, and a step of few rows waits for memory alone. What a weight was is found from its values,
-so it matters not how it came; what fits no form stays float32. Activations, products and sums are float32 throughout.
+so it matters not how it came; what fits no form stays float32. Activations are float32 throughout; so are products and
+sums, but for the matrix registers' (amx_float.h).
 """
 
 from __future__ import annotations

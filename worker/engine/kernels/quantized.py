@@ -1,7 +1,7 @@
 """Quantised linear layers on the CPU: 8-bit weights and activations; 4-bit weights with float32 activations.
 
-Both pack into the same `PackedWeight` as float32 does and take the same epilogues. A row's result does not
-depend on the batch. It knows no model.
+Both pack into the same `PackedWeight` as float32 does and take the same epilogues. With 8 bits a row's result does
+not depend on the batch; with 4 it does as in linear.py. It knows no model.
 """
 
 from __future__ import annotations

@@ -41,6 +41,8 @@ def optimise(
         log.warning("the model runs on torch's own linear layers: %s", error)
         return model
     swapped = swap_modules(model, packing)
+    if packing.kernels.has_amx:
+        log.info("products of many rows run in the CPU's matrix registers (AMX)")
     if config.quantization is None:
         forms = ", ".join(f"{count / 1e6:.1f} million as {form}" for form, count in _forms(model).items())
         log.info("weights in memory, each the same bits as in float32: %s", forms or "none packed")
