@@ -2,7 +2,8 @@
 
 Keys and values are made of every token; attention and all behind it of the rows that somebody reads, which are
 gathered for it and put back at the end. A row's result is the same either way, bit for bit, where no kernel's result
-depends on the rows beside it (amx_float.h's do on whether these are few or many). llama.cpp leaves such rows out in the same place.
+depends on the rows beside it (amx_float.h's do on whether these are few or many). llama.cpp leaves such rows out in
+the same place.
 """
 
 from __future__ import annotations
