@@ -48,6 +48,9 @@ class TileShapes {
     int64_t first_ = 0, second_ = 0;
 };
 
+// What was stored before is in memory for what the registers load from now on, which GCC's intrinsics do not tell it.
+inline void store_first() { asm volatile("" ::: "memory"); }
+
 inline bool may_use_amx() {
     static const bool granted = !syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XFEATURE_XTILE_DATA */);
     return granted;

@@ -150,6 +150,7 @@ struct AmxTiles {
             return lanes + ((block - first) & kept) * Made::BLOCK;
         };
         shapes.set(high, TWO ? low : 1);
+        store_first();
         if constexpr (!IS_CODED) {
             if (first) load_sums(sums, STEP, high);
         } else if (!first) {
@@ -158,6 +159,7 @@ struct AmxTiles {
         for (int64_t block = first; block < first + AHEAD && block < last && !IS_MADE; ++block)
             for (int piece = 0; piece < 4; ++piece) make_piece(block, piece, at(block));
         for (int64_t block = first; block < last; ++block) {
+            store_first();
             const auto between = [&](int piece) __attribute__((always_inline)) {
                 if (!IS_MADE && block + AHEAD < last) make_piece(block + AHEAD, piece, at(block + AHEAD));
                 if constexpr (IS_CODED)

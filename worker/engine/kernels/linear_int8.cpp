@@ -110,6 +110,7 @@ void amx_tiles(const Tile &t, int64_t high, int64_t low, TileShapes &shapes) {
     alignas(64) int32_t sums[2 * AMX_ROWS * NR];
     const int64_t stride = t.stride * sizeof(Quad), count = TWO ? high + low : high;
     shapes.set(high, TWO ? low : 1);
+    store_first();
     const u8 *w = t.panel, *ahead = t.ahead;
     const Quad *x = t.x, *second = x + high * t.stride;
     for (int64_t i = 0; i < t.stride; i += AMX_QUADS, w += AMX_BYTES, ahead += AMX_QUADS * t.ahead_stride) {
