@@ -215,7 +215,7 @@ struct AmxLinear {
         float *scratch = (float *)team->scratch((HANDED_IN_ROWS * STEP + spare + lanes_of_panel + own) * sizeof(float));
         const SplitRows rows = SplitRows::at(is_own ? (char *)(scratch + HANDED_IN_ROWS * STEP + lanes_of_panel) : a.workspace, a);
         const auto split = [&](int64_t first, int64_t count, int64_t) {
-            for (int64_t r = first; r < first + count; ++r) rows.template split<Form::PARTS == 0>(a.x + r * a.x_stride, a.k, r);
+            for (int64_t r = first; r < first + count; ++r) rows.template split<Form::PARTS == 0>(a.x + r * a.x_stride, r + 1 < first + count ? a.x_stride : 0, a.k, r);
         };
         if (is_own)
             split(0, a.m, -1);

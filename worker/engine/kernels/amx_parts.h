@@ -68,10 +68,12 @@ struct SplitRows {
         return parts + 3 * row * k + (block * 3 + part) * height(row) * AMX_DEPTH;
     }
     INLINE_MEMBER float *sum(int64_t block, int64_t row) const { return sums + block * m + row; }
+    // The row that is split after it lies `next` floats further on, and is fetched: another core has written it, mostly.
     template <bool WITH_SUMS>
-    void split(const float *x, int64_t k, int64_t row) const {
+    void split(const float *x, int64_t next, int64_t k, int64_t row) const {
         for (int64_t block = 0; block < k / AMX_DEPTH; ++block, x += AMX_DEPTH) {
             vf low = load(x), high = load(x + VW);
+            __builtin_prefetch(x + next), __builtin_prefetch(x + next + VW);
             if (WITH_SUMS) *sum(block, row) = sum_lanes(low + high);
             bf16 *to = tile(block, 0, row - row % AMX_ROWS) + row % AMX_ROWS * AMX_DEPTH;
 #pragma GCC unroll 3
