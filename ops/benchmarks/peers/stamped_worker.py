@@ -1,7 +1,8 @@
 """A whole worker that notes when each token passed: its step's end, its frame in the I/O process, its append's call.
 
-Notes are kept as they come (a reference to what passed, and the time) and written as lines to a file while the engine
-is idle, so that they cost the measured path next to nothing. Settings come from the environment, as for any worker;
+Notes are kept as they come (a reference to what passed, and the time) and written as lines to a file when the engine
+has been idle for a frame, so that they cost the measured path next to nothing: the last answers are on their way yet
+when it has just become so. Settings come from the environment, as for any worker;
 the file's name is the argument. Lines, all times monotonic seconds of the machine's one clock:
 
     submit <time> <job>                     the engine is handed the job
@@ -72,11 +73,14 @@ class StampingHost(EngineProcess):
         self.notes.submitted(requests, now)
 
     async def frames(self) -> AsyncIterator[Frame]:
+        was_idle = False
         async for frame in super().frames():
             self.notes.frame(frame)
             yield frame
-            if not frame.stats.num_running:
+            is_idle = not frame.stats.num_running
+            if is_idle and was_idle:
                 self.notes.write()
+            was_idle = is_idle
 
 
 class StampingStream(JobStream):
