@@ -67,8 +67,8 @@ def build_request(arguments: Mapping[str, Any]) -> JobRequest:
     fields = {name: value for name, value in given.items() if name in _REQUEST}
     fields |= {"job_id": given.get("job_id") or new_job_id(), "created_ms": now_ms, "params": params}
     try:
-        fields["deadline_ms"] = _moment_ms(given.get("deadline"), now_ms)
-        fields["not_before_ms"] = _moment_ms(given.get("not_before"), 0)
+        fields["deadline_ms"] = _moment_ms(given.get("deadline"), now_ms, now_ms)
+        fields["not_before_ms"] = _moment_ms(given.get("not_before"), now_ms, 0)
         request = msgspec.convert(_plain(fields), JobRequest)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:  # msgspec's ValidationError is a ValueError
         raise InvalidRequest([str(error)]) from error
@@ -83,14 +83,14 @@ def checked(request: JobRequest, *, is_decoded: bool = False) -> JobRequest:
     return request
 
 
-def _moment_ms(value: Any, origin_ms: int) -> int | None:
-    """Seconds after the origin, a span of time, or a moment."""
+def _moment_ms(value: Any, now_ms: int, origin_ms: int) -> int | None:
+    """Seconds after the origin, a span of time from now on, or a moment."""
     if value is None:
         return None
     if isinstance(value, datetime):
         return round(value.timestamp() * 1000)
     if isinstance(value, timedelta):
-        return (origin_ms or round(time.time() * 1000)) + round(value.total_seconds() * 1000)
+        return now_ms + round(value.total_seconds() * 1000)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"a time is a number of seconds, a datetime or a timedelta, not {value!r}")
     return origin_ms + round(value * 1000)

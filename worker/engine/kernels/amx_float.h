@@ -16,7 +16,7 @@
 
 #if AMX
 #define AMX_BYTES (1 << 20)  // of the parts of a block of rows, where rows are many: half the second-level cache
-#define AMX_OWN_ROWS 128    // times threads: up to so many rows every thread splits for itself, which is sooner done than shared
+#define AMX_OWN_ROWS 128     // times threads: up to so many every thread splits for itself, which is sooner done than shared
 #define AMX_DEEP 2048        // steps of k whose parts stay in the second-level cache beside them
 
 namespace {
@@ -179,7 +179,6 @@ struct AmxTiles {
             store_sums(sums, STEP, high);
         }
     }
-
 };
 
 template <class Form>

@@ -15,8 +15,8 @@
 #define MR 4
 #endif
 
-#define OWN_ROWS 16  // times threads: up to so many rows every thread rounds for itself, which is sooner done than shared
-#define AMX_FEW 11  // rows that dot products of vectors take
+#define OWN_ROWS 16  // times threads: up to so many every thread rounds for itself, which is sooner done than shared
+#define AMX_FEW 11   // rows that dot products of vectors take
 
 namespace {
 
@@ -79,11 +79,11 @@ void tile(const Tile &t) {
             acc[0][r][0] = dot(acc[0][r][0], columns(w), x);
             acc[0][r][1] = dot(acc[0][r][1], columns(w + VW * DEPTH), x);
         }
-    const ColumnScales columns(t.scales);
+    const ColumnScales scales(t.scales);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
         for (int c = 1; c < CHAINS; ++c) acc[0][r][0] += acc[c][r][0], acc[0][r][1] += acc[c][r][1];
-        columns.store_row(t.rows[r], acc[0][r][0], acc[0][r][1], t.sums + r * NR);
+        scales.store_row(t.rows[r], acc[0][r][0], acc[0][r][1], t.sums + r * NR);
     }
 }
 
@@ -131,11 +131,11 @@ void amx_tiles(const Tile &t, int64_t high, int64_t low, TileShapes &shapes) {
         _tile_stored(2, sums + high * NR, NR * sizeof(int32_t));
         _tile_stored(3, sums + high * NR + VW, NR * sizeof(int32_t));
     }
-    const ColumnScales columns(t.scales);
+    const ColumnScales scales(t.scales);
     for (int64_t r = 0; r < count; ++r) {
         vi left, right;
         memcpy(&left, sums + r * NR, sizeof left), memcpy(&right, sums + r * NR + VW, sizeof right);
-        columns.store_row(t.rows[r], left, right, t.sums + r * NR);
+        scales.store_row(t.rows[r], left, right, t.sums + r * NR);
     }
 }
 
