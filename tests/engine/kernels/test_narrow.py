@@ -120,6 +120,16 @@ def test_one_weight_that_does_not_fit_is_enough(kernels: tuple[LinearKernels, st
         assert NarrowPacker(plain, march=march).pack(weight).form == "float32", form
 
 
+@pytest.mark.parametrize("form", ["bfloat16", "float16"])
+def test_an_odd_number_of_inputs_stays_float32(kernels: tuple[LinearKernels, str], form: str) -> None:
+    """Kernels of half precision take two steps at a time."""
+    plain, march = kernels
+    weight, x = FORMS[form](40, 33), torch.randn(9, 33)
+    packed = NarrowPacker(plain, march=march).pack(weight)
+    assert packed.form == "float32"
+    torch.testing.assert_close(packed(x).double(), x.double() @ weight.double().T, rtol=2e-5, atol=2e-5)
+
+
 def test_q4_0_comes_back_with_either_sign() -> None:
     torch.manual_seed(3)
     weight = q4_0(200, 64)

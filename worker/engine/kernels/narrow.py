@@ -67,8 +67,8 @@ class NarrowPacker:
             return self._int4.pack_codes(*affine, bias)
         if (scaled := find_bytes(rows)) is not None:
             return self._pack_bytes(*scaled, bias)
-        for form, dtype, steps_in_a_lane in (("bf16", torch.bfloat16, 2), ("f16", torch.float16, 1)):
-            if rows.shape[1] % steps_in_a_lane == 0 and fits(rows, dtype):
+        for form, dtype in (("bf16", torch.bfloat16), ("f16", torch.float16)):
+            if rows.shape[1] % 2 == 0 and fits(rows, dtype):
                 panels = self._arena.take(self._columns(rows.shape[0]) * rows.shape[1], dtype)
                 return self._packed(form, (rows.to(dtype),), panels, None, bias)
         return None
