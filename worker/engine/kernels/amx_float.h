@@ -31,7 +31,7 @@ struct AmxTiles {
     const Form &panel, &ahead;
     uint32_t *lanes;      // the panel's right factors in the blocks of this depth, in turns where these are not `kept`
     int64_t first, last;  // blocks of this depth
-    int64_t kept;         // for tiles behind these: all bits set, else AHEAD + 1, a power of two, minus 1
+    int64_t kept;         // all bits set: all blocks, for the tiles behind these; else AHEAD: in turns
     TileShapes &shapes;
 
     INLINE_MEMBER void load_rows(int64_t block, int part, int64_t row, int64_t second) const {
@@ -78,7 +78,8 @@ struct AmxTiles {
 #undef NEXT
     }
 
-    // The products of one block, the smaller ones first and in one order whatever the form, with between(0), …, between(3) among them.
+    // The products of one block, the smaller ones first and in one order whatever the form, with between(0), …, between(3)
+    // among them.
     template <class Between>
     INLINE_MEMBER void block_of(int64_t block, const uint32_t *at, int64_t row, int64_t second, Between between) const {
         if (Form::PARTS > 1) {

@@ -141,10 +141,10 @@ INLINE LinearArguments rows_of(LinearArguments a, int64_t first, int64_t most) {
 }
 
 // A linear layer's phase: multiply(some, columns, next, sums, rest) for all of its columns and, beyond HANDED_IN_ROWS, for
-// blocks of about `most` of its rows, whole tiles of HEIGHT, so that threads come to the end together. `some`: the layer of these rows; `next`:
-// the columns behind, of count 0 where there are none or these go on. ROWS_STAY: a block of rows meets all columns before the
-// next one, else columns meet all blocks. Up to HANDED_IN_ROWS rows it leaves sums [m, STEP],
-// beyond it is given none and stores its outputs itself. `rest`: `bytes` of this thread's scratch.
+// blocks of about `most` of its rows, whole tiles of HEIGHT, so that threads come to the end together. `some`: the layer of
+// these rows; `next`: the columns behind, of count 0 where there are none or these go on. ROWS_STAY: a block of rows meets
+// all columns before the next one, else columns meet all blocks. Up to HANDED_IN_ROWS rows it leaves sums [m, STEP], beyond
+// it is given none and stores its outputs itself. `rest`: `bytes` of this thread's scratch.
 template <int HEIGHT = SIDE_MR, bool ROWS_STAY = false, class Multiply>
 void each_columns(const LinearArguments &a, Team *team, int64_t most, int64_t bytes, Multiply multiply) {
     const int64_t panels = num_panels(a.n);
