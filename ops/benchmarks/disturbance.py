@@ -5,12 +5,18 @@ and nothing is said.
 """
 
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 DISTURBED_SHARE = 0.1  # of all cores' time, stolen and others' together: from here on a round is called disturbed
 SHORTEST_TICKS = 40  # of all cores together: less says nothing
 _IDLE, _IOWAIT, _STEAL = 3, 4, 7  # places in the first line of /proc/stat
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time of a process so far, by all threads that it has or had. Linux tells it of any process; OSError elsewhere."""
+    return time.clock_gettime(~pid << 3 | 2)  # the process's own clock, as clock_getcpuclockid(3) makes it
 
 
 @dataclass(frozen=True, slots=True)

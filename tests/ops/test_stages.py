@@ -12,7 +12,6 @@ LINES = """\
 submit 9.5 a
 token 10.0 10.25 a 1
 append 10.5 a 1
-idle 10.5 3.25
 token 11.0 11.25 a 2
 append 11.5 a 2
 append 12.5 a 2

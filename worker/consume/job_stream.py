@@ -8,9 +8,10 @@ nothing of what is in them.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -25,6 +26,7 @@ from schemas.codec import encode
 from schemas.control import WorkerStatus
 from schemas.keys import Keys
 from worker.consume import replies, scripts
+from worker.consume.held_connection import HeldConnection
 from worker.consume.replies import HeartbeatReply
 from worker.errors import RedisUnavailable, SettingsError
 from worker.jobs import Append, AppendReply, Delivery, Finished
@@ -77,6 +79,7 @@ class JobStream:
         self.on_refused: Callable[[str, int], None] = lambda *_: None  # call, how many fencing tokens were outdated
         self.guard: Callable[[], bool] = lambda: False  # true: this process stood still past its lease
         self._client = client
+        self._append_line = HeldConnection(client)
         self._head: tuple[Argument, ...] = (keys.base, "SPUBLISH" if sharded else "PUBLISH")
         self._held: dict[str, int] = {}  # job id → fencing token
         self._claiming = asyncio.Lock()
@@ -152,7 +155,7 @@ class JobStream:
         parts: list[object] = []
         for item in items:
             parts += _append_parts(item)
-        reply = await self._call(scripts.APPEND, round(self.options.log_ttl_s), encode(parts))
+        reply = await self._call(scripts.APPEND, round(self.options.log_ttl_s), encode(parts), over=self._append_line.call)
         outcome = [(AppendReply.OK, item.chunk.end) for item in items]
         for place, word, end in zip(reply[::3], reply[1::3], reply[2::3], strict=True):
             outcome[place] = (AppendReply(word.decode()), int(end))
@@ -248,15 +251,22 @@ class JobStream:
         if count:
             self.on_refused(call, count)
 
-    async def _call(self, script: Script, *arguments: Argument, attempts: int = 2) -> Any:
-        """A connection that broke while it was idle costs one more attempt, not an error."""
+    async def _call(
+        self,
+        script: Script,
+        *arguments: Argument,
+        attempts: int = 2,
+        over: Callable[..., Awaitable[Any]] | None = None,
+    ) -> Any:
+        """A connection that broke while it was idle costs one more attempt, not an error. `over`: not the client's."""
+        call = over or functools.partial(call_async, self._client)
         started, attempt, is_done = time.perf_counter(), 0, False
         try:
             while True:
                 attempt += 1
                 try:
                     async with _translated():
-                        reply = await call_async(self._client, script, self.keys.meta, *self._head, *arguments)
+                        reply = await call(script, self.keys.meta, *self._head, *arguments)
                     is_done = True
                     return reply
                 except RedisUnavailable:

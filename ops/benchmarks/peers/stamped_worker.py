@@ -8,7 +8,6 @@ the file's name is the argument. Lines, all times monotonic seconds of the machi
     submit <time> <job>                     the engine is handed the job
     token <step's end> <time> <job> <tokens so far>
     append <time> <job> <tokens so far>     its chunk is made; the script's call begins
-    idle <time> <CPU seconds of this process>
 """
 
 import asyncio
@@ -50,7 +49,6 @@ class Notes:
         self._file.writelines(self._token_lines())
         for now, items in self._appends:
             self._file.writelines(f"append {now} {item.chunk.job_id} {item.chunk.end}\n" for item in items)
-        self._file.write(f"idle {time.monotonic()} {time.process_time()}\n")
         self._file.flush()
         self._frames.clear()
         self._appends.clear()

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 from api_client import AsyncClient
+from ops.benchmarks.disturbance import cpu_seconds
 from ops.benchmarks.figures import percentile, stage_figures
 from ops.benchmarks.peers.protocol import EngineOptions, Round, serve
 from ops.benchmarks.peers.stages import Notes, TimedClient, latencies
@@ -92,12 +93,6 @@ class WholeWay:
         self._undo.close()
 
     def run(self, requests: tuple[WorkloadRequest, ...]) -> Round:
-        before = self._cpu()
-        done = self._round(requests)
-        done.cpu_s = {part: seconds - before[part] for part, seconds in self._cpu().items()}
-        return done
-
-    def _round(self, requests: tuple[WorkloadRequest, ...]) -> Round:
         self._rounds += 1
         return asyncio.run(self._run(requests, f"round-{self._rounds}"))
 
@@ -116,7 +111,7 @@ class WholeWay:
 
     def single_jobs(self, count: int) -> dict[str, float]:
         """One job after the other on an idle worker: from submit to the engine, and to the subscriber's first token."""
-        rounds = [self._round(_plain_requests(1, 4)) for _ in range(count)]
+        rounds = [self.run(_plain_requests(1, 4)) for _ in range(count)]
         waits = {"submit": [done.engine_s[0] for done in rounds], "start": [done.first_s[0] for done in rounds]}
         return {
             f"{name}_{rank}_ms": 1e3 * percentile(values, share)
@@ -128,7 +123,7 @@ class WholeWay:
         calls_before, seconds_before = self._scripts()
         offset = self._notes.stat().st_size
         async with TimedClient(self._valkey.url, queue=QUEUE, database=self._database) as client:
-            started = time.monotonic()
+            cpu_before, started = self._cpu(), time.monotonic()
             jobs = await client.submit_many(
                 {
                     "prompt_ids": request.prompt,
@@ -141,9 +136,11 @@ class WholeWay:
             )
             readings = await asyncio.gather(*(_subscribe(client, str(job)) for job in jobs))
             wall_s = time.monotonic() - started
+            cpu_s = {part: seconds - cpu_before[part] for part, seconds in self._cpu().items()}
         notes = self._read_notes(offset, [str(job) for job in jobs], [len(reading.tokens) for reading in readings])
         calls, seconds = self._scripts()
         done = _round(started, wall_s, readings, notes)
+        done.cpu_s = cpu_s
         done.script_calls, done.script_s = calls - calls_before, seconds - seconds_before
         told = {reading.job: reading.times for reading in readings}
         done.latency_s, done.stages = latencies(notes, client.hub.passages(), told)
@@ -159,23 +156,9 @@ class WholeWay:
         return notes
 
     def _cpu(self) -> dict[str, float]:
-        """CPU seconds so far. The worker tells its own twice a second while its engine is idle."""
-        since, deadline, offset = time.monotonic(), time.monotonic() + 10.0, self._notes.stat().st_size
-        while True:
-            with self._notes.open("rb") as file:
-                file.seek(offset)
-                told = [line.split() for line in file.read().splitlines() if line.startswith(b"idle ")]
-            if told and float(told[-1][1]) > since:
-                break
-            if time.monotonic() > deadline:
-                raise RuntimeError("the worker does not tell its CPU time")
-            time.sleep(0.05)
-        server = self._info("cpu")
-        return {
-            "worker": float(told[-1][2]),
-            "server": float(server["used_cpu_user"]) + float(server["used_cpu_sys"]),
-            "subscribers": time.process_time(),
-        }
+        """CPU seconds so far; the worker's are without its engine's, which is a process of its own."""
+        pids = {"worker": self._worker.process.pid, "server": self._valkey.pid, "subscribers": os.getpid()}
+        return {part: cpu_seconds(pid) for part, pid in pids.items()}
 
     def _scripts(self) -> tuple[int, float]:
         """Calls so far, and the server's seconds in them."""

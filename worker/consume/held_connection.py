@@ -1,0 +1,72 @@
+"""One connection that is kept for the calls of one script, one after the other: the call of every engine step.
+
+The library's frame around a call (its pool, retries, metrics, a task and two timers for time limits) costs as much as
+making the chunks of 32 sequences. Connecting stays the library's business, Sentinel's included. It retries nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import Any, cast
+
+import redis.asyncio
+from redis.exceptions import NoScriptError, ResponseError
+
+from api_client.cancellation import heeding_cancellation
+from api_client.connections import SERVER_TROUBLE
+from api_client.scripts import Argument, Script, call_async
+
+
+class HeldConnection:
+    """Opened at the first call and after trouble; closed with the client's own. A cluster's calls go through its
+    client, since a slot may move between two of them.
+    """
+
+    def __init__(self, client: redis.asyncio.Redis) -> None:
+        self._client = client
+        self._is_cluster = isinstance(cast("Any", client), redis.asyncio.RedisCluster)
+        self._connection: Any = None
+        self._timeout_s: float | None = None
+        self._turn = asyncio.Lock()
+
+    async def call(self, script: Script, key: str, *arguments: Argument) -> Any:
+        """As `api_client.scripts.call_async`: one round trip, two when the server has lost the script. Raises what that
+        raises."""
+        if self._is_cluster:
+            return await call_async(self._client, script, key, *arguments)
+        async with self._turn:
+            if self._connection is None:
+                await self._open()
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    try:
+                        return await self._exchange("EVALSHA", script.sha, 1, key, *arguments)
+                    except NoScriptError:
+                        return await self._exchange("EVAL", script.text, 1, key, *arguments)
+            except ResponseError:
+                raise
+            except BaseException:  # cancelled, too: a reply may be on its way that nobody waits for
+                await self._give_up()
+                raise
+
+    async def _exchange(self, *command: Argument) -> Any:
+        await self._connection.send_command(*command, check_health=False)
+        return await self._connection.read_response(timeout=math.inf)
+
+    async def _open(self) -> None:
+        pool: Any = self._client.connection_pool
+        with heeding_cancellation():
+            connection = await pool.get_connection()
+        self._timeout_s, connection.socket_timeout = connection.socket_timeout, None  # ours is around both ways
+        self._connection = connection
+
+    async def _give_up(self) -> None:
+        connection, self._connection = self._connection, None
+        connection.socket_timeout = self._timeout_s
+        try:
+            await connection.disconnect(nowait=True)
+        except SERVER_TROUBLE:
+            pass
+        finally:
+            await cast("Any", self._client.connection_pool).release(connection)
