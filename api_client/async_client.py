@@ -165,6 +165,8 @@ class AsyncClient(ClientBase):
             while (effect := performer.step(program)) is not None:
                 if isinstance(effect, Tell):
                     yield effect.value
+                elif isinstance(effect, Receive):
+                    await performer.receive(effect.timeout)
                 else:
                     await performer.perform(effect)
         finally:
@@ -198,15 +200,18 @@ class _Performer:
             return None
 
     async def perform(self, effect: Effect) -> None:
-        if isinstance(effect, Receive):  # for every chunk; it waits for a future of ours, which loses no cancellation
-            assert self._subscription is not None, "a program listens before it receives"
-            self._answer = await self._subscription.receive(effect.timeout)
-            return
+        if isinstance(effect, Receive):
+            return await self.receive(effect.timeout)
         try:
             with heeding_cancellation():
                 self._answer = await self._perform(effect)
         except SERVER_TROUBLE as error:
             self._trouble = translate(error)
+
+    async def receive(self, timeout: float) -> None:
+        """For every chunk. It waits for a future of ours, which loses no cancellation."""
+        assert self._subscription is not None, "a program listens before it receives"
+        self._answer = await self._subscription.receive(timeout)
 
     async def _perform(self, effect: Effect) -> Any:
         match effect:

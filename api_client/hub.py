@@ -44,6 +44,7 @@ class HubSubscription:
         self._waiter: asyncio.Future[None] | None = None
         self._wait_until = 0.0  # the loop's time
         self._timer: asyncio.TimerHandle | None = None
+        self._rings_at = math.inf  # when it rings; never without one
 
     def deliver(self, message: bytes | Signal) -> None:
         if len(self._messages) >= MAX_WAITING:
@@ -55,33 +56,31 @@ class HubSubscription:
     async def receive(self, timeout: float) -> bytes | Signal | None:
         """The next message; None after `timeout` seconds; MISSED when some may have been lost."""
         if not self._messages:
-            await self._wait(timeout)
+            loop = asyncio.get_running_loop()
+            self._wait_until = loop.time() + timeout
+            if self._rings_at > self._wait_until:
+                self._set_timer(loop)
+            self._waiter = loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
         return self._messages.popleft() if self._messages else None
 
     async def close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
+            self._timer, self._rings_at = None, math.inf
         await self._hub.forget(self)
-
-    async def _wait(self, timeout: float) -> None:
-        loop = asyncio.get_running_loop()
-        self._wait_until = loop.time() + timeout
-        if self._timer is None or self._timer.when() > self._wait_until:
-            self._set_timer(loop)
-        self._waiter = loop.create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
 
     def _set_timer(self, loop: asyncio.AbstractEventLoop) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        self._rings_at = self._wait_until
         self._timer = loop.call_at(self._wait_until, self._ring, loop)
 
     def _ring(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._timer = None
+        self._timer, self._rings_at = None, math.inf
         if self._waiter is None:
             return
         if loop.time() < self._wait_until:
@@ -122,9 +121,10 @@ class _Session:
             except (*SERVER_TROUBLE, AttributeError):  # the last: the library lost the socket under our hands
                 self.is_stale = True
 
-    async def receive(self) -> list[Any]:
-        """[kind, channel, content], straight from the connection: what the library does around it for each message (a
-        timer, a retry's frame, a dictionary) costs more than the message.
+    async def receive(self) -> list[list[Any]]:
+        """[kind, channel, content] each, straight from the connection: what the library does around it for each message (a
+        timer, a retry's frame, a dictionary) costs more than the message. The first is waited for, and with it comes what
+        the library's parser has read along with it: a step's messages arrive together.
         """
         connection = self._pubsub.connection
         reply: list[Any] | None = None
@@ -134,7 +134,13 @@ class _Session:
             )
         if reply is None:  # it waits for ever: this is what the library makes of a peer that is gone (ETIMEDOUT)
             raise ConnectionError("the connection is lost")
-        return reply
+        replies = [reply]
+        if type(reply) is list and (read := _reader_of(connection)) is not None:  # with RESP3 they are of another type
+            while type(reply := read(False)) is list:
+                replies.append(reply)
+            if isinstance(reply, Exception):
+                raise reply
+        return replies
 
     async def close(self) -> None:
         async with self._lock:
@@ -253,13 +259,13 @@ class ChannelHub:
             with contextlib.suppress(TimeoutError), heeding_cancellation():
                 async with asyncio.timeout(_POLL_S):  # one for many messages: only to look whether it is stale
                     while self._reader is me and self._subscribers and not session.is_stale:
-                        if not self._hand_on(await session.receive()):
+                        if not all(map(self._hand_on, await session.receive())):
                             return
 
     def _hand_on(self, message: list[Any]) -> bool:
         """False: the slot has moved, connect anew."""
         kind, channel = message[0], message[1].decode()
-        if kind in (b"message", b"smessage"):
+        if kind == b"message" or kind == b"smessage":
             for subscription in self._subscribers.get(channel, ()):
                 subscription.deliver(message[2])
         elif kind in (b"subscribe", b"ssubscribe") and channel in self._confirmed:
@@ -267,6 +273,12 @@ class ChannelHub:
         elif kind == b"sunsubscribe" and channel in self._subscribers:
             return False
         return True
+
+
+def _reader_of(connection: Any) -> Callable[[bool], Any] | None:
+    """What gives out the replies that hiredis has parsed, undecoded; None where the library parses otherwise."""
+    reader = getattr(getattr(connection, "_parser", None), "_reader", None)
+    return getattr(reader, "gets", None)
 
 
 def _node_options(node: Any) -> dict[str, Any]:

@@ -157,7 +157,8 @@ class _Patience:
         return min(self._view.idle_s, left)
 
     def progress(self) -> None:
-        self._since = time.monotonic()
+        if self._timeout is not None:
+            self._since = time.monotonic()
 
     def all_well(self) -> None:
         self.was_connected, self._failures, self._trouble_since = True, 0, None
@@ -185,7 +186,15 @@ def follow(view: QueueView, job_id: str, starting_after: int, timeout: float | N
             yield Listen(view.keys.chunks(job_id))
             yield from _catch_up(view, cursor, patience)
             while not cursor.is_over:
-                yield from _follow_once(view, cursor, patience)
+                message = yield Receive(patience.turn())
+                chunk = _chunk_of(message)
+                told = cursor.accept(chunk) if chunk is not None else None
+                if told is None:
+                    yield from _look_again(view, cursor, patience, was_silent=message is None)
+                    continue
+                patience.progress()
+                for chunk in told:
+                    yield Tell(chunk)
         except (QueueUnavailable, JobNotFound) as trouble:
             result = yield LookUp(job_id)
             if result is not None:
@@ -194,15 +203,9 @@ def follow(view: QueueView, job_id: str, starting_after: int, timeout: float | N
                 yield Sleep(patience.bear(trouble))
 
 
-def _follow_once(view: QueueView, cursor: StreamCursor, patience: _Patience) -> Program[None]:
-    message = yield Receive(patience.turn())
-    chunk = _chunk_of(message)
-    told = cursor.accept(chunk) if chunk is not None else None
-    if told is not None:
-        patience.progress()
-        yield from _tell(told)
-        return
-    was_silent, before = message is None, cursor.next_index
+def _look_again(view: QueueView, cursor: StreamCursor, patience: _Patience, *, was_silent: bool) -> Program[None]:
+    """The messages do not say how it goes on: the log does."""
+    before = cursor.next_index
     yield from _catch_up(view, cursor, patience)
     if was_silent and cursor.next_index > before:  # the log knew what nobody told us: the subscription is dead
         yield Listen(view.keys.chunks(cursor.job_id))

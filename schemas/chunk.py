@@ -6,7 +6,7 @@ from schemas.generation import FinishReason, TokenLogprob
 from schemas.result import JobError, JobStatus, Usage
 
 
-class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """One or more consecutive tokens of one choice; a chunk per token while streaming.
 
     `index` is the number of tokens of this job (all choices together) before this chunk, so a reader

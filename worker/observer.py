@@ -64,6 +64,7 @@ class Observer:
             timeline = self._timelines.get(job.job_id)
             if timeline is not None:
                 timeline.request, timeline.started_ns = job.request, now
+                timeline.kind = job.request.priority.value, job.request.tenant
             if job.request.tenant not in self._tenant_rates:
                 rate = self._tenant_rates[job.request.tenant] = Rate()
                 rate.add(self._tenant_tokens[job.request.tenant])
@@ -71,21 +72,25 @@ class Observer:
     def stepped(self, frame: Frame) -> None:
         """After the frame's tokens have been published."""
         now = self._clock_ns()
-        gap = None
+        alike: dict[tuple[tuple[str, str], int, int], int] = {}  # (kind, token before, tokens at once): tokens in all
         for event in frame.events:
             count = len(event.token_ids)
             timeline = self._timelines.get(event.request_id) if count else None
             if timeline is None or timeline.request is None:
                 continue
             timeline.tokens += count
-            self._tenant_tokens[timeline.tenant] += count
-            last = timeline.last_ns.get(event.choice)
+            last = timeline.last_ns.get(event.choice, 0)
             timeline.last_ns[event.choice] = now
-            if last is not None:
-                gap = (now - last) / 1e9 / count
-                self._metrics.inter_token.of(timeline.request.priority.value).observe(gap, count)
-            elif not timeline.first_ns:
+            if not last and not timeline.first_ns:
                 self._first_token(timeline, now)
+            group = timeline.kind, last, count
+            alike[group] = alike.get(group, 0) + count
+        gap = None
+        for ((priority, tenant), last, count), num_tokens in alike.items():
+            self._tenant_tokens[tenant] += num_tokens
+            if last:
+                gap = (now - last) / 1e9 / count
+                self._metrics.inter_token.of(priority).observe(gap, num_tokens)
         if gap is not None:
             self.token_s.add(gap)
         self._count_steps(frame.stats)

@@ -190,9 +190,10 @@ class Service:
         async for frame in self._host.frames():
             self.health.stats = frame.stats
             if frame.events or self._publisher.has_pending:
-                for part in in_turn(frame.events, self._urgent, self._events_at_once):
+                for number, part in enumerate(in_turn(frame.events, self._urgent, self._events_at_once)):
+                    if number:
+                        await asyncio.sleep(0)
                     await self._act_on(await self._publisher.handle(part))
-                    await asyncio.sleep(0)
             if self._retries:
                 await self._give_back_retries()
             if len(self._quarantine):

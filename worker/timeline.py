@@ -22,6 +22,7 @@ class Timeline:
     delivery: Delivery
     claimed_ns: int
     request: JobRequest | None = None
+    kind: tuple[str, str] = ("", "")  # priority and tenant: what its tokens are counted by
     started_ns: int = 0
     first_ns: int = 0
     last_ns: dict[int, int] = field(default_factory=dict)

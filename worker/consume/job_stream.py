@@ -152,9 +152,7 @@ class JobStream:
             return [(AppendReply.LOST, item.chunk.index) for item in items]
         if not items:
             return []
-        parts: list[object] = []
-        for item in items:
-            parts += _append_parts(item)
+        parts = [part for item in items for part in _append_parts(item)]
         reply = await self._call(scripts.APPEND, round(self.options.log_ttl_s), encode(parts), over=self._append_line.call)
         outcome = [(AppendReply.OK, item.chunk.end) for item in items]
         for place, word, end in zip(reply[::3], reply[1::3], reply[2::3], strict=True):

@@ -31,7 +31,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     done: tuple[int, ...] = ()  # choices that ended in an earlier attempt: not run again
 
 
-class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """What one step did for one choice of a request: zero or more tokens, and maybe its end.
 
     `num_cached_tokens` is set on the first event of a choice. `error` is one sentence for the user,

@@ -38,6 +38,7 @@ class Chunker:
             self._per_chunk = max(1, checkpoint_tokens)
         self._row = 0 if self._streams or num_choices == 1 else max(1, self._per_chunk // num_choices)
         self._tells_ends = self._streams and num_choices > 1
+        self._is_plain = self._streams and num_choices == 1
         self._unconfirmed: deque[Append] = deque()
         self._made = 0
         self._fixed = 0  # the order of so many tokens may have been told: it stays, also when the log is shorter
@@ -61,13 +62,13 @@ class Chunker:
         """Is there something to append? A chunk of several tokens waits until it is full, but not at the beginning of
         a stream, and not at an end. An answer that is told to nobody needs no log at its end: the result replaces it.
         """
-        if self._answer.is_finished and not self._streams:
+        if not self._streams and self._answer.is_finished:
             return False
         if self._unconfirmed:
             return True
         if self._row:
             return self._made < self._fixed or self._next_row(self._positions) is not None
-        waiting = self._answer.num_tokens - self._made
+        waiting = len(self._answer.order) - self._made
         if waiting >= self._per_chunk:
             return True
         if waiting and (self._answer.is_finished or (self._streams and not self._made)):
@@ -80,9 +81,13 @@ class Chunker:
         catches up. Several choices keep the order of their steps: another worker makes it again as a rule, and who was
         told what the server lost may come back with no more than the number of tokens that he has.
         """
+        unconfirmed = self._unconfirmed
+        if self._is_plain and not unconfirmed and self._made + 1 == len(self._answer.order):  # as a rule
+            append = self._append(self._make(self._made, self._made + 1))
+            unconfirmed.append(append)
+            return [append]
         most = max(self._per_chunk, MOST_TOGETHER) if together and self._streams else self._per_chunk
         ready = self._arrange() if self._row else self._answer.num_tokens
-        unconfirmed = self._unconfirmed
         while len(unconfirmed) < limit and self._made < ready:
             unconfirmed.append(self._append(self._make(self._made, self._next_end(most, ready))))
         if self._tells_ends and self._made == self._answer.num_tokens:

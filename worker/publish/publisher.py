@@ -149,7 +149,8 @@ class Publisher:
         for job_id, running in touched.items():
             if running.chunker.is_due:
                 self._due.setdefault(job_id, running)
-                self._gathering.pop(job_id, None)
+                if self._gathering:
+                    self._gathering.pop(job_id, None)
             elif job_id not in self._due:
                 self._gather(job_id, running)
         self._end_gathering(time.monotonic() - self._limits.chunk_wait_s)
@@ -270,6 +271,9 @@ class Publisher:
     ) -> None:
         rewound: set[_Running] = set()  # to be sent again from the log's end: their other replies say the same
         for running, item, (reply, end) in zip(owners, items, replies, strict=True):
+            if reply is AppendReply.OK and not rewound:
+                running.chunker.confirm()
+                continue
             job_id = item.chunk.job_id
             if running in rewound or self._running.get(job_id) is not running:
                 continue

@@ -31,9 +31,15 @@ class ByteLevelDetokenizer:
     def __init__(self, piece: Callable[[int], bytes]) -> None:
         self._piece = piece
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._is_between = True  # two characters, not within one
 
     def push(self, token_id: int) -> str:
-        return self._decoder.decode(self._piece(token_id))
+        piece = self._piece(token_id)
+        if self._is_between and piece.isascii():  # most are, and the decoder is dear
+            return piece.decode("ascii")
+        text = self._decoder.decode(piece)
+        self._is_between = not self._decoder.getstate()[0]
+        return text
 
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)

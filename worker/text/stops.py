@@ -59,6 +59,11 @@ class StopFinder:
         self._held = ""
         self.stopped = False
 
+    @property
+    def is_idle(self) -> bool:
+        """There is nothing to look for."""
+        return not self._matchers
+
     def push(self, text: str) -> str:
         """What is certain now. After a stop string was found: nothing more, ever."""
         if self.stopped or not text:

@@ -18,17 +18,20 @@ class TextStream:
 
     `token_ids` is what is delivered and billed: up to the token that completed a stop string. `pieces`
     has the text that each of them made certain; `rest` is text after the last token's piece, which only
-    an answer that was broken off has.
+    an answer that was broken off has. `stopped`: a stop string was found, so the text is complete and further tokens
+    are nothing to it.
     """
 
     def __init__(self, detokenizer: Detokenizer, stop: Iterable[str] = (), min_tokens: int = 0) -> None:
         self._detokenizer = detokenizer
         self._stops = StopFinder(stop)
+        self._has_stops = not self._stops.is_idle
         self._min_tokens = min_tokens
         self._is_closed = False
         self.token_ids: list[int] = []
         self.pieces: list[str] = []
         self.rest = ""
+        self.stopped = False
 
     @property
     def text(self) -> str:
@@ -39,19 +42,14 @@ class TextStream:
         """The length of the text after each token's piece."""
         return tuple(accumulate(map(len, self.pieces)))
 
-    @property
-    def stopped(self) -> bool:
-        """A stop string was found: the text is complete, further tokens are nothing to it."""
-        return self._stops.stopped
-
     def push(self, token_id: int) -> str:
         """The text that this token makes certain. Ignored once stopped or closed."""
         if self.stopped or self._is_closed:
             return ""
         self.token_ids.append(token_id)
         text = self._detokenizer.push(token_id)
-        if len(self.token_ids) >= self._min_tokens:
-            text = self._stops.push(text)
+        if self._has_stops and len(self.token_ids) >= self._min_tokens:
+            text = self._look_for_stops(text)
         self.pieces.append(text)
         return text
 
@@ -65,7 +63,7 @@ class TextStream:
             self._is_closed = True
             return ""
         self._is_closed = True
-        text = self._stops.push(self._detokenizer.flush())
+        text = self._look_for_stops(self._detokenizer.flush())
         if not self.stopped:
             text += self._stops.flush()
         if with_last_token and self.pieces:
@@ -73,6 +71,11 @@ class TextStream:
         else:
             self.rest = text
         return text
+
+    def _look_for_stops(self, text: str) -> str:
+        certain = self._stops.push(text)
+        self.stopped = self._stops.stopped
+        return certain
 
     def replay(self, token_ids: Iterable[int]) -> None:
         """Catch up with tokens that an earlier attempt delivered."""
