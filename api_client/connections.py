@@ -7,6 +7,7 @@ is retried behind the caller's back unless it says so: whoever sends a write kno
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -140,10 +141,24 @@ def _options(link: Link) -> dict[str, Any]:
         "socket_connect_timeout": link.connect_timeout_s,
         "health_check_interval": 0,
     }
+    if (driver_info := _driver_info()) is not None:
+        options["driver_info"] = driver_info
     if link.client_name:
         options["client_name"] = link.client_name
     options["max_connections"] = link.max_connections or _MAX_CONNECTIONS
     return options
+
+
+@functools.cache
+def _driver_info() -> object | None:
+    """What connections call themselves. Left to it, the library reads its own package's metadata for each of them: 0.4 ms,
+    and a client that follows 32 jobs opens as many. None for earlier versions, which do so once.
+    """
+    try:
+        from redis.driver_info import DriverInfo
+    except ImportError:
+        return None
+    return DriverInfo()
 
 
 def _backoff() -> ExponentialWithJitterBackoff:
