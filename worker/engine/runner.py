@@ -113,7 +113,7 @@ class ModelRunner:
         may_shorten = config.max_model_len is None
         config = _resolved(config, loaded)
         dtype = kv_dtype(config, loaded.dtype)
-        backend = choose(config.attention, loaded.device, dtype, list(loaded.shapes), config.block_size)
+        backend = choose(config.attention, loaded.device, dtype, list(loaded.shapes), config.block_size, config.amx)
         cache_config, length = size_cache(loaded, config, backend, dtype, may_shorten)
         if config.tensor_parallel:
             cache_config = ranks.agree(cache_config)

@@ -26,7 +26,7 @@ def backend() -> CpuAttention:
     reason = CpuAttention.why_not(torch.device("cpu"), torch.float32, AttentionShape(4, 2, 64, 1.0), 16)
     if reason is not None:
         pytest.skip(reason)
-    return CpuAttention()
+    return CpuAttention(uses_amx=False)
 
 
 @pytest.fixture
@@ -151,7 +151,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def test_every_vector_width_gives_the_result(march: str) -> None:
     """The paths that this machine would not choose: 128 bits without fused multiply-add, and AVX2."""
     try:
-        backend = CpuAttention(march=march)
+        backend = CpuAttention(march=march, uses_amx=False)
     except KernelUnavailableError as error:
         pytest.skip(str(error))
     for case in CASES:

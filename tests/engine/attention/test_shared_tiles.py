@@ -22,7 +22,7 @@ DIM = 32
 def backend(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CpuAttention:
     folder: Path | None = None if request.param == "native" else tmp_path_factory.mktemp("kernels")
     try:
-        return CpuAttention(folder, request.param)
+        return CpuAttention(folder, request.param, uses_amx=False)
     except KernelUnavailableError as error:
         pytest.skip(f"no kernel: {error}")
 

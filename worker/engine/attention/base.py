@@ -57,6 +57,7 @@ class AttentionBackend(ABC):
     """Stateless but for compiled kernels. `write` comes before `attend` for the same layer and step."""
 
     name: str
+    uses_amx = True  # on a CPU that has such registers: EngineConfig.amx
 
     @classmethod
     @abstractmethod

@@ -1,7 +1,8 @@
 """Paged attention on the CPU through a C++ kernel that reads blocks in place.
 
 Float32 arithmetic over float32, bfloat16 or float16 storage. A row's result does not depend on its batch,
-its chunk or the number of threads, bit for bit. The layout inside a block is the kernel's own business:
+its chunk or the number of threads, bit for bit, but for this: where the CPU has matrix registers (AMX) and may use
+them, rows that come with many others get their sums from there, as exact but not the same. The layout inside a block is the kernel's own business:
 keys in strips of `[head_dim, 16 tokens]`, values `[token, head_dim]`; only its size follows `block_shape`.
 """
 
@@ -39,7 +40,7 @@ class AttendArguments(ctypes.Structure):
         *((name, c_int64) for name in ("workspace_bytes", "query_stride", "query_head_stride", "block_stride")),
         *((name, c_int64) for name in ("value_offset", "table_stride")),
         *((name, c_int32) for name in ("num_tokens", "num_seqs", "num_heads", "num_kv_heads", "head_dim")),
-        *((name, c_int32) for name in ("block_size", "window", "kv_type")),
+        *((name, c_int32) for name in ("block_size", "window", "kv_type", "uses_amx")),
         *((name, c_float) for name in ("scale", "softcap")),
     ]
 
@@ -77,7 +78,8 @@ class CpuAttention(AttentionBackend):
 
     name = "cpu"
 
-    def __init__(self, cache_dir: Path | None = None, march: str = "native") -> None:
+    def __init__(self, cache_dir: Path | None = None, march: str = "native", uses_amx: bool = True) -> None:
+        self.uses_amx = uses_amx
         attention, cache_write = load("attention", cache_dir, march), load("cache_write", cache_dir, march)
         self._call = Caller(cache_dir, march)
         self.members = (cache_write.tokenmill_write_member, attention.tokenmill_attend_member)
@@ -158,6 +160,7 @@ class CpuAttention(AttentionBackend):
             block_size=metadata.block_size,
             window=metadata.window or 0,
             kv_type=KV_TYPES[cache.dtype],
+            uses_amx=self.uses_amx,
             scale=shape.scale,
             softcap=shape.softcap or 0.0,
         )

@@ -47,14 +47,23 @@ def why_not(
 
 
 def choose(
-    name: AttentionName, device: torch.device, dtype: torch.dtype, shapes: list[AttentionShape], block_size: int
+    name: AttentionName,
+    device: torch.device,
+    dtype: torch.dtype,
+    shapes: list[AttentionShape],
+    block_size: int,
+    amx: bool = True,
 ) -> AttentionBackend:
-    """The named backend, or the first that can serve every layer. Raises EngineConfigError with the reasons."""
+    """The named backend, or the first that can serve every layer; `amx`: it may use the CPU's matrix registers. Raises
+    EngineConfigError with the reasons.
+    """
     candidates = _PREFERRED.get(device.type, ("reference",)) if name == "auto" else (name,)
     refused: list[str] = []
     for candidate in candidates:
         reason = why_not(candidate, device, dtype, shapes, block_size)
         if reason is None:
-            return backend_class(candidate)()
+            backend = backend_class(candidate)()
+            backend.uses_amx = amx
+            return backend
         refused.append(f"attention backend {candidate!r} cannot be used: {reason}")
     raise EngineConfigError(refused)

@@ -36,6 +36,7 @@ class TileShapes {
         alignas(64) Configuration of;
         const int64_t rows[8] = {first, first, second, second, first, second, 16, 16};
         for (int i = 0; i < 8; ++i) of.rows[i] = (uint8_t)rows[i];
+        asm volatile("" ::"r"(&of) : "memory");  // all of it is there: the intrinsic names its first eight bytes alone
         _tile_loadconfig(&of);
     }
 

@@ -88,8 +88,8 @@ struct SplitRows {
 
 // How a form's weights become right factors: BLOCK lanes for AMX_DEPTH steps of k, as [part][pair of steps][NR]. They are
 // made in pieces, which the products of earlier blocks hide.
-#define PIECE 8  // steps of k
-#define AHEAD 1  // blocks, a power of two minus 1
+constexpr int PIECE = 8;  // steps of k
+constexpr int AHEAD = 1;  // blocks, a power of two minus 1
 
 template <class Form, int PARTS = Form::PARTS>
 struct Factors {

@@ -10,12 +10,12 @@
 // Keys lie in strips, [head_dim][16 tokens], so that 16 logits come without a horizontal sum; values lie
 // [token][head_dim]. Block sizes that are no multiple of 16 keep all tokens of a block in one strip.
 
-#include "attention_plan.h"
+#include "attention_amx.h"
 
 namespace {
 
 template <class T>
-struct Tile {  // where the strips of one tile lie; entries outside [first, last) are undefined
+struct KeyTile {  // where the strips of one tile lie; entries outside [first, last) are undefined
     const T *keys[TILE_STRIPS], *values[TILE_STRIPS];
     int first, last;  // positions within the tile that some row of the unit sees
 };
@@ -27,12 +27,16 @@ struct Attention {
     const int group, width;      // query heads per key/value head; head_dim rounded to whole strips
     const bool in_place;         // strips can be used where they lie
     const int64_t head_stride;   // between heads of a block
+    AmxAttention<T> amx;         // of this thread
 
-    Attention(const AttendArguments &arguments, Plan &p)
+    Attention(const AttendArguments &arguments, Plan &p, Team *team)
         : a(arguments), plan(p), group(arguments.num_heads / arguments.num_kv_heads),
           width(rounded(arguments.head_dim, STRIP)),
           in_place(arguments.block_size % STRIP == 0 && arguments.head_dim % STRIP == 0),
-          head_stride((int64_t)arguments.block_size * arguments.head_dim) {}
+          head_stride((int64_t)arguments.block_size * arguments.head_dim),
+          amx(a, most_rows(), team->scratch(takes_amx(a) ? AmxAttention<T>::bytes(a, most_rows()) : 0)) {}
+
+    int64_t most_rows() const { return group < AMX_UNIT_ROWS ? AMX_UNIT_ROWS : group; }
 
     int partial_floats(const Unit &u) const { return u.num_tokens * group * (width + 2); }
 
@@ -43,7 +47,7 @@ struct Attention {
         return (const T *)a.cache + id * a.block_stride + u.head * head_stride;
     }
 
-    void locate(const Unit &u, int t, Tile<T> &tile) const {
+    void locate(const Unit &u, int t, KeyTile<T> &tile) const {
         const int base = t * TILE;
         const int end = u.position + u.num_tokens;
         const int begin = first_key(u.position);
@@ -59,7 +63,7 @@ struct Attention {
     }
 
     // Strips widened to float32 (and gathered, where blocks are no whole strips); unseen positions become 0.
-    void pack(const Unit &u, int t, const Tile<T> &from, Tile<float> &to, float *space) const {
+    void pack(const Unit &u, int t, const KeyTile<T> &from, KeyTile<float> &to, float *space) const {
         const int strip0 = from.first / STRIP, strip1 = rounded(from.last, STRIP) / STRIP;
         to.first = from.first, to.last = from.last;
         for (int s = strip0; s < strip1; ++s) {
@@ -76,7 +80,7 @@ struct Attention {
         }
     }
 
-    void gather(const Unit &u, int base, int s, const Tile<T> &from, float *keys, float *values) const {
+    void gather(const Unit &u, int base, int s, const KeyTile<T> &from, float *keys, float *values) const {
         const int tokens = a.block_size % STRIP == 0 ? STRIP : a.block_size;  // in one strip of the cache
         memset(keys, 0, sizeof(float) * STRIP * width);
         memset(values, 0, sizeof(float) * STRIP * width);
@@ -96,7 +100,7 @@ struct Attention {
 
     // One tile for all rows of a unit: max[rows], sum[rows], values[rows][width] (undefined where a row saw nothing).
     template <class K, bool AHEAD>
-    void compute(const Unit &u, int t, const Tile<K> &tile, const K *const *ahead, const float *query, float *scores,
+    void compute(const Unit &u, int t, const KeyTile<K> &tile, const K *const *ahead, const float *query, float *scores,
                  float *max, float *sum, float *values) const {
         const int rows = u.num_tokens * group, dim = a.head_dim;
         for (int r = 0; r < rows; r += MAX_ROWS) {
@@ -120,7 +124,7 @@ struct Attention {
 
     // What `count` rows from r on, those of one register tile, see of the tile that begins at position `base`.
     template <class K>
-    Seen see(const Unit &u, int base, const Tile<K> &tile, int r, int count) const {
+    Seen see(const Unit &u, int base, const KeyTile<K> &tile, int r, int count) const {
         Seen seen;
         int position = u.position + r / group, left = group - r % group;
         for (int i = 0; i < count; ++i, --left) {
@@ -132,6 +136,11 @@ struct Attention {
         seen.any_first = seen.first[0] > tile.first ? seen.first[0] : tile.first;
         seen.any_last = seen.last[count - 1] < tile.last ? seen.last[count - 1] : tile.last;
         return seen;
+    }
+
+    // [rows, head_dim], scaled; that is all of them.
+    void take_queries(const float *query, int64_t rows) {
+        if (AmxAttention<T>::takes(a, rows)) amx.take_queries(query, rows);
     }
 
     void load_query(const Unit &u, float *query) const {
@@ -157,13 +166,13 @@ struct Attention {
     }
 
     // What to fetch into the cache while working on strip s: the strip four further on, then the values, then `next`.
-    void look_ahead(const Tile<T> &tile, const Item *next, const T **ahead) const {
+    void look_ahead(const KeyTile<T> &tile, const Item *next, const T **ahead) const {
         const int strip0 = tile.first / STRIP, strip1 = rounded(tile.last, STRIP) / STRIP;
         const T *order[2 * TILE_STRIPS + 4];
         int n = 0;
         for (int s = strip0; s < strip1; ++s) order[n++] = tile.keys[s];
         for (int s = strip0; s < strip1; ++s) order[n++] = tile.values[s];
-        Tile<T> then = tile;
+        KeyTile<T> then = tile;
         if (next) locate(plan.units[next->unit], next->tile < 0 ? plan.units[next->unit].first_tile : next->tile, then);
         for (int i = 0; i < 4; ++i) {
             const int s = then.first / STRIP + i;
@@ -175,11 +184,16 @@ struct Attention {
     }
 
     void one_tile(const Unit &u, int t, const Item *next, const float *query, float *scratch, float *max, float *sum,
-                  float *values) const {
-        Tile<T> tile;
+                  float *values) {
+        KeyTile<T> tile;
         locate(u, t, tile);
         const int rows = u.num_tokens * group;
         float *scores = scratch;
+        if (AmxAttention<T>::takes(a, rows)) {
+            const auto seen = [&](int r, int count) { return see(u, t * TILE, tile, r, count); };
+            amx.compute(tile.keys, tile.values, tile.first, tile.last, seen, max, sum, values);
+            return;
+        }
         if (in_place && (sizeof(T) == sizeof(float) || rows <= 2 * MAX_ROWS)) {
             const T *ahead[2 * TILE_STRIPS];
             if (rows <= 2 * MAX_ROWS) {
@@ -191,19 +205,20 @@ struct Attention {
             }
             return;
         }
-        Tile<float> packed;
+        KeyTile<float> packed;
         const float *ahead[2 * TILE_STRIPS] = {};
         pack(u, t, tile, packed, scores + MAX_ROWS * TILE);
         compute<float, false>(u, t, packed, ahead, query, scores, max, sum, values);
     }
 
-    void whole_unit(const Unit &u, const Item *next, float *scratch) const {
+    void whole_unit(const Unit &u, const Item *next, float *scratch) {
         const int rows = u.num_tokens * group;
         const int room = rounded(rows, VW);
         float *query = scratch, *max = query + (int64_t)rows * a.head_dim, *sum = max + room, *tile_max = sum + room;
         float *tile_sum = tile_max + room, *values = tile_sum + room, *tile_values = values + (int64_t)rows * width;
         float *rest = tile_values + (int64_t)rows * width;
         load_query(u, query);
+        take_queries(query, rows);
         memset(values, 0, sizeof(float) * rows * width);
         for (int r = 0; r < rows; ++r) max[r] = -INFINITY, sum[r] = 0.0f;
         for (int t = u.first_tile; t < u.last_tile; ++t) {
@@ -214,19 +229,20 @@ struct Attention {
         for (int r = 0; r < rows; ++r) finish(u, r, max[r], sum[r], values + (int64_t)r * width);
     }
 
-    void work(const Item &item, const Item *next, float *scratch) const {
+    void work(const Item &item, const Item *next, float *scratch) {
         const Unit &u = plan.units[item.unit];
         if (item.tile < 0) return whole_unit(u, next, scratch);
         if (item.others >= 0) return shared_tile(item, next, scratch);
         const int rows = u.num_tokens * group;
         float *partial = plan.partials + u.partials + (int64_t)(item.tile - u.first_tile) * partial_floats(u);
         load_query(u, scratch);
+        take_queries(scratch, rows);
         one_tile(u, item.tile, next, scratch, scratch + (int64_t)rows * a.head_dim, partial, partial + rows,
                  partial + 2 * rows);
     }
 
     // One tile for the only tokens of several units, as if they were tokens of one that all see the whole tile.
-    void shared_tile(const Item &item, const Item *next, float *scratch) const {
+    void shared_tile(const Item &item, const Item *next, float *scratch) {
         int32_t members[UNIT_ROWS], count = 0;
         members[count++] = item.unit;
         for (int32_t l = item.others; l >= 0; l = plan.links[l].next) members[count++] = plan.links[l].unit;
@@ -234,6 +250,7 @@ struct Attention {
         Unit all = plan.units[item.unit];
         all.num_tokens = count, all.position = (item.tile + 1) * TILE;
         const int64_t rows = (int64_t)count * group;
+        take_queries(scratch, rows);
         float *max = scratch + rows * a.head_dim, *sum = max + rows, *values = sum + rows, *rest = values + rows * width;
         one_tile(all, item.tile, next, scratch, rest, max, sum, values);
         for (int i = 0; i < count; ++i) {
@@ -257,7 +274,7 @@ struct Attention {
         for (int r = 0; r < rows; ++r) finish(u, r, max[r], sum[r], values + (int64_t)r * width);
     }
 
-    void run(Team *team) const {
+    void run(Team *team) {
         const auto scratch = [&] { return plan.scratch + team->part * plan.scratch_floats; };
         team->each(plan.num_items, 1, [&](int64_t i, int64_t, int64_t next) {
             work(plan.items[i], next < 0 ? nullptr : &plan.items[next], scratch());
@@ -270,7 +287,7 @@ struct Attention {
 
 // Writes the plan to the start of the workspace; 0, or the number of bytes that the workspace must have.
 int64_t make_plan(const AttendArguments &a, int threads) {
-    Planner planner{a};
+    Planner planner{a, takes_amx(a) ? AMX_UNIT_ROWS : UNIT_ROWS};
     planner.all(nullptr, false);
     const bool scarce = planner.num_items < 4 * threads;
     if (scarce) planner.all(nullptr, true);
@@ -309,8 +326,8 @@ extern "C" int64_t tokenmill_attend_member(const AttendArguments *arguments, Tea
     const int64_t missing = team->once([&] { return make_plan(a, team->parts); });
     if (missing) return missing;
     Plan &plan = *(Plan *)a.workspace;
-    if (a.kv_type == 0) Attention<float>(a, plan).run(team);
-    if (a.kv_type == 1) Attention<bf16>(a, plan).run(team);
-    if (a.kv_type == 2) Attention<f16>(a, plan).run(team);
+    if (a.kv_type == 0) Attention<float>(a, plan, team).run(team);
+    if (a.kv_type == 1) Attention<bf16>(a, plan, team).run(team);
+    if (a.kv_type == 2) Attention<f16>(a, plan, team).run(team);
     return 0;
 }

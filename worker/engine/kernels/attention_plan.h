@@ -20,6 +20,7 @@ struct AttendArguments {
     int32_t num_tokens, num_seqs, num_heads, num_kv_heads, head_dim, block_size;
     int32_t window;   // 0: none
     int32_t kv_type;  // 0: float32, 1: bfloat16, 2: float16
+    int32_t uses_amx;  // where a unit has more than a few rows
     float scale, softcap;  // softcap 0: none
 };
 
@@ -53,6 +54,7 @@ INLINE int rounded(int x, int step) { return (x + step - 1) / step * step; }
 // Units, then items in an order that starts the long ones first. With null arrays it only counts.
 struct Planner {
     const AttendArguments &a;
+    const int unit_rows;  // at most, but for a token's own
     int64_t num_units = 0, num_items = 0, partials = 0, max_rows = 0;
 
     void add(Plan *plan, const Unit &unit, bool split, int64_t floats) {
@@ -71,7 +73,7 @@ struct Planner {
 
     void sequence(Plan *plan, int seq, bool scarce) {
         const int group = a.num_heads / a.num_kv_heads, start = a.query_start[seq];
-        const int num_tokens = a.query_start[seq + 1] - start, step = group < UNIT_ROWS ? UNIT_ROWS / group : 1;
+        const int num_tokens = a.query_start[seq + 1] - start, step = group < unit_rows ? unit_rows / group : 1;
         for (int head = 0; head < a.num_kv_heads; ++head)  // outermost, so that a head's keys stay in the cache
             for (int token = num_tokens - 1; token >= 0; token -= step) {
                 const int first = token - step + 1 > 0 ? token - step + 1 : 0, count = token - first + 1;

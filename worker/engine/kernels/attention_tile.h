@@ -2,7 +2,7 @@
 // and the weighted sum of the values, over one tile of keys.
 //
 // Every row is computed by the same operations in the same order however many rows go together and
-// however wide the register tile is, so a row's result never depends on its batch or its chunk.
+// however wide the register tile is, so a row's result depends neither on its batch nor on its chunk.
 #pragma once
 
 #include "vectors.h"
@@ -115,9 +115,11 @@ static void value_columns(const float *weights, int64_t weights_stride, const T 
         default: CALL(MAX_ROWS); break;                            \
     }
 
-// The positions of a tile that the rows of a register tile see: [first, last) each, [any_first, any_last) some of them.
+#define SEEN_ROWS 32  // at most
+
+// The positions of a tile that rows which are computed together see: [first, last) each, [any_first, any_last) some of them.
 struct Seen {
-    int first[MAX_ROWS], last[MAX_ROWS], any_first, any_last;
+    int first[SEEN_ROWS], last[SEEN_ROWS], any_first, any_last;
 
     int begin() const { return any_first / STRIP * STRIP; }  // in whole strips
     int end() const { return any_last > any_first ? (any_last + STRIP - 1) / STRIP * STRIP : begin(); }

@@ -122,6 +122,7 @@ class LayerCalls:
     def steps(self, backend: CpuAttention) -> list[Step]:
         parts = self._parts
         write, attend = backend.members
+        self.attend.uses_amx = backend.uses_amx
         norm = parts.before[0].member
 
         def behind(index: int) -> list[Step]:
