@@ -44,10 +44,10 @@ class StreamCursor:
         """The chunk as it is to be told (nothing, if it was told before); None when something before it is missing."""
         if self.is_over:
             return []
-        if chunk.index == self.next_index >= self._silent_until and chunk.token_ids:
-            if chunk.place is None and chunk.status is None:  # as a rule
-                self._advance(chunk, 0)
-                return [chunk]
+        is_plain = chunk.place is None and chunk.status is None and bool(chunk.token_ids)
+        if is_plain and chunk.index == self.next_index >= self._silent_until:  # as a rule
+            self._advance(chunk, 0)
+            return [chunk]
         if chunk.index > self.next_index:
             return None
         if chunk.is_last:

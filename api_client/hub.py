@@ -122,9 +122,9 @@ class _Session:
                 self.is_stale = True
 
     async def receive(self) -> list[list[Any]]:
-        """[kind, channel, content] each, straight from the connection: what the library does around it for each message (a
-        timer, a retry's frame, a dictionary) costs more than the message. The first is waited for, and with it comes what
-        the library's parser has read along with it: a step's messages arrive together.
+        """[kind, channel, content] each, straight from the connection: what the library does around it for each message
+        (a timer, a retry's frame, a dictionary) costs more than the message. The first is waited for, and with it comes
+        what the library's parser has read along with it: a step's messages arrive together.
         """
         connection = self._pubsub.connection
         reply: list[Any] | None = None

@@ -15,7 +15,7 @@ _IDLE, _IOWAIT, _STEAL = 3, 4, 7  # places in the first line of /proc/stat
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time of a process so far, by all threads that it has or had. Linux tells it of any process; OSError elsewhere."""
+    """CPU time of a process so far, by all threads that it has or had. Linux tells it; OSError elsewhere."""
     return time.clock_gettime(~pid << 3 | 2)  # the process's own clock, as clock_getcpuclockid(3) makes it
 
 

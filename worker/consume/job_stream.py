@@ -8,10 +8,9 @@ nothing of what is in them.
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -153,7 +152,7 @@ class JobStream:
         if not items:
             return []
         parts = [part for item in items for part in _append_parts(item)]
-        reply = await self._call(scripts.APPEND, round(self.options.log_ttl_s), encode(parts), over=self._append_line.call)
+        reply = await self._call(scripts.APPEND, round(self.options.log_ttl_s), encode(parts))
         outcome = [(AppendReply.OK, item.chunk.end) for item in items]
         for place, word, end in zip(reply[::3], reply[1::3], reply[2::3], strict=True):
             outcome[place] = (AppendReply(word.decode()), int(end))
@@ -241,6 +240,9 @@ class JobStream:
             raw = cast("dict[bytes, bytes]", await self._client.hgetall(self.keys.meta))
         return read_depth(raw)
 
+    async def _over_client(self, script: Script, key: str, *arguments: Argument) -> Any:
+        return await call_async(self._client, script, key, *arguments)
+
     def _forget(self, job_id: str, token: int) -> None:
         if self._held.get(job_id) == token:
             del self._held[job_id]
@@ -249,15 +251,9 @@ class JobStream:
         if count:
             self.on_refused(call, count)
 
-    async def _call(
-        self,
-        script: Script,
-        *arguments: Argument,
-        attempts: int = 2,
-        over: Callable[..., Awaitable[Any]] | None = None,
-    ) -> Any:
-        """A connection that broke while it was idle costs one more attempt, not an error. `over`: not the client's."""
-        call = over or functools.partial(call_async, self._client)
+    async def _call(self, script: Script, *arguments: Argument, attempts: int = 2) -> Any:
+        """A connection that broke while it was idle costs one more attempt, not an error."""
+        call = self._append_line.call if script is scripts.APPEND else self._over_client
         started, attempt, is_done = time.perf_counter(), 0, False
         try:
             while True:

@@ -2,8 +2,10 @@
 
 Float32 arithmetic over float32, bfloat16 or float16 storage. A row's result does not depend on its batch,
 its chunk or the number of threads, bit for bit, but for this: where the CPU has matrix registers (AMX) and may use
-them, rows that come with many others get their sums from there, as exact but not the same. The layout inside a block is the kernel's own business:
-keys in strips of `[head_dim, 16 tokens]`, values `[token, head_dim]`; only its size follows `block_shape`.
+them, rows that come with many others get their sums from there, as exact but not the same.
+
+The layout inside a block is the kernel's own business: keys in strips of `[head_dim, 16 tokens]`, values
+`[token, head_dim]`; only its size follows `block_shape`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,132 @@
+"""The appends' own connection: kept from call to call, and opened anew whatever happened to it."""
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from redis.exceptions import ResponseError
+
+from api_client.connections import SERVER_TROUBLE, Link, connect_async
+from api_client.scripts import Script
+from tests.consume.queue import Queue, token
+from tests.support.topologies import SentinelGroup
+from tests.support.valkey import ValkeyServer
+from worker.consume.held_connection import HeldConnection
+
+pytestmark = pytest.mark.redis
+
+KEY = "tm:{q}:meta"
+
+
+def script(text: str) -> Script:
+    return Script("test", text, hashlib.sha1(text.encode()).hexdigest())
+
+
+ECHO = script("return ARGV[1]")
+FAIL = script("return redis.error_reply('WRONG on purpose')")
+
+
+@asynccontextmanager
+async def held(url: str, timeout_s: float = 5.0) -> AsyncIterator[tuple[HeldConnection, Any]]:
+    client = connect_async(url, Link(timeout_s=timeout_s))
+    try:
+        yield HeldConnection(client), client
+    finally:
+        await client.aclose()
+
+
+async def num_clients(client: Any) -> int:
+    return len([entry for entry in await client.client_list() if entry["cmd"] != "client|list"])
+
+
+async def test_one_connection_serves_all_calls_in_order(redis_url: str) -> None:
+    async with held(redis_url) as (line, client):
+        before = await num_clients(client)
+        replies = await asyncio.gather(*(line.call(ECHO, KEY, str(number)) for number in range(50)))
+        assert replies == [str(number).encode() for number in range(50)]
+        assert await num_clients(client) == before + 1
+
+
+async def test_a_server_that_lost_the_script_gets_it_again(redis_url: str) -> None:
+    async with held(redis_url) as (line, client):
+        assert await line.call(ECHO, KEY, "a") == b"a"
+        await client.script_flush()
+        assert await line.call(ECHO, KEY, "b") == b"b"
+
+
+async def test_a_script_s_own_error_costs_no_connection(redis_url: str) -> None:
+    async with held(redis_url) as (line, client):
+        await line.call(ECHO, KEY, "a")
+        before = await num_clients(client)
+        with pytest.raises(ResponseError, match="on purpose"):
+            await line.call(FAIL, KEY)
+        assert await line.call(ECHO, KEY, "b") == b"b"
+        assert await num_clients(client) == before
+
+
+async def test_a_cut_connection_fails_one_call_and_is_replaced(redis_url: str) -> None:
+    async with held(redis_url) as (line, client):
+        await line.call(ECHO, KEY, "a")
+        await client.client_kill_filter(_type="normal", skipme=True)
+        with pytest.raises(SERVER_TROUBLE):
+            await line.call(ECHO, KEY, "b")
+        assert await line.call(ECHO, KEY, "c") == b"c"
+
+
+async def test_a_reply_that_nobody_waited_for_is_not_the_next_call_s(make_valkey: Callable[..., ValkeyServer]) -> None:
+    """Neither after a cancelled call nor after one that took too long."""
+    server = make_valkey(persistent=False)
+    async with held(server.url, timeout_s=0.3) as (line, _):
+        await line.call(ECHO, KEY, "a")
+        server.freeze()
+        cancelled = asyncio.create_task(line.call(ECHO, KEY, "b"))
+        await asyncio.sleep(0.05)
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        with pytest.raises((*SERVER_TROUBLE, TimeoutError)):
+            await line.call(ECHO, KEY, "c")
+        server.thaw()
+        assert await line.call(ECHO, KEY, "d") == b"d"
+        server.freeze()
+        with pytest.raises(TimeoutError):
+            await line.call(ECHO, KEY, "e")
+        server.thaw()
+        assert await line.call(ECHO, KEY, "f") == b"f"
+
+
+async def test_a_restarted_server_is_found_again(make_valkey: Callable[..., ValkeyServer]) -> None:
+    server = make_valkey(persistent=False)
+    async with held(server.url) as (line, _):
+        await line.call(ECHO, KEY, "a")
+        server.restart()
+        with pytest.raises(SERVER_TROUBLE):
+            await line.call(ECHO, KEY, "b")
+        assert await line.call(ECHO, KEY, "c") == b"c"
+
+
+async def test_an_append_does_not_notice_a_cut_while_it_was_idle(queue: Queue) -> None:
+    worker = queue.worker()
+    await queue.submit()
+    (delivery,) = await worker.claim(1)
+    await worker.append([token(delivery, 0)])
+    await queue.redis.client_kill_filter(_type="normal", skipme=True)
+    await worker.append([token(delivery, 1)])
+    assert await queue.field(delivery.job_id, "end") == "2"
+
+
+@pytest.mark.slow
+async def test_the_new_primary_is_found_through_the_sentinels(sentinel_group: SentinelGroup) -> None:
+    async with held(sentinel_group.url) as (line, _):
+        assert await line.call(ECHO, KEY, "a") == b"a"
+        sentinel_group.fail_over()
+        for _ in range(100):
+            try:
+                reply = await line.call(ECHO, KEY, "b")
+                break
+            except (*SERVER_TROUBLE, TimeoutError):
+                await asyncio.sleep(0.1)
+        assert reply == b"b"
