@@ -202,6 +202,7 @@ class Worker:
         if self._has_process:
             gc.collect()
             gc.freeze()  # or each full collection goes through all that was loaded: 0.2 s in which no token is told
+            gc.set_threshold(10_000, 20, 20)  # nor one of the young every few steps
         self.ready.set()
         await self._consumer.run()
 

@@ -109,7 +109,10 @@ class Consumer:
 
     def _is_due(self) -> bool:
         """Is there room for what may wait?"""
-        credits, waiting = self._credits(), self._may_wait
+        waiting = self._may_wait
+        if not (waiting.any or waiting.urgent):  # asked after every step
+            return False
+        credits = self._credits()
         return (credits.free > 0 and waiting.any) or (credits.urgent > 0 and waiting.urgent)
 
     async def run(self) -> None:
