@@ -265,7 +265,7 @@ class ChannelHub:
     def _hand_on(self, message: list[Any]) -> bool:
         """False: the slot has moved, connect anew."""
         kind, channel = message[0], message[1].decode()
-        if kind == b"message" or kind == b"smessage":
+        if kind in (b"message", b"smessage"):
             for subscription in self._subscribers.get(channel, ()):
                 subscription.deliver(message[2])
         elif kind in (b"subscribe", b"ssubscribe") and channel in self._confirmed:

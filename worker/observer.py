@@ -143,7 +143,7 @@ class Observer:
 
     def tenants(self) -> dict[str, TenantLoad]:
         """Of those that have jobs here or had tokens a moment ago; the busiest."""
-        running = Counter(timeline.tenant for timeline in self._timelines.values() if timeline.started_ns)
+        running = Counter(timeline.kind[1] for timeline in self._timelines.values() if timeline.started_ns)
         for name, rate in self._tenant_rates.items():
             rate.add(self._tenant_tokens[name])
         loads = {

@@ -29,10 +29,6 @@ class Timeline:
     tokens: int = 0
 
     @property
-    def tenant(self) -> str:
-        return self.request.tenant if self.request is not None else ""
-
-    @property
     def latest_ns(self) -> int:
         return max(self.last_ns.values(), default=self.first_ns)
 

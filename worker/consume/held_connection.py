@@ -57,9 +57,8 @@ class HeldConnection:
     async def _open(self) -> None:
         pool: Any = self._client.connection_pool
         with heeding_cancellation():
-            connection = await pool.get_connection()
-        self._timeout_s, connection.socket_timeout = connection.socket_timeout, None  # ours is around both ways
-        self._connection = connection
+            self._connection = connection = await pool.get_connection()
+            self._timeout_s, connection.socket_timeout = connection.socket_timeout, None  # ours is around both ways
 
     async def _give_up(self) -> None:
         connection, self._connection = self._connection, None

@@ -8,6 +8,7 @@ nothing of what is in them.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -240,9 +241,6 @@ class JobStream:
             raw = cast("dict[bytes, bytes]", await self._client.hgetall(self.keys.meta))
         return read_depth(raw)
 
-    async def _over_client(self, script: Script, key: str, *arguments: Argument) -> Any:
-        return await call_async(self._client, script, key, *arguments)
-
     def _forget(self, job_id: str, token: int) -> None:
         if self._held.get(job_id) == token:
             del self._held[job_id]
@@ -253,7 +251,7 @@ class JobStream:
 
     async def _call(self, script: Script, *arguments: Argument, attempts: int = 2) -> Any:
         """A connection that broke while it was idle costs one more attempt, not an error."""
-        call = self._append_line.call if script is scripts.APPEND else self._over_client
+        call = self._append_line.call if script is scripts.APPEND else functools.partial(call_async, self._client)
         started, attempt, is_done = time.perf_counter(), 0, False
         try:
             while True:

@@ -149,8 +149,7 @@ class Publisher:
         for job_id, running in touched.items():
             if running.chunker.is_due:
                 self._due.setdefault(job_id, running)
-                if self._gathering:
-                    self._gathering.pop(job_id, None)
+                self._gathering.pop(job_id, None)
             elif job_id not in self._due:
                 self._gather(job_id, running)
         self._end_gathering(time.monotonic() - self._limits.chunk_wait_s)

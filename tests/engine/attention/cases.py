@@ -7,6 +7,7 @@ padded with block 0, which is also where entries that left the window point.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -118,6 +119,18 @@ def filled_cache(backend: AttentionBackend, problem: Problem, kv_dtype: torch.dt
 def attend(backend: AttentionBackend, problem: Problem, cache: Tensor) -> Tensor:
     metadata = metadata_of(problem, problem.case.lens)
     return backend.attend(problem.query, cache, metadata, problem.case.shape, problem.sinks)
+
+
+def with_threads(counts: Sequence[int], backend: AttentionBackend, problem: Problem, cache: Tensor) -> list[Tensor]:
+    """`attend` with so many threads of torch each; afterwards there are as many as before."""
+    before, results = torch.get_num_threads(), []
+    try:
+        for count in counts:
+            torch.set_num_threads(count)
+            results.append(attend(backend, problem, cache))
+    finally:
+        torch.set_num_threads(before)
+    return results
 
 
 def dense(problem: Problem) -> Tensor:

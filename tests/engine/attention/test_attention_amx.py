@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
 
-from tests.engine.attention.cases import Case, Problem, attend, dense, filled_cache, make_problem, metadata_of
+from tests.engine.attention.cases import (
+    Case,
+    Problem,
+    attend,
+    dense,
+    filled_cache,
+    make_problem,
+    metadata_of,
+    with_threads,
+)
 from worker.engine.attention.base import AttentionShape
 from worker.engine.attention.cpu import CpuAttention
 from worker.engine.kernels.linear import LinearKernels
@@ -35,13 +42,6 @@ def backend() -> CpuAttention:
     return CpuAttention()
 
 
-@pytest.fixture
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 def stored(case: Case, dtype: torch.dtype) -> Problem:
     """Its keys and values are what a cache of this type holds."""
     problem = make_problem(case)
@@ -65,13 +65,10 @@ def test_it_is_as_exact_as_the_vector_registers(backend: CpuAttention, case: Cas
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_number_of_threads_changes_no_bit(backend: CpuAttention, threads: None, dtype: torch.dtype) -> None:
+def test_the_number_of_threads_changes_no_bit(backend: CpuAttention, dtype: torch.dtype) -> None:
     problem = stored(CASES[0], dtype)
     cache = filled_cache(backend, problem, dtype)
-    results = []
-    for count in (1, 2, 5):
-        torch.set_num_threads(count)
-        results.append(attend(backend, problem, cache))
+    results = with_threads((1, 2, 5), backend, problem, cache)
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.engine.attention.cases import Case, attend, dense, filled_cache, make_problem, metadata_of
+from tests.engine.attention.cases import Case, attend, dense, filled_cache, make_problem, metadata_of, with_threads
 from tests.engine.attention.test_backends import CASES
 from worker.engine.attention.base import AttentionShape
 from worker.engine.attention.cpu import CpuAttention
@@ -27,13 +26,6 @@ def backend() -> CpuAttention:
     if reason is not None:
         pytest.skip(reason)
     return CpuAttention(uses_amx=False)
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def one_by_one(backend: CpuAttention, case: Case) -> tuple[Tensor, Tensor]:
@@ -65,13 +57,10 @@ def test_a_row_has_the_same_bits_in_a_chunk_as_alone(backend: CpuAttention, case
     assert torch.equal(together, alone)
 
 
-def test_the_number_of_threads_changes_no_bit(backend: CpuAttention, threads: None) -> None:
+def test_the_number_of_threads_changes_no_bit(backend: CpuAttention) -> None:
     problem = make_problem(Case("threads", ((1, 900), (30, 500), (1, 80)), num_heads=6, num_kv_heads=2))
     cache = filled_cache(backend, problem)
-    results = []
-    for count in (1, 2, 5):
-        torch.set_num_threads(count)
-        results.append(attend(backend, problem, cache))
+    results = with_threads((1, 2, 5), backend, problem, cache)
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
 

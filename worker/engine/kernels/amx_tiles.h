@@ -141,7 +141,7 @@ struct AmxTiles {
         for (int64_t i = step; i < step + PIECE; i += Form::CHUNK) ahead.fetch_chunk(i);
     }
 
-    // Rows [row, row + high) and [row + high, row + high + low) into `sums` [.., apart]. IS_MADE: the factors are.
+    // Rows [row, row + high) and [row + high, row + high + low) into `sums`. IS_MADE: the factors are.
     template <bool IS_MADE>
     void multiply(int64_t row, int64_t high, int64_t low, float *sums) const {
         alignas(64) float ends[2][2 * AMX_ROWS * NR];

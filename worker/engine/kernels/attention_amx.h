@@ -140,10 +140,11 @@ class AmxAttention {
 
     // Values of keys that nobody sees are zero, whatever lies there.
     void make_values(const T *const *strips, int first, int last) {
-        for (int k = first / AMX_KEYS * AMX_KEYS; k < last; k += 2) {
+        const int end = (last + AMX_KEYS - 1) / AMX_KEYS * AMX_KEYS;
+        for (int k = first / AMX_KEYS * AMX_KEYS; k < end; k += 2) {
             uint32_t *to = values_ + k / AMX_KEYS * Tiles::Made::BLOCK;
-            const bool has_even = k >= first, has_odd = k + 1 >= first && k + 1 < last;
-            const T *from = k >= first || k + 1 >= first ? strips[k / STRIP] + k % STRIP * dim_ : nullptr;
+            const bool has_even = k >= first && k < last, has_odd = k + 1 >= first && k + 1 < last;
+            const T *from = has_even || has_odd ? strips[k / STRIP] + k % STRIP * dim_ : nullptr;
             for (int64_t c = 0; c < blocks(); ++c, to += TILE / AMX_KEYS * Tiles::Made::BLOCK)
                 for (int half = 0; half < 2; ++half) {
                     const int64_t column = c * NR + half * VW;
@@ -151,12 +152,6 @@ class AmxAttention {
                                 has_odd ? load(from + dim_ + column) : vf{});
                 }
         }
-        const int end = (last + AMX_KEYS - 1) / AMX_KEYS * AMX_KEYS;
-        for (int k = (last + 1) / 2 * 2; k < end; k += 2)
-            for (int64_t c = 0; c < blocks(); ++c) {
-                uint32_t *to = values_ + (c * (TILE / AMX_KEYS) + k / AMX_KEYS) * Tiles::Made::BLOCK;
-                for (int half = 0; half < 2; ++half) store_pairs(to, k % AMX_KEYS / 2, half, vf{}, vf{});
-            }
     }
 };
 
