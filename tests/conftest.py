@@ -6,6 +6,7 @@ it left on the server are checked against the list of those that may stay.
 
 import os
 from collections.abc import Callable, Generator, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -54,6 +55,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():  # also under CI=true: few machines have one
         for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """Of a test process that died, how it ended: xdist does not say, and what it wrote last was captured."""
+    if error is not None:
+        status = node.gateway._io.wait()
+        node.config.get_terminal_writer().line(f"\n[{node.gateway.id}] ended with status {status}", red=True)
 
 
 @pytest.hookimpl(wrapper=True)

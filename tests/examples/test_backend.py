@@ -45,16 +45,19 @@ def events(text: str) -> list[dict[str, Any]]:
 @pytest.mark.slow
 async def test_what_clients_are_told(redis_url: str, backend: Backend) -> None:
     """One test, for the start of a server is what takes long."""
-    async with running_worker(redis_url, backend.database), client_of(redis_url, backend.database) as client:
-        job = await submit_twice(backend)
-        result = await client.result(job, timeout=30)
-        await events_resume_where_the_reader_was(backend, job, result.text)
-        await refusals_have_their_statuses(backend)
-        await client.set_queue_limit(1)
-        await client.set_limits(rate=0.001, burst=1)
-        assert (await call(backend, "/api/jobs", {"prompt": "once"}))[0] == 201
-        status, told = await call(backend, "/api/jobs", {"prompt": "twice"})
-        assert (status, "faster than it may" in told) == (429, True)
+    async with client_of(redis_url, backend.database) as client:
+        await client.set_queue_limit(1)  # nobody takes a job yet
+        assert [(await call(backend, "/api/jobs", {"prompt": word}))[0] for word in ("room", "none")] == [201, 503]
+        await client.set_queue_limit(100)
+        async with running_worker(redis_url, backend.database):
+            job = await submit_twice(backend)
+            result = await client.result(job, timeout=30)
+            await events_resume_where_the_reader_was(backend, job, result.text)
+            await refusals_have_their_statuses(backend)
+            await client.set_limits(rate=0.001, burst=1)
+            assert (await call(backend, "/api/jobs", {"prompt": "once"}))[0] == 201
+            status, told = await call(backend, "/api/jobs", {"prompt": "twice"})
+            assert (status, "faster than it may" in told) == (429, True)
 
 
 async def submit_twice(backend: Backend) -> str:
