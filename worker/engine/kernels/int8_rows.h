@@ -97,15 +97,18 @@ struct Range {
 INLINE Range range_of(const float *x, int64_t k) {
     Range range{x[0], x[0], 0.0f};
     int64_t i = 0;
-    if (k >= VW) {
-        vf high = load(x), low = high, bad = vf{};
-        for (; i + VW <= k; i += VW) {
-            const vf v = load(x + i);
-            high = larger(v, high);
-            low = select(v < low, v, low);
-            bad += v - v;
-        }
-        range = {-max_lanes(-low), max_lanes(high), sum_lanes(bad)};
+    if (k >= 2 * VW) {
+        vf high[2] = {load(x), load(x + VW)}, low[2] = {high[0], high[1]}, bad[2] = {};
+        for (; i + 2 * VW <= k; i += 2 * VW)
+#pragma GCC unroll 2
+            for (int j = 0; j < 2; ++j) {
+                const vf v = load(x + i + j * VW);
+                high[j] = larger(v, high[j]);
+                low[j] = select(v < low[j], v, low[j]);
+                bad[j] += v - v;
+            }
+        const vf least = select(low[1] < low[0], low[1], low[0]);
+        range = {-max_lanes(-least), max_lanes(larger(high[1], high[0])), sum_lanes(bad[0] + bad[1])};
     }
     for (; i < k; ++i) {
         range.low = x[i] < range.low ? x[i] : range.low;
@@ -115,21 +118,43 @@ INLINE Range range_of(const float *x, int64_t k) {
     return range;
 }
 
+typedef i8 vb __attribute__((vector_size(VW)));
+
+// VW steps as bytes, of which the first `count` quads exist.
+INLINE void store_steps(vi steps, Quad *to, int64_t count) {
+    const vb bytes = __builtin_convertvector(steps, vb);
+    i8 each[VW];
+    memcpy(each, &bytes, sizeof bytes);
+#pragma GCC unroll 4
+    for (int j = 0; j < VW / DEPTH; ++j)
+        if (j < count) to[j] = quad(each + j * DEPTH);
+}
+
 Row quantise(const float *x, int64_t k, Quad *values) {
     const Range range = range_of(x, k);
     const float low = range.low, width = range.high - low;
     const bool varies = width > 0.0f && range.bad == 0.0f;
     const float inverse = varies ? 255.0f / width : 0.0f, scale = varies ? width / 255.0f : 0.0f;
-    int32_t sum = 0;
-    for (int64_t first = 0; first < k; first += 16 * DEPTH) {
-        i8 q[16 * DEPTH] = {};
-        const int64_t count = k - first < 16 * DEPTH ? k - first : 16 * DEPTH;
-        if (varies)  // adding 1.5 · 2^23 rounds to the nearest integer, ties to even
-            for (int64_t j = 0; j < count; ++j)
-                q[j] = (i8)((int32_t)((x[first + j] - low) * inverse + 12582912.0f - 12582912.0f) - 128);
-        for (int64_t j = 0; j < count; ++j) sum += q[j];
-        for (int64_t j = 0; j < quads(count); ++j) values[first / DEPTH + j] = quad(q + j * DEPTH);
+    const auto steps_of = [&](vf v) __attribute__((always_inline)) {
+        const vf magic = splat(12582912.0f);  // 1.5 · 2^23: adding it rounds to the nearest integer, ties to even
+        return __builtin_convertvector(fma(v - splat(low), splat(inverse), magic) - magic, vi) - 128;
+    };
+    vi sums{};
+    int64_t i = 0;
+    for (; i + VW <= k; i += VW) {
+        const vi steps = steps_of(load(x + i));
+        sums += steps;
+        store_steps(steps, values + i / DEPTH, VW / DEPTH);
     }
+    if (i < k) {
+        float rest[VW] = {};
+        memcpy(rest, x + i, (k - i) * sizeof(float));
+        const vi steps = steps_of(load(rest)) & (lanes() < (int32_t)(k - i));
+        sums += steps;
+        store_steps(steps, values + i / DEPTH, quads(k - i));
+    }
+    int32_t sum = 0;
+    for (int j = 0; j < VW; ++j) sum += sums[j];
     // A row that is not finite must not come out finite.
     return {scale, low + 128.0f * scale + range.bad, 128 * sum};
 }

@@ -87,6 +87,16 @@ void tile(const Tile &t) {
     }
 }
 
+// Weights that are fetched while something else is done, spread over it: loads wait behind lines that come in bursts.
+struct Fetch {
+    const u8 *next, *const end;
+
+    INLINE_MEMBER int64_t left() const { return (end - next + 63) / 64; }
+    INLINE_MEMBER void lines(int64_t count) {
+        for (; count > 0 && next < end; --count, next += 64) __builtin_prefetch(next, 0, 2);
+    }
+};
+
 typedef void (*TileFunction)(const Tile &);
 const TileFunction TILES[] = {nullptr, tile<1>, tile<2>, tile<3>, tile<4>,
 #if MR > 4
@@ -104,26 +114,31 @@ INLINE void finish(const LinearArguments &a, int64_t p, int64_t first_row, const
 #define AMX_QUADS 16                         // of k in one product of registers
 #define AMX_BYTES (AMX_QUADS * NR * DEPTH)   // of a panel's weights there
 
-// Up to two tiles of rows, as in tile().
+// Up to two tiles of rows, as in tile(). Three quarters of what it fetches go among the products.
 template <bool TWO>
 void amx_tiles(const Tile &t, int64_t high, int64_t low, TileShapes &shapes) {
     alignas(64) int32_t sums[2 * AMX_ROWS * NR];
     const int64_t stride = t.stride * sizeof(Quad), count = TWO ? high + low : high;
     shapes.set(high, TWO ? low : 1);
     store_first();
-    const u8 *w = t.panel, *ahead = t.ahead;
+    const u8 *w = t.panel;
     const Quad *x = t.x, *second = x + high * t.stride;
-    for (int64_t i = 0; i < t.stride; i += AMX_QUADS, w += AMX_BYTES, ahead += AMX_QUADS * t.ahead_stride) {
-        for (int64_t line = 0; line < AMX_QUADS * t.ahead_stride; line += 64) __builtin_prefetch(ahead + line, 0, 2);
+    Fetch ahead{t.ahead, t.ahead + t.stride * t.ahead_stride};
+    const int64_t some = ahead.left() * 3 / 4 * AMX_QUADS / (t.stride * (TWO ? 4 : 2)) + 1;
+    for (int64_t i = 0; i < t.stride; i += AMX_QUADS, w += AMX_BYTES) {
         _tile_loadd(4, x + i, stride);
         _tile_loadd(6, w, NR * DEPTH);
-        _tile_loadd(7, w + VW * DEPTH, NR * DEPTH);
         _tile_dpbsud(0, 4, 6);
+        ahead.lines(some);
+        _tile_loadd(7, w + VW * DEPTH, NR * DEPTH);
         _tile_dpbsud(1, 4, 7);
+        ahead.lines(some);
         if (!TWO) continue;
         _tile_loadd(5, second + i, stride);
         _tile_dpbsud(2, 5, 6);
+        ahead.lines(some);
         _tile_dpbsud(3, 5, 7);
+        ahead.lines(some);
     }
     _tile_stored(0, sums, NR * sizeof(int32_t));
     _tile_stored(1, sums + VW, NR * sizeof(int32_t));
@@ -132,7 +147,9 @@ void amx_tiles(const Tile &t, int64_t high, int64_t low, TileShapes &shapes) {
         _tile_stored(3, sums + high * NR + VW, NR * sizeof(int32_t));
     }
     const ColumnScales scales(t.scales);
+    const int64_t rest = (ahead.left() + count - 1) / count;
     for (int64_t r = 0; r < count; ++r) {
+        ahead.lines(rest);
         vi left, right;
         memcpy(&left, sums + r * NR, sizeof left), memcpy(&right, sums + r * NR + VW, sizeof right);
         scales.store_row(t.rows[r], left, right, t.sums + r * NR);
@@ -207,9 +224,15 @@ extern "C" int64_t tokenmill_linear_member(const LinearArguments *arguments, Tea
     char *scratch = team->scratch(sum_bytes + (is_own ? a.m * row_bytes(a.k) : 0));
     float *sums = (float *)scratch;
     const Rows rows = rows_at(is_own ? scratch + sum_bytes : a.workspace, a);
+    const int64_t panel_bytes = rows.stride * NR * DEPTH;
+    const u8 *mine = (const u8 *)a.weight + team->first_of(panels, team->part) * panel_bytes;
+    Fetch first_panel{mine, mine + (is_own ? 0 : panel_bytes)};  // rows of one's own are soon rounded
+    const int64_t some = first_panel.left() * team->parts / a.m + 1;
     const auto round = [&](int64_t first, int64_t count, int64_t) {
-        for (int64_t r = first; r < first + count; ++r)
+        for (int64_t r = first; r < first + count; ++r) {
+            first_panel.lines(some);
             rows.rows[r] = quantise(a.x + r * a.x_stride, a.k, rows.values + r * rows.stride);
+        }
     };
     if (is_own)
         round(0, a.m, -1);

@@ -106,6 +106,9 @@ class Team {
         run<true>(count, grain, work, hand_in);
     }
 
+    // Where the thread `of` begins in a phase of `count` units.
+    int64_t first_of(int64_t count, int32_t of) const { return (count * of + parts - 1) / parts; }
+
     // What `ask` answers, called once; other than 0 it must end the row.
     template <class Ask>
     int64_t once(Ask ask) {
@@ -178,9 +181,7 @@ class Team {
         return size < end - first ? size : end - first;
     }
 
-    Range share(int64_t count, int64_t of) const {
-        return {phase_, (count * of + parts - 1) / parts, (count * (of + 1) + parts - 1) / parts};
-    }
+    Range share(int64_t count, int32_t of) const { return {phase_, first_of(count, of), first_of(count, of + 1)}; }
 
     bool is_over() const { return __atomic_load_n(&gate_->phase, __ATOMIC_ACQUIRE) >= phase_; }
 
