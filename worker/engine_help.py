@@ -15,7 +15,7 @@ ENGINE_HELP: Final[dict[str, str]] = {
     "num_blocks": "blocks in the KV cache (default: what fits)",
     "max_memory_percent": "share of the free memory that the engine may take",
     "max_memory_gib": "cap on the KV cache, whatever is free",
-    "kv_dtype": "type of keys and values; auto: as the weights, float16 beside int8 and int4",
+    "kv_dtype": "type of keys and values, also float8_e4m3fn; auto: as the weights, float16 beside int8 and int4",
     "fuse": "swap well-known layers for fused ones",
     "narrow_weights": "keep float32 weights in the half precision or GGUF blocks that they came from (CPU)",
     "amx": "use the matrix registers of Intel's AMX (CPU); without, a row's bits are the same in every batch",

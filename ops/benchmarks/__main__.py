@@ -29,7 +29,7 @@ COMMANDS = {
     "sampler": "the sampler alone, by what the requests ask for",
     "attention": "the attention backends beside one another, and what they read per second",
     "floor": "the linear layers alone: what an engine's steps stand on",
-    "quality": "what quantisation costs: perplexity on real text, equal greedy tokens",
+    "quality": "what rounding weights, or keys and values, costs: perplexity on real text, equal greedy tokens",
     "simulate": "goodput and latency under load, on a cost model; one queue under 1 to 64 workers",
     "plot": "the picture of a JSON file that another command wrote",
     "gpu": "share of the roofline on a CUDA device",

@@ -1,4 +1,5 @@
-"""`ops/bench quality`: what quantisation costs: perplexity on real English text, and equal greedy tokens.
+"""`ops/bench quality`: what rounding costs, of weights or of keys and values: perplexity on real English text, and
+equal greedy tokens.
 
 The text is the language reference that Python ships for its own `help()` (pydoc_data.topics): the same on
 every machine, tens of thousands of tokens, prose among code. The model runs through the engine, as it is served.
@@ -9,8 +10,9 @@ import importlib
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -22,6 +24,7 @@ from worker.engine import Engine, EngineConfig, SamplingParams
 from worker.engine.model.store import resolve
 
 SOURCE = "pydoc_data.topics"
+QUANTIZATIONS = ("int8", "int4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,11 @@ class Measured:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--kinds", default="int8,int4", help="compared with float32; with commas")
+    parser.add_argument(
+        "--kinds",
+        default="int8,int4,float8_e4m3fn",
+        help="compared with float32, with commas: of weights, of keys and values, or both (int8+float8_e4m3fn)",
+    )
     parser.add_argument("--windows", type=int, default=16, help="pieces of text")
     parser.add_argument("--length", type=int, default=256, help="tokens of a piece")
     parser.add_argument("--answers", type=int, default=32, help="greedy tokens after the first half of a piece")
@@ -52,7 +59,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     measured: dict[str, Measured] = {}
     for kind in ["float32", *options.kinds.split(",")]:
         with console.status(f"{kind}: {len(windows)} pieces of {options.length} tokens"):
-            measured[kind] = measure(options, None if kind == "float32" else kind, windows)
+            measured[kind] = measure(options, chosen(kind), windows)
     table = Table(
         title=f"{options.model} on {len(windows)} × {options.length} tokens of {SOURCE}", title_justify="left"
     )
@@ -78,11 +85,17 @@ def text_windows(model: str, count: int, length: int) -> list[list[int]]:
     return [ids[start : start + length] for start in range(0, len(ids) - length + 1, step)][:count]
 
 
-def measure(options: argparse.Namespace, quantization: str | None, windows: Sequence[list[int]]) -> Measured:
+def chosen(kind: str) -> dict[str, str]:
+    """The engine's settings that a kind stands for."""
+    parts = [] if kind == "float32" else kind.split("+")
+    return {"quantization" if part in QUANTIZATIONS else "kv_dtype": part for part in parts}
+
+
+def measure(options: argparse.Namespace, kind: Mapping[str, Any], windows: Sequence[list[int]]) -> Measured:
     started = time.perf_counter()
     config = EngineConfig(
-        model=options.model, dtype="float32", device="cpu", quantization=quantization,  # type: ignore[arg-type]
-        max_memory_gib=1.0, num_threads=options.threads or None, max_model_len=options.length + options.answers + 1,
+        model=options.model, dtype="float32", device="cpu", max_memory_gib=1.0, num_threads=options.threads or None,
+        max_model_len=options.length + options.answers + 1, **kind,
     )  # fmt: skip
     if options.threads:
         torch.set_num_threads(options.threads)

@@ -43,7 +43,7 @@ class EngineConfig:
     num_blocks: int | None = None
     max_memory_percent: float = 0.9
     max_memory_gib: float | None = None  # a cap on the KV pool, whatever is free
-    kv_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    kv_dtype: Literal["auto", "float32", "bfloat16", "float16", "float8_e4m3fn"] = "auto"
     prefix_cache: bool = True
     cpu_offload_gib: float = 0.0
     # scheduler

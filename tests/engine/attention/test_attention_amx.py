@@ -20,7 +20,7 @@ from worker.engine.attention.base import AttentionShape
 from worker.engine.attention.cpu import CpuAttention
 from worker.engine.kernels.linear import LinearKernels
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
 LENS = ((300, 700), (1, 300), (513, 513), (40, 290), (130, 131))
 CASES = [
     Case("three queries a key", LENS, num_heads=9, num_kv_heads=3),

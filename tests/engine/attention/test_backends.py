@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.engine.attention.cases import Case, attend, dense, filled_cache, make_problem
-from worker.engine.attention.base import AttentionBackend, AttentionShape
+from tests.engine.attention.cases import Case, attend, dense, filled_cache, make_problem, metadata_of
+from worker.engine.attention.base import AttentionBackend, AttentionShape, stored_as
 from worker.engine.attention.registry import backend_class, backend_names
 
 RAGGED = ((1, 70), (17, 17), (1, 1), (19, 51), (1, 300), (2, 290), (34, 150))
@@ -61,11 +61,11 @@ TARGETS = [
 ]
 
 
-def make_backend(name: str, device: str, case: Case) -> AttentionBackend:
+def make_backend(name: str, device: str, case: Case, kv_dtype: torch.dtype | None = None) -> AttentionBackend:
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     backend = backend_class(name)
-    reason = backend.why_not(torch.device(device), case.dtype, case.shape, case.block_size)
+    reason = backend.why_not(torch.device(device), kv_dtype or case.dtype, case.shape, case.block_size)
     if reason is not None:
         pytest.skip(reason)
     return backend()
@@ -81,6 +81,46 @@ def test_attends_as_dense_attention_does(name: str, device: str, case: Case) -> 
     assert result.dtype == case.dtype
     tolerance = TOLERANCES[case.dtype]
     torch.testing.assert_close(result.double(), dense(problem), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
+@pytest.mark.parametrize(("name", "device"), TARGETS)
+@pytest.mark.parametrize("case", [CASES[0], CASES[-2]], ids=lambda case: f"8 bits, {case.name}")
+def test_keys_and_values_of_8_bits_are_rounded_and_nothing_else(name: str, device: str, case: Case) -> None:
+    dtype = torch.float8_e4m3fn
+    backend = make_backend(name, device, case, dtype)
+    problem = make_problem(case, device)
+    for stored in (problem.key, problem.value):
+        stored.view(-1)[:4] = torch.tensor(
+            [500.0, -1e30, 460.0, 2.0**-9]
+        )  # beyond the largest number, and the smallest
+    result = attend(backend, problem, filled_cache(backend, problem, dtype))
+    problem.key.copy_(stored_as(problem.key, dtype))
+    problem.value.copy_(stored_as(problem.value, dtype))
+    torch.testing.assert_close(result.double(), dense(problem), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
+@pytest.mark.parametrize(("name", "device"), TARGETS)
+def test_every_number_is_rounded_to_the_nearest_of_8_bits(name: str, device: str) -> None:
+    """Ties, subnormals, carries and what is too large; a backend's blocks hold what the others' do."""
+    dtype = torch.float8_e4m3fn
+    case = Case("rounding", ((64, 64),), num_heads=1, num_kv_heads=1)
+    backend = make_backend(name, device, case, dtype)
+    numbers = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    numbers = numbers[numbers.isfinite()].sort().values
+    middles = (numbers[1:] + numbers[:-1]) / 2
+    each = torch.cat([numbers, middles, middles.nextafter(numbers[1:]), middles.nextafter(numbers[:-1])])
+    each = torch.cat([each, torch.tensor([449.0, 464.0, 1e9, -1e30])])
+    values = torch.cat([each, torch.zeros(-len(each) % (64 * 64))]).view(-1, 64, 1, 64).to(device)
+    problem = make_problem(case, device)
+    metadata = metadata_of(problem, case.lens)
+    blocks = metadata.block_table[0, : 64 // case.block_size].long()
+    for value in values:
+        cache = filled_cache(backend, problem, dtype)
+        backend.write(value, value, cache, metadata)
+        found = cache[blocks, 1].view(torch.uint8).flatten()
+        assert torch.equal(found, stored_as(value, dtype).view(torch.uint8).flatten())
 
 
 def test_every_backend_is_tried() -> None:

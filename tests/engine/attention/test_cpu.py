@@ -13,10 +13,11 @@ from torch import Tensor
 
 from tests.engine.attention.cases import Case, attend, dense, filled_cache, make_problem, metadata_of, with_threads
 from tests.engine.attention.test_backends import CASES
-from worker.engine.attention.base import AttentionShape
+from worker.engine.attention.base import AttentionShape, stored_as
 from worker.engine.attention.cpu import CpuAttention
 from worker.engine.kernels.toolchain import KernelUnavailableError
 
+NARROW = [torch.bfloat16, torch.float16, torch.float8_e4m3fn]
 LENS = ((1, 700), (40, 300), (1, 17), (256, 256))
 
 
@@ -65,9 +66,9 @@ def test_the_number_of_threads_changes_no_bit(backend: CpuAttention) -> None:
     assert torch.equal(results[0], results[2])
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kv_dtype", NARROW)
 @pytest.mark.parametrize("block_size", [8, 16])
-def test_half_storage_rounds_keys_and_values_and_nothing_else(
+def test_narrow_storage_rounds_keys_and_values_and_nothing_else(
     backend: CpuAttention, kv_dtype: torch.dtype, block_size: int
 ) -> None:
     problem = make_problem(Case("storage", ((1, 300), (50, 90)), block_size=block_size))
@@ -77,8 +78,8 @@ def test_half_storage_rounds_keys_and_values_and_nothing_else(
     torch.testing.assert_close(result.double(), dense(problem), rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float16])
-def test_rounding_to_half_is_torchs(backend: CpuAttention, kv_dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("kv_dtype", NARROW)
+def test_rounding_is_torchs(backend: CpuAttention, kv_dtype: torch.dtype) -> None:
     """Every exponent, ties, subnormals and overflow; the one value in the cache is also read back as stored."""
     bits = torch.arange(0, 2**32, 70_001, dtype=torch.int64).to(torch.uint32)
     ties = torch.arange(0, 2**16, 7, dtype=torch.int64) * 2**16 + 2**15
@@ -88,11 +89,11 @@ def test_rounding_to_half_is_torchs(backend: CpuAttention, kv_dtype: torch.dtype
     problem = make_problem(Case("rounding", ((1, 1),), num_heads=1, num_kv_heads=1))
     cache, metadata = filled_cache(backend, problem, kv_dtype), metadata_of(problem, ((1, 1),))
     for value in values:
-        stored = value.to(kv_dtype)
+        stored = stored_as(value, kv_dtype)
         backend.write(torch.zeros_like(value), value, cache, metadata)
-        assert torch.equal(cache[1, 1, 0, 0], stored[0, 0])
-        if stored.isfinite().all():
-            assert torch.equal(backend.attend(value, cache, metadata, problem.case.shape), stored.float())
+        assert torch.equal(cache[1, 1, 0, 0].view(torch.uint8), stored[0, 0].view(torch.uint8))
+        if stored.float().isfinite().all():
+            assert torch.equal(backend.attend(problem.query, cache, metadata, problem.case.shape), stored.float())
 
 
 def test_inputs_may_be_views_of_one_packed_projection(backend: CpuAttention) -> None:
@@ -144,7 +145,7 @@ def test_every_vector_width_gives_the_result(march: str) -> None:
     except KernelUnavailableError as error:
         pytest.skip(str(error))
     for case in CASES:
-        for kv_dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for kv_dtype in (torch.float32, *NARROW):
             problem = make_problem(case)
             result = attend(backend, problem, filled_cache(backend, problem, kv_dtype))
             problem.key.copy_(problem.key.to(kv_dtype))

@@ -20,9 +20,10 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from worker.engine.attention.triton import Launch, is_interpreted, plan_launch  # noqa: E402
-from worker.engine.attention.triton_kernels import attend_kernel  # noqa: E402
+from worker.engine.attention.triton_kernels import attend_kernel, write_kernel  # noqa: E402
 
 ASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+SIZES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8e4nv": 1}  # bytes
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}  # what one program may take
 POINTERS = {"block_table": "*i32", "query_start": "*i32", "seq_lens": "*i32", "limits": "*fp32"}
 ALIGNED = (
@@ -49,16 +50,18 @@ pytestmark = [
 ]
 
 
-def planned(shape: AttentionShape, query_len: int, seq_len: int, element: str) -> Launch:
+def planned(shape: AttentionShape, query_len: int, seq_len: int, element: str, cache: str) -> Launch:
     empty = torch.zeros(1, dtype=torch.int32)
     metadata = AttentionMetadata(empty, empty, empty, empty, query_len, seq_len, 16, None)
     is_exact = element == "fp32"
     return plan_launch(
-        shape, metadata, query_len, element_size=4 if is_exact else 2, num_multiprocessors=132, is_exact=is_exact
+        shape, metadata, query_len, element_size=SIZES[cache], num_multiprocessors=132, is_exact=is_exact
     )
 
 
-def source_of(shape: AttentionShape, launch: Launch, element: str, window: int, has_sinks: bool) -> ASTSource:
+def source_of(
+    shape: AttentionShape, launch: Launch, element: str, window: int, has_sinks: bool, cache: str
+) -> ASTSource:
     constants: dict[str, object] = {
         "NUM_HEADS": shape.num_heads,
         "GROUP": shape.num_heads // shape.num_kv_heads,
@@ -81,7 +84,7 @@ def source_of(shape: AttentionShape, launch: Launch, element: str, window: int, 
     for name in attend_kernel.arg_names:
         kind = "fp32" if name in ("scale", "softcap") else "i32"
         if name in ("query", "cache", "out", "sinks"):
-            kind = f"*{'fp32' if name == 'out' and launch.num_splits > 1 else element}"
+            kind = f"*{'fp32' if name == 'out' and launch.num_splits > 1 else cache if name == 'cache' else element}"
         signature[name] = "constexpr" if name in constants else POINTERS.get(name, kind)
     hints = {(attend_kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in ALIGNED}
     return ASTSource(attend_kernel, signature, constants, hints)
@@ -111,9 +114,37 @@ def test_compiles_without_spilling(
     has_sinks: bool,
     tmp_path: Path,
 ) -> None:
-    launch = planned(shape, query_len, seq_len, element)
+    check_compiled(capability, shape, query_len, seq_len, element, window, has_sinks, element, tmp_path)
+
+
+@pytest.mark.parametrize(("query_len", "seq_len"), [(1, 100), (1, 30_000), (4096, 4096)])
+def test_keys_and_values_of_8_bits_compile_without_spilling(query_len: int, seq_len: int, tmp_path: Path) -> None:
+    check_compiled(90, LLAMA, query_len, seq_len, "bf16", 0, False, "fp8e4nv", tmp_path)
+
+
+def test_writing_8_bits_compiles() -> None:
+    constants = {"BLOCK_SIZE": 16, "HEAD_DIM": 128, "HEAD_PAD": 128, "TOKENS": 4}
+    pointers = {"key": "*bf16", "value": "*bf16", "cache": "*fp8e4nv", "slots": "*i64"}
+    signature = {
+        name: "constexpr" if name in constants else pointers.get(name, "i32") for name in write_kernel.arg_names
+    }
+    triton.compile(ASTSource(write_kernel, signature, constants), target=GPUTarget("cuda", 90, 32))
+
+
+def check_compiled(
+    capability: int,
+    shape: AttentionShape,
+    query_len: int,
+    seq_len: int,
+    element: str,
+    window: int,
+    has_sinks: bool,
+    cache: str,
+    tmp_path: Path,
+) -> None:
+    launch = planned(shape, query_len, seq_len, element, cache)
     compiled = triton.compile(
-        source_of(shape, launch, element, window, has_sinks),
+        source_of(shape, launch, element, window, has_sinks, cache),
         target=GPUTarget("cuda", capability, 32),
         options={"num_warps": launch.num_warps, "num_stages": launch.num_stages},
     )

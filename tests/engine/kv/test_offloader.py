@@ -56,6 +56,20 @@ def test_one_step_does_out_then_copies_then_in() -> None:
     assert held(pool.tensors[0]) == [0, 2, 1, 3]
 
 
+def test_blocks_of_8_bits_move_as_bytes() -> None:
+    pools = [
+        KVCachePool.allocate(GROUPS, (4, 4), 4, ReferenceAttention(), torch.float8_e4m3fn, torch.device("cpu"))
+        for _ in range(2)
+    ]
+    pool, host = pools
+    for block in range(4):
+        pool.tensors[0][block].fill_(block)
+    plan = StepPlan(0, (), swap_out=(BlockCopy(0, 1, 3),), copies=(BlockCopy(0, 2, 1),), swap_in=(BlockCopy(0, 3, 2),))
+    Offloader(pool, host).run(plan)
+    assert held(pool.tensors[0].float()) == [0, 2, 1, 3]
+    assert held(host.tensors[0].float()) == [0, 0, 0, 1]
+
+
 def test_swaps_without_a_host_pool_are_an_error() -> None:
     with pytest.raises(RuntimeError, match="no host pool"):
         Offloader(make_pool((4, 4), "cpu"), None).run(StepPlan(0, (), swap_out=(BlockCopy(0, 1, 0),)))

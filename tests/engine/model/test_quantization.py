@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from ops.benchmarks.quality import measure, text_windows
+from ops.benchmarks.quality import chosen, measure, text_windows
 from ops.benchmarks.scoring import Scorer
 from schemas.generation import SamplingParams
 from tests.engine.truth import tiny_models
@@ -73,7 +73,12 @@ def test_a_model_that_was_bfloat16_stays_so_in_memory_and_gives_the_same_bits(
 
 @pytest.mark.parametrize(
     ("quantization", "asked", "expected"),
-    [("int8", "auto", torch.float16), ("int4", "float32", torch.float32), (None, "auto", torch.float32)],
+    [
+        ("int8", "auto", torch.float16),
+        ("int4", "float32", torch.float32),
+        (None, "auto", torch.float32),
+        (None, "float8_e4m3fn", torch.float8_e4m3fn),
+    ],
 )
 def test_keys_and_values_take_half_precision_beside_rounded_weights(
     folder_of: Callable[[str], Path], quantization: str | None, asked: str, expected: torch.dtype
@@ -150,9 +155,13 @@ def test_the_loss_on_real_text_is_bounded() -> None:
         pytest.skip(str(error))
     options = argparse.Namespace(model=name, length=128, answers=1, threads=None)
     windows = text_windows(name, 6, 128)
-    exact, int8, int4 = (measure(options, kind, windows) for kind in (None, "int8", "int4"))
+    kinds = ("float32", "int8", "int4", "float8_e4m3fn", "int8+float8_e4m3fn")
+    exact, int8, int4, narrow, both = (measure(options, chosen(kind), windows) for kind in kinds)
     assert 2.0 < exact.nll < 4.0, "a text that the model can read"
     assert 0.0 < abs(int8.nll - exact.nll) < 0.06
     assert 0.0 < abs(int4.nll - exact.nll) < 0.02
+    assert 0.0 < abs(narrow.nll - exact.nll) < 0.03
+    assert 0.0 < abs(both.nll - exact.nll) < 0.08
+    assert both.nll != int8.nll, "a kind of two parts sets both"
     firsts = [[answer[0] for answer in one.answers] for one in (exact, int8, int4)]
     assert sum(a == b for a, b in zip(firsts[0], firsts[2], strict=True)) >= 5

@@ -96,3 +96,11 @@ class AttentionBackend(ABC):
 
         `sinks` `[num_heads]` adds one logit per head to the softmax's denominator (gpt-oss).
         """
+
+
+def stored_as(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Keys or values as a cache of this type keeps them: what 8 bits cannot hold becomes their largest number."""
+    if dtype == torch.float8_e4m3fn:
+        largest = torch.finfo(dtype).max
+        x = x.clamp(-largest, largest)  # NaN stays NaN
+    return x.to(dtype)

@@ -1,6 +1,6 @@
 """Paged attention on the CPU through a C++ kernel that reads blocks in place.
 
-Float32 arithmetic over float32, bfloat16 or float16 storage. A row's result does not depend on its batch,
+Float32 arithmetic over float32, bfloat16, float16 or 8-bit (E4M3) storage. A row's result does not depend on its batch,
 its chunk or the number of threads, bit for bit, but for this: where the CPU has matrix registers (AMX) and may use
 them, rows that come with many others get their sums from there, as exact but not the same.
 
@@ -28,7 +28,7 @@ from worker.engine.kernels.toolchain import KernelUnavailableError
 
 log = logging.getLogger(__name__)
 
-KV_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+KV_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: 3}
 MAX_HEAD_DIM = 512
 _FEW_TOKENS = 16  # that one thread writes as fast as several
 

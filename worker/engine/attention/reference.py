@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from worker.engine.attention.base import AttentionBackend, AttentionMetadata, AttentionShape
+from worker.engine.attention.base import AttentionBackend, AttentionMetadata, AttentionShape, stored_as
 
 MAX_PADDING = 1.25  # decodes share one batch while the longest is at most this much longer than the shortest
 PADDING_SLACK = 32  # ... or longer by no more than this many tokens
@@ -66,8 +66,8 @@ class ReferenceAttention(AttentionBackend):
 
     def write(self, key: Tensor, value: Tensor, cache: Tensor, metadata: AttentionMetadata) -> None:
         blocks, offsets = self._slots_of(metadata)
-        cache[:, 0].index_put_((blocks, offsets), key.to(cache.dtype))
-        cache[:, 1].index_put_((blocks, offsets), value.to(cache.dtype))
+        cache[:, 0].index_put_((blocks, offsets), stored_as(key, cache.dtype))
+        cache[:, 1].index_put_((blocks, offsets), stored_as(value, cache.dtype))
 
     def attend(
         self,

@@ -16,7 +16,7 @@ from torch import Tensor
 from worker.engine.attention.base import AttentionBackend, AttentionMetadata, AttentionShape
 from worker.engine.attention.triton_kernels import attend_kernel, fold_kernel, write_kernel
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 MAX_HEAD_DIM = 256
 MAX_PARTIAL_BYTES = 64 << 20  # of split-KV results
 TOKENS_A_SPLIT = 256  # a shorter share of a context does not pay for its second pass
@@ -55,7 +55,7 @@ def plan_launch(
     if not is_decode:  # long chunks fill wide tiles; a mix of many decodes with a chunk would waste them
         rows = max(rows, 128 if num_tokens >= 64 * metadata.num_seqs and shape.head_dim <= 128 else 64)
     head_pad = max(16, triton.next_power_of_2(shape.head_dim))
-    tile_keys = max(16, min(128 if is_decode else 64, 16384 // (head_pad * element_size)))
+    tile_keys = max(16, min(128 if is_decode else 64, 16384 // (head_pad * max(element_size, 2))))  # 8 bits become 16
     if is_exact:  # float32 without tensor cores: registers bound the tile
         rows = max(16, triton.next_power_of_2(group))
         tile_keys = max(16, min(32, 2048 // head_pad))
@@ -92,6 +92,8 @@ class TritonAttention(AttentionBackend):
             return f"Triton kernels do not run on {device.type}"
         if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 8 and dtype == torch.bfloat16:
             return "bfloat16 needs compute capability 8.0"
+        if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9) and dtype.itemsize == 1:
+            return "8-bit keys and values need compute capability 8.9"
         if device.type == "cpu" and dtype == torch.bfloat16:
             return "Triton's interpreter multiplies no bfloat16 matrices"
         if dtype not in DTYPES:

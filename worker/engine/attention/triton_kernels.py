@@ -223,6 +223,24 @@ def fold_kernel(
     tl.store(out + row * HEAD_DIM + dims, result.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
 
 
+@triton.jit
+def narrowed(values, TYPE: tl.constexpr):
+    """As a cache of this type keeps them. 8 bits by hand: to the nearest, ties to even, at most the largest number;
+    what a cast does beyond it, and on a carry, is not the same everywhere."""
+    if tl.float8e4nv == TYPE:
+        bits = values.to(tl.float32).to(tl.uint32, bitcast=True)
+        magnitude = bits & 0x7FFFFFFF
+        unit = magnitude.to(tl.float32, bitcast=True) + 16384.0  # a subnormal's unit is this one's last bit
+        normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - 960
+        kept = tl.where(magnitude < 0x3C800000, unit.to(tl.uint32, bitcast=True) - 0x46800000, normal)
+        kept = tl.where(magnitude >= 0x43E00000, 0x7E, kept)
+        kept = tl.where(magnitude > 0x7F800000, 0x7F, kept)
+        result = (kept | ((bits >> 24) & 0x80)).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    else:
+        result = values.to(TYPE)
+    return result
+
+
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots"])
 def write_kernel(
     key,  # [num_tokens, num_kv_heads, HEAD_DIM]
@@ -254,5 +272,5 @@ def write_kernel(
     token_at = token.to(tl.int64)[:, None]
     keys = tl.load(key + token_at * key_stride + head * key_head_stride + dims[None, :], mask=mask)
     values = tl.load(value + token_at * value_stride + head * value_head_stride + dims[None, :], mask=mask)
-    tl.store(cache + at, keys.to(cache.dtype.element_ty), mask=mask)
-    tl.store(cache + value_offset + at, values.to(cache.dtype.element_ty), mask=mask)
+    tl.store(cache + at, narrowed(keys, cache.dtype.element_ty), mask=mask)
+    tl.store(cache + value_offset + at, narrowed(values, cache.dtype.element_ty), mask=mask)

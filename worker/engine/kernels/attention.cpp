@@ -15,6 +15,11 @@
 namespace {
 
 template <class T>
+constexpr float UNIT = 1.0f;  // what is loaded counts times so much
+template <>
+constexpr float UNIT<f8> = F8_UNIT;
+
+template <class T>
 struct KeyTile {  // where the strips of one tile lie; entries outside [first, last) are undefined
     const T *keys[TILE_STRIPS], *values[TILE_STRIPS];
     int first, last;  // positions within the tile that some row of the unit sees
@@ -144,10 +149,11 @@ struct Attention {
     }
 
     void load_query(const Unit &u, float *query) const {
+        const float scale = a.scale * UNIT<T>;
         for (int t = 0; t < u.num_tokens; ++t) {
             const float *from = a.query + (u.token + t) * a.query_stride + u.head * group * a.query_head_stride;
             for (int g = 0; g < group; ++g, from += a.query_head_stride)
-                for (int d = 0; d < a.head_dim; ++d) *query++ = from[d] * a.scale;
+                for (int d = 0; d < a.head_dim; ++d) *query++ = from[d] * scale;
         }
     }
 
@@ -161,7 +167,7 @@ struct Attention {
             scale = both[0];
             sum = sum * scale + both[1];
         }
-        scale = sum == 0.0f ? 0.0f : scale / sum;
+        scale = sum == 0.0f ? 0.0f : scale / sum * UNIT<T>;
         for (int d = 0; d < a.head_dim; ++d) out[d] = values[d] * scale;
     }
 
@@ -329,5 +335,6 @@ extern "C" int64_t tokenmill_attend_member(const AttendArguments *arguments, Tea
     if (a.kv_type == 0) Attention<float>(a, plan, team).run(team);
     if (a.kv_type == 1) Attention<bf16>(a, plan, team).run(team);
     if (a.kv_type == 2) Attention<f16>(a, plan, team).run(team);
+    if (a.kv_type == 3) Attention<f8>(a, plan, team).run(team);
     return 0;
 }

@@ -24,6 +24,8 @@ template <>
 constexpr int PARTS_OF<bf16> = 1;
 template <>
 constexpr int PARTS_OF<f16> = 2;
+template <>
+constexpr int PARTS_OF<f8> = 1;
 
 // Right factors that are made.
 template <class T>

@@ -19,7 +19,7 @@ struct AttendArguments {
     int64_t workspace_bytes, query_stride, query_head_stride, block_stride, value_offset, table_stride;
     int32_t num_tokens, num_seqs, num_heads, num_kv_heads, head_dim, block_size;
     int32_t window;   // 0: none
-    int32_t kv_type;  // 0: float32, 1: bfloat16, 2: float16
+    int32_t kv_type;  // 0: float32, 1: bfloat16, 2: float16, 3: 8 bits
     int32_t uses_amx;  // where a unit has more than a few rows
     float scale, softcap;  // softcap 0: none
 };

@@ -56,7 +56,8 @@ static void value_kernel(const float *weights, int64_t weights_stride, const T *
             for (int i = 0; i < S * VPS; ++i) values[i] = load(row + i * VW);
             if (AHEAD)
 #pragma GCC unroll 4
-                for (int s = 0; s < S; ++s) __builtin_prefetch(next + s * STRIP);
+                for (int s = 0; s < S; ++s)
+                    if ((s * STRIP * sizeof(T)) % 64 == 0) __builtin_prefetch(next + s * STRIP);
 #pragma GCC unroll 6
             for (int r = 0; r < R; ++r) {
                 vf w = splat(weights[r * weights_stride + k]);

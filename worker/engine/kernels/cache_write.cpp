@@ -15,7 +15,7 @@ struct WriteArguments {
     int64_t rotated_stride;
     int64_t block_stride, value_offset;
     int32_t num_tokens, num_heads, num_kv_heads, head_dim, rotary_dim, block_size;
-    int32_t kv_type;  // 0: float32, 1: bfloat16, 2: float16
+    int32_t kv_type;  // 0: float32, 1: bfloat16, 2: float16, 3: 8 bits
 };
 
 namespace {
@@ -38,7 +38,9 @@ INLINE void rotate(const float *from, const float *cos, const float *sin, int ro
 }
 
 template <class T>
-void write_token(const WriteArguments &a, int token, float *key) {
+void write_token(const WriteArguments &a, int token) {
+    float rotated[1024];
+    T narrow[1024];
     const int64_t slot = a.slots[token], block = slot / a.block_size;
     const int offset = (int)(slot % a.block_size), dim = a.head_dim;
     const int tokens = a.block_size % STRIP == 0 ? STRIP : a.block_size;
@@ -49,10 +51,11 @@ void write_token(const WriteArguments &a, int token, float *key) {
         T *strip = base + ((int64_t)head * a.block_size + (int64_t)(offset / tokens) * tokens) * dim + offset % tokens;
         T *row = base + a.value_offset + ((int64_t)head * a.block_size + offset) * dim;
         if (a.cos) {
-            rotate(from, a.cos + token * a.cos_stride, a.sin + token * a.cos_stride, a.rotary_dim, dim, key);
-            from = key;
+            rotate(from, a.cos + token * a.cos_stride, a.sin + token * a.cos_stride, a.rotary_dim, dim, rotated);
+            from = rotated;
         }
-        for (int d = 0; d < dim; ++d) put(strip + (int64_t)d * tokens, from[d]);
+        for (int d = 0; d < dim; ++d) put(narrow + d, from[d]);
+        for (int d = 0; d < dim; ++d) strip[(int64_t)d * tokens] = narrow[d];
         for (int d = 0; d < dim; ++d) put(row + d, value[d]);
     }
 }
@@ -60,8 +63,7 @@ void write_token(const WriteArguments &a, int token, float *key) {
 template <class T>
 void write_some(const WriteArguments &a, int64_t first, int64_t count) {
     for (int token = (int)first; token < first + count; ++token) {
-        float key[1024];
-        write_token<T>(a, token, key);
+        write_token<T>(a, token);
         if (a.cos && a.query)
             for (int head = 0; head < a.num_heads; ++head)
                 rotate(a.query + token * a.query_stride + head * a.query_head_stride, a.cos + token * a.cos_stride,
@@ -75,7 +77,8 @@ void write_some(const WriteArguments &a, int64_t first, int64_t count) {
 extern "C" int64_t tokenmill_write_member(const WriteArguments *arguments, Team *team) {
     const auto write = arguments->kv_type == 0   ? write_some<float>
                        : arguments->kv_type == 1 ? write_some<bf16>
-                                                 : write_some<f16>;
+                       : arguments->kv_type == 2 ? write_some<f16>
+                                                 : write_some<f8>;
     team->each(arguments->num_tokens, 4,
                [=](int64_t first, int64_t count, int64_t) { write(*arguments, first, count); });
     return 0;

@@ -118,8 +118,6 @@ INLINE Range range_of(const float *x, int64_t k) {
     return range;
 }
 
-typedef i8 vb __attribute__((vector_size(VW)));
-
 // VW steps as bytes, of which the first `count` quads exist.
 INLINE void store_steps(vi steps, Quad *to, int64_t count) {
     const vb bytes = __builtin_convertvector(steps, vb);

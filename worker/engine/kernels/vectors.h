@@ -41,12 +41,16 @@ typedef float vf __attribute__((vector_size(VW * 4)));
 typedef int32_t vi __attribute__((vector_size(VW * 4)));
 typedef uint32_t vu __attribute__((vector_size(VW * 4)));
 typedef uint16_t vh __attribute__((vector_size(VW * 2)));
+typedef uint8_t vb __attribute__((vector_size(VW)));
 
 struct f16 {
     uint16_t bits;
 };
 struct bf16 {
     uint16_t bits;
+};
+struct f8 {  // E4M3: 4 bits of exponent, 3 of fraction; up to 448, no infinities, one NaN (Micikevicius et al. 2022)
+    uint8_t bits;
 };
 
 INLINE vf splat(float x) { return x - vf{}; }  // x − 0 is x for every x, so only the broadcast remains
@@ -99,7 +103,37 @@ INLINE vf load(const f16 *p) {
 #endif
 }
 
+// A 256th of the number, which is what its bits are in half precision: who multiplies does so where there is less of it
+// (F8_UNIT). The bit above the exponent, where a half has another one, is the carry of a NaN, all of whose bits are set.
+#define F8_UNIT 256.0f
+INLINE vf load(const f8 *p) {
+#if VW == 16
+    const __m256i bits = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)p)), 7);
+    const __m256i carried = _mm256_add_epi16(bits, _mm256_set1_epi16(0x80)), place = _mm256_set1_epi16(0x4000);
+    return (vf)_mm512_cvtph_ps(_mm256_ternarylogic_epi32(bits, carried, place, 0x78));  // bits ^ (carried & place)
+#elif VW == 8 && defined(__F16C__)
+    const __m128i bits = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i *)p)), 7);
+    const __m128i carried = _mm_add_epi16(bits, _mm_set1_epi16(0x80)), place = _mm_set1_epi16(0x4000);
+    return (vf)_mm256_cvtph_ps(_mm_xor_si128(bits, _mm_and_si128(carried, place)));
+#else
+    vb v;
+    memcpy(&v, p, sizeof v);
+    const vu wide = __builtin_convertvector(v, vu), magnitude = wide & 0x7f;
+    const vf scaled = (vf)(magnitude << 20) * splat(0x1p112f);  // rebias the exponent; exact for subnormals too
+    const vf value = select((vi)(magnitude == 0x7f), splat(NAN), scaled);
+    return (vf)((vu)value | ((wide & 0x80) << 24));
+#endif
+}
+
 INLINE float get(const float *p) { return *p; }
+INLINE float get(const f8 *p) {  // as load()
+    const uint32_t magnitude = p->bits & 0x7fu;
+    const uint32_t shifted = magnitude << 20, sign = (p->bits & 0x80u) << 24;
+    float x;
+    memcpy(&x, &shifted, 4);
+    x = magnitude == 0x7f ? NAN : x * 0x1p112f;
+    return sign ? -x : x;
+}
 INLINE float get(const bf16 *p) {
     uint32_t bits = (uint32_t)p->bits << 16;
     float x;
@@ -145,6 +179,22 @@ INLINE void put(f16 *p, float x) {
         p->bits = sign | (uint16_t)((magnitude + 0xfff + ((magnitude >> 13) & 1) - 0x38000000) >> 13);
     }
 #endif
+}
+
+INLINE void put(f8 *p, float x) {  // round to nearest even, at most 448; without branches, so that rows become vectors
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    const uint32_t magnitude = bits & 0x7fffffff;
+    float y;
+    memcpy(&y, &magnitude, 4);
+    y += 16384.0f;  // a subnormal's unit is this one's last bit
+    uint32_t small;
+    memcpy(&small, &y, 4);
+    uint32_t value = ((magnitude + 0x7ffff + (magnitude >> 20 & 1)) >> 20) - (120 << 3);
+    value = magnitude < 0x3c800000 ? small - 0x46800000 : value;
+    value = magnitude >= 0x43e00000 ? 0x7e : value;
+    value = magnitude > 0x7f800000 ? 0x7f : value;
+    p->bits = (uint8_t)(value | bits >> 24 & 0x80);
 }
 
 // exp(x) in place, N vectors in step so that none waits for another's result; relative error about 1e-7, exactly 0

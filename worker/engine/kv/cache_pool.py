@@ -17,7 +17,12 @@ from worker.engine import huge_pages
 from worker.engine.attention import AttentionBackend
 from worker.engine.config import EngineConfig, LayerGroup
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+}
 
 
 def kv_dtype(config: EngineConfig, weights: torch.dtype) -> torch.dtype:

@@ -29,8 +29,8 @@ class Offloader:
         self, device_pool: KVCachePool, host_pool: KVCachePool | None, max_staging_bytes: int = MAX_STAGING_BYTES
     ) -> None:
         self._max_staging_bytes = max_staging_bytes
-        self._device_pool = device_pool
-        self._host_pool = host_pool
+        self._device = _movable(device_pool)
+        self._host_tensors = None if host_pool is None else _movable(host_pool)
         device = device_pool.tensors[0].device
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
@@ -39,12 +39,12 @@ class Offloader:
     def run(self, plan: StepPlan) -> None:
         """Do a plan's moves in its order: out, copies, in. Call it before the step's forward pass."""
         for group, sources, targets in self._parts(plan.swap_out, _target):
-            self._move_out(self._device_pool.tensors[group], self._host(group), sources, targets)
+            self._move_out(self._device[group], self._host(group), sources, targets)
         for group, sources, targets in self._parts(plan.copies, _target):
-            pool = self._device_pool.tensors[group]
+            pool = self._device[group]
             pool.index_copy_(0, _ids(targets, pool), pool.index_select(0, _ids(sources, pool)))
         for group, sources, targets in self._parts(plan.swap_in, _source):
-            self._move_in(self._device_pool.tensors[group], self._host(group), sources, targets)
+            self._move_in(self._device[group], self._host(group), sources, targets)
 
     def _parts(
         self, copies: Seq[BlockCopy], place: Callable[[BlockCopy], int]
@@ -53,16 +53,16 @@ class Offloader:
         for group in sorted({copy.group for copy in copies}):
             own = sorted((copy for copy in copies if copy.group == group), key=place)
             pairs = [(copy.source, copy.target) for copy in own]
-            tensor = self._device_pool.tensors[group]
+            tensor = self._device[group]
             per_part = max(1, self._max_staging_bytes // (tensor[0].numel() * tensor.element_size()))
             for start in range(0, len(pairs), per_part):
                 part = pairs[start : start + per_part]
                 yield group, [source for source, _ in part], [target for _, target in part]
 
     def _host(self, group: int) -> Tensor:
-        if self._host_pool is None:
+        if self._host_tensors is None:
             raise RuntimeError("the plan moves blocks to or from the host, but there is no host pool")
-        return self._host_pool.tensors[group]
+        return self._host_tensors[group]
 
     def _move_out(self, pool: Tensor, host: Tensor, sources: list[int], targets: list[int]) -> None:
         leaving = pool.index_select(0, _ids(sources, pool))
@@ -91,6 +91,11 @@ class Offloader:
     def synchronize(self) -> None:
         if self._stream is not None:
             self._stream.synchronize()
+
+
+def _movable(pool: KVCachePool) -> tuple[Tensor, ...]:
+    """Torch moves no blocks of 8-bit floats on every device, but of bytes."""
+    return tuple(tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor for tensor in pool.tensors)
 
 
 def runs(block_ids: list[int]) -> Iterator[tuple[int, int]]:

@@ -9,6 +9,8 @@ unfused modules round in between is rounded once, at the end, except the sum tha
 import triton
 import triton.language as tl
 
+from worker.engine.attention.triton_kernels import narrowed
+
 
 @triton.jit
 def norm_kernel(
@@ -71,7 +73,7 @@ def load_head(at, is_token, START: tl.constexpr, SIZE: tl.constexpr, PAD: tl.con
 def store_head(at, values, is_token, START: tl.constexpr, SIZE: tl.constexpr, PAD: tl.constexpr):
     dim = tl.arange(0, PAD)
     mask = is_token[:, None] & (dim < SIZE)[None, :]
-    tl.store(at[:, None] + START + dim[None, :], values.to(at.dtype.element_ty), mask=mask)
+    tl.store(at[:, None] + START + dim[None, :], narrowed(values, at.dtype.element_ty), mask=mask)
 
 
 @triton.jit
