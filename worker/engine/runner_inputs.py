@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from worker.engine.attention import AttentionMetadata
 from worker.engine.config import CacheConfig
+from worker.engine.decode_inputs import DecodeInputs
 from worker.engine.plan import ScheduledSequence, StepPlan
 from worker.engine.sequence import Sequence
 
@@ -58,6 +59,13 @@ class PreviousTokens:
         return rows
 
 
+class _Last(NamedTuple):
+    """The step before, where it was of decodes alone."""
+
+    inputs: StepInputs
+    decodes: DecodeInputs
+
+
 class InputBuilder:
     """Owns the rows. Call `release` when a sequence ends or is preempted."""
 
@@ -70,6 +78,7 @@ class InputBuilder:
         self._epochs: list[int] = []
         self._filled: list[list[int]] = [[] for _ in cache.groups]  # entries of each row that are up to date
         self._tables = [np.zeros((0, self._width), np.int32) for _ in cache.groups]
+        self._last: _Last | None = None
         self._grow(num_rows)
 
     def release(self, sequence: Sequence) -> None:
@@ -82,7 +91,12 @@ class InputBuilder:
         return len(self._rows)
 
     def build(self, plan: StepPlan, previous: PreviousTokens | None = None) -> StepInputs:
+        """Valid until the next call, on a CPU."""
         items, size = plan.scheduled, self._cache.block_size
+        last, self._last = self._last, None
+        if last is not None and (metadata := last.decodes.advance(items, self._tables_of)) is not None:
+            self._last = last
+            return StepInputs(last.inputs.input_ids, last.inputs.positions, last.inputs.rows, metadata)
         packing = _pack(items)
         rows = self._update_rows(items)
         token_ids, missing = self._token_ids(items, packing.query_start, previous)
@@ -91,8 +105,7 @@ class InputBuilder:
         slots = [table[owners, blocks].astype(np.int64) * size + offsets for table in self._tables]
         longs = self._to_device([token_ids, packing.positions, packing.sampled, *slots, *missing], np.int64)
         max_seq_len = int(packing.ends.max())
-        num_blocks = -(-max_seq_len // size)
-        tables = [table[rows, :num_blocks] for table in self._tables]
+        tables = self._cut(rows, max_seq_len)
         shorts = self._to_device([packing.query_start, packing.ends, *tables], np.int32)
         input_ids = longs[0]
         if previous is not None and missing:
@@ -113,7 +126,10 @@ class InputBuilder:
             )
             for group in range(len(tables))
         )
-        return StepInputs(input_ids, longs[1], longs[2], metadata)
+        inputs = StepInputs(input_ids, longs[1], longs[2], metadata)
+        if self._device.type == "cpu" and packing.owner is None and len(packing.sampled) == len(items):
+            self._last = _Last(inputs, DecodeInputs(items, input_ids, longs[1], metadata))
+        return inputs
 
     # ── tokens ──
 
@@ -142,6 +158,14 @@ class InputBuilder:
         return np.array(token_ids, np.int64), missing
 
     # ── blocks ──
+
+    def _tables_of(self, items: Seq[ScheduledSequence], max_seq_len: int) -> list[Tensor]:
+        return self._to_device(self._cut(self._update_rows(items), max_seq_len), np.int32)
+
+    def _cut(self, rows: Ints, max_seq_len: int) -> list[npt.NDArray[np.int32]]:
+        """The rows' block tables by group, as wide as the longest sequence needs."""
+        num_blocks = -(-max_seq_len // self._cache.block_size)
+        return [table[rows, :num_blocks] for table in self._tables]
 
     def _update_rows(self, items: Seq[ScheduledSequence]) -> Ints:
         """The sequences' rows, with their tables brought up to date."""

@@ -203,18 +203,26 @@ class LayerTable:
             self._on_out += [out["y"], down["residual"], down["y"]]
         self._rotation = [self._writes[name] for name in ("cos", "sin", "cos_stride", "rotary_dim")]
         self._groups: list[tuple[int, Any, Any]] = []  # group, which of the writes and of the attends are of it
+        self._used: object = None  # what the last call wrote
 
     def assign(self, groups: Sequence[int]) -> None:
         """The group of each layer, whose metadata it reads."""
         each = np.array([*groups, *groups[-1:]])[: len(self._writes)]
         is_one = len(set(groups)) == 1
+        self._used = None
         self._groups = [
             (group, *((slice(None),) * 2 if is_one else (each == group, each[: len(groups)] == group)))
             for group in dict.fromkeys(groups)
         ]
 
     def use(self, x: int, out: int, rotation: Rotation, metadata: Sequence[AttentionMetadata]) -> None:
-        """What is new in every call. All layers but the first work on `out` in place."""
+        """What may be new in every call. All layers but the first work on `out` in place."""
+        reading = {group: _reading(metadata[group]) for group, _, _ in self._groups}
+        slots = {group: metadata[group].slot_mapping.data_ptr() for group in reading}
+        used = (x, out, rotation, reading, slots)
+        if used == self._used:
+            return
+        self._used = used
         for field in (self._first, self._inputs):
             field.fill(out)
             field[0] = x
@@ -223,8 +231,8 @@ class LayerTable:
         for field, value in zip(self._rotation, rotation, strict=True):
             field.fill(value)
         for group, of_writes, of_attends in self._groups:
-            self._writes["slots"][of_writes] = metadata[group].slot_mapping.data_ptr()
-            for name, value in _reading(metadata[group]):
+            self._writes["slots"][of_writes] = slots[group]
+            for name, value in reading[group]:
                 self._attends[name][of_attends] = value
 
 

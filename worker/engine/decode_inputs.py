@@ -1,0 +1,103 @@
+"""The inputs of a step that does what the one before did, one position further: the same sequences, one token each.
+
+Most steps are such. Their tensors stay where they are and are counted up; only a new block makes a new block table. For
+devices on which a step has read its inputs before the next ones are made: the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from worker.engine.attention import AttentionMetadata
+from worker.engine.plan import ScheduledSequence
+
+Tables = Callable[[Seq[ScheduledSequence], int], list[Tensor]]
+
+
+class DecodeInputs:
+    """Over the tensors of a step that computed and samples one token of each of `items`."""
+
+    def __init__(
+        self,
+        items: Seq[ScheduledSequence],
+        input_ids: Tensor,
+        positions: Tensor,
+        metadata: tuple[AttentionMetadata, ...],
+    ) -> None:
+        self._sequences = [item.sequence for item in items]
+        self._epochs = [item.sequence.epoch for item in items]
+        self._starts = [item.start for item in items]
+        self._size = metadata[0].block_size
+        self._blocks = [self._blocks_now(group) for group in range(len(metadata))]
+        self._ids: npt.NDArray[np.int64] = input_ids.numpy()
+        self._positions: npt.NDArray[np.int64] = positions.numpy()
+        self._slots: list[npt.NDArray[np.int64]] = [one.slot_mapping.numpy() for one in metadata]
+        self._ends: npt.NDArray[np.int32] = metadata[0].seq_lens.numpy()  # of all groups
+        self._metadata = metadata
+
+    def advance(self, items: Seq[ScheduledSequence], tables: Tables) -> tuple[AttentionMetadata, ...] | None:
+        """The step's metadata, its other inputs having been counted up; None, and nothing is changed, where `items` are
+        not the next tokens of the same sequences. `tables(items, length)`: their block tables by group, up to date.
+        """
+        if len(items) != len(self._sequences):
+            return None
+        ids = []
+        for item, sequence, start, epoch in zip(items, self._sequences, self._starts, self._epochs, strict=True):
+            known = sequence.token_ids
+            if (
+                item.sequence is not sequence
+                or item.start != start + 1
+                or item.num_tokens != 1
+                or not item.samples
+                or sequence.epoch != epoch
+                or len(known) <= item.start
+            ):
+                return None
+            ids.append(known[item.start])
+        self._starts = [item.start for item in items]
+        self._ids[:] = ids
+        self._positions += 1
+        self._ends += 1
+        return self._count_up(items, tables)
+
+    def _count_up(self, items: Seq[ScheduledSequence], tables: Tables) -> tuple[AttentionMetadata, ...]:
+        blocks = [self._blocks_now(group) for group in range(len(self._metadata))]
+        lens = tuple(start + 1 for start in self._starts)
+        longest = max(lens)
+        found = None
+        if blocks != self._blocks:
+            self._blocks, found = blocks, tables(items, longest)
+        self._metadata = tuple(
+            AttentionMetadata(
+                query_start=one.query_start,
+                seq_lens=one.seq_lens,
+                block_table=one.block_table if found is None else found[group],
+                slot_mapping=one.slot_mapping,
+                max_query_len=1,
+                max_seq_len=longest,
+                block_size=one.block_size,
+                window=one.window,
+                query_lens_host=one.query_lens_host,
+                seq_lens_host=lens,
+            )
+            for group, one in enumerate(self._metadata)
+        )
+        if found is None:
+            for slots in self._slots:
+                slots += 1
+        else:
+            for slots, mine in zip(self._slots, blocks, strict=True):
+                slots[:] = mine
+                slots *= self._size
+                slots += self._positions % self._size
+        return self._metadata
+
+    def _blocks_now(self, group: int) -> list[int]:
+        """That each sequence's token is written to."""
+        size = self._size
+        return [s.block_tables[group][start // size] for s, start in zip(self._sequences, self._starts, strict=True)]
