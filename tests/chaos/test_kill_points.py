@@ -68,7 +68,8 @@ async def test_nothing_is_lost_or_told_twice(redis_url, tmp_path, undisturbed, p
         told = {job: [Told(), Told()] for job in expected}
         early = [asyncio.create_task(listen(client, job, told[job][0])) for job in expected]
         await run_doomed(point, count, redis_url, database)
-        limits = {"lease_seconds": 1.0, "max_num_seqs": 4, "max_crashes": 1 if in_process else 3}
+        # The doomed worker may die with one suspect alone in its hands: that is one crash which it did not cause.
+        limits = {"lease_seconds": 1.0, "max_num_seqs": 4, "max_crashes": 2 if in_process else 3}
         async with running_worker(redis_url, database, in_process=in_process, worker_id="survivor", **limits):
             for job in expected:
                 await client.result(job, timeout=60)

@@ -114,6 +114,20 @@ async def test_a_verdict_is_recorded_with_the_text_that_was_delivered(verdict, s
     assert untouched.result.usage.prompt_tokens == 0
 
 
+@pytest.mark.parametrize(
+    ("verdict", "status"),
+    [("run", JobStatus.SUCCEEDED), ("dead", JobStatus.SUCCEEDED), ("cancelled", JobStatus.CANCELLED)],
+)
+async def test_a_complete_answer_is_not_set_aside(verdict, status):
+    """Its workers died before they could record it: it needs no engine and can harm none."""
+    outcome = await resume(tokens("ab"), tokens("c", 2), max_tokens=3, verdict=verdict)
+    assert isinstance(outcome, Finished)
+    result = outcome.result
+    assert (result.status, result.text, result.finish_reason, result.error) == (status, "abc", LENGTH, None)
+    incomplete = await resume(tokens("ab"), max_tokens=3, verdict="dead")
+    assert incomplete.result.status is JobStatus.DEAD
+
+
 async def test_several_choices_end_with_what_was_told_of_each():
     """One final chunk cannot tell what each of them held back."""
     outcome = await resume(tokens("a#"), tokens("b", 2, 1), n=2, stop=("##",), verdict="cancelled")

@@ -232,7 +232,7 @@ class Admission:
     # ── ends ──
 
     def _ended(self, delivery: Delivery, request: JobRequest | None) -> Finished:
-        """The queue found the job at its end: its answer is what was logged."""
+        """The queue found the job at its end: its answer is what was logged. A complete one is not set aside."""
         status, reason, error = _verdict(delivery, request)
         answer = None
         if request is not None and delivery.log and not problems(request):
@@ -242,6 +242,8 @@ class Admission:
                 answer = None
         if answer is not None:
             answer.prompt_tokens = _logged_prompt_tokens(delivery)
+            if delivery.verdict == "dead" and answer.is_finished:  # it needs no engine, and none died of it
+                return self._conclude(delivery, answer.status, request, answer, _error_of(answer.status, request))
             answer.end_all(reason)
             answer.drop_untold()
         return self._conclude(delivery, status, request, answer, error)
@@ -291,7 +293,7 @@ def _late_error(request: JobRequest | None) -> JobError:
     return JobError("deadline_exceeded", f"the deadline{when} passed before the answer was complete")
 
 
-def _error_of(status: JobStatus, request: JobRequest) -> JobError | None:
+def _error_of(status: JobStatus, request: JobRequest | None) -> JobError | None:
     """Of an end that an earlier attempt logged without living to record it."""
     if status is JobStatus.EXPIRED:
         return _late_error(request)
