@@ -4,7 +4,9 @@ A missing server skips its tests at home and fails them where CI=true. After eac
 it left on the server are checked against the list of those that may stay.
 """
 
+import contextlib
 import os
+import subprocess
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
@@ -61,8 +63,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_testnodedown(node: Any, error: object) -> None:
     """Of a test process that died, how it ended: xdist does not say, and what it wrote last was captured."""
     if error is not None:
-        status = node.gateway._io.wait()
-        node.config.get_terminal_writer().line(f"\n[{node.gateway.id}] ended with status {status}", red=True)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # then it lives on, and only its pipe broke
+            status = node.gateway._io.popen.wait(timeout=5)
+            node.config.get_terminal_writer().line(f"\n[{node.gateway.id}] ended with status {status}", red=True)
 
 
 @pytest.hookimpl(wrapper=True)

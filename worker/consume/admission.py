@@ -123,7 +123,7 @@ class Admission:
             answer.end_all(FinishReason.EXPIRED)
             answer.drop_untold()
         if answer.is_finished:
-            return self._conclude(delivery, answer.status, request, answer, _error_of(answer.status, request))
+            return self._complete(delivery, request, answer)
         generation = self._generation(delivery, request, answer, prompt_ids, max_tokens)
         return Admitted(delivery, request, generation, answer)
 
@@ -240,13 +240,16 @@ class Admission:
                 answer = self._answer_so_far(delivery, request, request.params.max_tokens or self._model.max_model_len)
             except _Refused:  # a log that cannot be read does not change the verdict
                 answer = None
-        if answer is not None:
+        if request is not None and answer is not None:
             answer.prompt_tokens = _logged_prompt_tokens(delivery)
             if delivery.verdict == "dead" and answer.is_finished:  # it needs no engine, and none died of it
-                return self._conclude(delivery, answer.status, request, answer, _error_of(answer.status, request))
+                return self._complete(delivery, request, answer)
             answer.end_all(reason)
             answer.drop_untold()
         return self._conclude(delivery, status, request, answer, error)
+
+    def _complete(self, delivery: Delivery, request: JobRequest, answer: Answer) -> Finished:
+        return self._conclude(delivery, answer.status, request, answer, _error_of(answer.status, request))
 
     def _failed(self, delivery: Delivery, request: JobRequest | None, error: JobError) -> Finished:
         return self._conclude(delivery, JobStatus.FAILED, request, None, error)
@@ -293,7 +296,7 @@ def _late_error(request: JobRequest | None) -> JobError:
     return JobError("deadline_exceeded", f"the deadline{when} passed before the answer was complete")
 
 
-def _error_of(status: JobStatus, request: JobRequest | None) -> JobError | None:
+def _error_of(status: JobStatus, request: JobRequest) -> JobError | None:
     """Of an end that an earlier attempt logged without living to record it."""
     if status is JobStatus.EXPIRED:
         return _late_error(request)

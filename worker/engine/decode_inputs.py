@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -31,14 +32,13 @@ class DecodeInputs:
     ) -> None:
         self._sequences = [item.sequence for item in items]
         self._epochs = [item.sequence.epoch for item in items]
-        self._starts = [item.start for item in items]
         self._size = metadata[0].block_size
-        self._blocks = [self._blocks_now(group) for group in range(len(metadata))]
         self._ids: npt.NDArray[np.int64] = input_ids.numpy()
         self._positions: npt.NDArray[np.int64] = positions.numpy()
         self._slots: list[npt.NDArray[np.int64]] = [one.slot_mapping.numpy() for one in metadata]
         self._ends: npt.NDArray[np.int32] = metadata[0].seq_lens.numpy()  # of all groups
         self._metadata = metadata
+        self._blocks = self._blocks_now()
 
     def advance(self, items: Seq[ScheduledSequence], tables: Tables) -> tuple[AttentionMetadata, ...] | None:
         """The step's metadata, its other inputs having been counted up; None, and nothing is changed, where `items` are
@@ -47,7 +47,8 @@ class DecodeInputs:
         if len(items) != len(self._sequences):
             return None
         ids = []
-        for item, sequence, start, epoch in zip(items, self._sequences, self._starts, self._epochs, strict=True):
+        starts = self._positions.tolist()
+        for item, sequence, start, epoch in zip(items, self._sequences, starts, self._epochs, strict=True):
             known = sequence.token_ids
             if (
                 item.sequence is not sequence
@@ -59,30 +60,22 @@ class DecodeInputs:
             ):
                 return None
             ids.append(known[item.start])
-        self._starts = [item.start for item in items]
         self._ids[:] = ids
         self._positions += 1
         self._ends += 1
         return self._count_up(items, tables)
 
     def _count_up(self, items: Seq[ScheduledSequence], tables: Tables) -> tuple[AttentionMetadata, ...]:
-        blocks = [self._blocks_now(group) for group in range(len(self._metadata))]
-        lens = tuple(start + 1 for start in self._starts)
+        blocks, lens = self._blocks_now(), tuple(self._ends.tolist())
         longest = max(lens)
         found = None
         if blocks != self._blocks:
             self._blocks, found = blocks, tables(items, longest)
         self._metadata = tuple(
-            AttentionMetadata(
-                query_start=one.query_start,
-                seq_lens=one.seq_lens,
+            replace(
+                one,
                 block_table=one.block_table if found is None else found[group],
-                slot_mapping=one.slot_mapping,
-                max_query_len=1,
                 max_seq_len=longest,
-                block_size=one.block_size,
-                window=one.window,
-                query_lens_host=one.query_lens_host,
                 seq_lens_host=lens,
             )
             for group, one in enumerate(self._metadata)
@@ -97,7 +90,10 @@ class DecodeInputs:
                 slots += self._positions % self._size
         return self._metadata
 
-    def _blocks_now(self, group: int) -> list[int]:
-        """That each sequence's token is written to."""
-        size = self._size
-        return [s.block_tables[group][start // size] for s, start in zip(self._sequences, self._starts, strict=True)]
+    def _blocks_now(self) -> list[list[int]]:
+        """By group, that each sequence's token is written to."""
+        places = (self._positions // self._size).tolist()
+        return [
+            [sequence.block_tables[group][place] for sequence, place in zip(self._sequences, places, strict=True)]
+            for group in range(len(self._metadata))
+        ]

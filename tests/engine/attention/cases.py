@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from worker.engine.attention.base import AttentionBackend, AttentionMetadata, AttentionShape
+from worker.engine.attention.base import AttentionBackend, AttentionMetadata, AttentionShape, stored_as
 
 NUM_LAYERS = 2
 LAYER = 1
@@ -114,6 +114,12 @@ def filled_cache(backend: AttentionBackend, problem: Problem, kv_dtype: torch.dt
     whole = metadata_of(Problem(widest, *[getattr(problem, f) for f in problem.__slots__[1:]]), everything)
     backend.write(problem.key, problem.value, pool[:, LAYER], whole)
     return pool[:, LAYER]
+
+
+def round_as_stored(problem: Problem, kv_dtype: torch.dtype) -> None:
+    """Its keys and values become what a cache of this type holds."""
+    for stored in (problem.key, problem.value):
+        stored.copy_(stored_as(stored, kv_dtype))
 
 
 def attend(backend: AttentionBackend, problem: Problem, cache: Tensor) -> Tensor:

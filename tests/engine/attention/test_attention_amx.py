@@ -14,6 +14,7 @@ from tests.engine.attention.cases import (
     filled_cache,
     make_problem,
     metadata_of,
+    round_as_stored,
     with_threads,
 )
 from worker.engine.attention.base import AttentionShape
@@ -45,8 +46,7 @@ def backend() -> CpuAttention:
 def stored(case: Case, dtype: torch.dtype) -> Problem:
     """Its keys and values are what a cache of this type holds."""
     problem = make_problem(case)
-    problem.key.copy_(problem.key.to(dtype))
-    problem.value.copy_(problem.value.to(dtype))
+    round_as_stored(problem, dtype)
     return problem
 
 

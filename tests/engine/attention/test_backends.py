@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.engine.attention.cases import Case, attend, dense, filled_cache, make_problem, metadata_of
+from tests.engine.attention.cases import Case, attend, dense, filled_cache, make_problem, metadata_of, round_as_stored
 from worker.engine.attention.base import AttentionBackend, AttentionShape, stored_as
 from worker.engine.attention.registry import backend_class, backend_names
 
@@ -90,13 +90,10 @@ def test_keys_and_values_of_8_bits_are_rounded_and_nothing_else(name: str, devic
     dtype = torch.float8_e4m3fn
     backend = make_backend(name, device, case, dtype)
     problem = make_problem(case, device)
-    for stored in (problem.key, problem.value):
-        stored.view(-1)[:4] = torch.tensor(
-            [500.0, -1e30, 460.0, 2.0**-9]
-        )  # beyond the largest number, and the smallest
+    for stored in (problem.key, problem.value):  # beyond the largest number, and the smallest
+        stored.view(-1)[:4] = torch.tensor([500.0, -1e30, 460.0, 2.0**-9])
     result = attend(backend, problem, filled_cache(backend, problem, dtype))
-    problem.key.copy_(stored_as(problem.key, dtype))
-    problem.value.copy_(stored_as(problem.value, dtype))
+    round_as_stored(problem, dtype)
     torch.testing.assert_close(result.double(), dense(problem), rtol=2e-5, atol=2e-5)
 
 

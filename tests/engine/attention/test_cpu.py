@@ -11,7 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.engine.attention.cases import Case, attend, dense, filled_cache, make_problem, metadata_of, with_threads
+from tests.engine.attention.cases import (
+    Case,
+    attend,
+    dense,
+    filled_cache,
+    make_problem,
+    metadata_of,
+    round_as_stored,
+    with_threads,
+)
 from tests.engine.attention.test_backends import CASES
 from worker.engine.attention.base import AttentionShape, stored_as
 from worker.engine.attention.cpu import CpuAttention
@@ -73,8 +82,7 @@ def test_narrow_storage_rounds_keys_and_values_and_nothing_else(
 ) -> None:
     problem = make_problem(Case("storage", ((1, 300), (50, 90)), block_size=block_size))
     result = attend(backend, problem, filled_cache(backend, problem, kv_dtype))
-    problem.key.copy_(problem.key.to(kv_dtype))
-    problem.value.copy_(problem.value.to(kv_dtype))
+    round_as_stored(problem, kv_dtype)
     torch.testing.assert_close(result.double(), dense(problem), rtol=2e-5, atol=2e-5)
 
 
@@ -148,8 +156,7 @@ def test_every_vector_width_gives_the_result(march: str) -> None:
         for kv_dtype in (torch.float32, *NARROW):
             problem = make_problem(case)
             result = attend(backend, problem, filled_cache(backend, problem, kv_dtype))
-            problem.key.copy_(problem.key.to(kv_dtype))
-            problem.value.copy_(problem.value.to(kv_dtype))
+            round_as_stored(problem, kv_dtype)
             torch.testing.assert_close(result.double(), dense(problem), rtol=2e-5, atol=2e-5)
 
 

@@ -29,7 +29,7 @@ class Offloader:
         self, device_pool: KVCachePool, host_pool: KVCachePool | None, max_staging_bytes: int = MAX_STAGING_BYTES
     ) -> None:
         self._max_staging_bytes = max_staging_bytes
-        self._device = _movable(device_pool)
+        self._device_tensors = _movable(device_pool)
         self._host_tensors = None if host_pool is None else _movable(host_pool)
         device = device_pool.tensors[0].device
         self._stream: torch.cuda.Stream | None = None
@@ -39,12 +39,12 @@ class Offloader:
     def run(self, plan: StepPlan) -> None:
         """Do a plan's moves in its order: out, copies, in. Call it before the step's forward pass."""
         for group, sources, targets in self._parts(plan.swap_out, _target):
-            self._move_out(self._device[group], self._host(group), sources, targets)
+            self._move_out(self._device_tensors[group], self._host(group), sources, targets)
         for group, sources, targets in self._parts(plan.copies, _target):
-            pool = self._device[group]
+            pool = self._device_tensors[group]
             pool.index_copy_(0, _ids(targets, pool), pool.index_select(0, _ids(sources, pool)))
         for group, sources, targets in self._parts(plan.swap_in, _source):
-            self._move_in(self._device[group], self._host(group), sources, targets)
+            self._move_in(self._device_tensors[group], self._host(group), sources, targets)
 
     def _parts(
         self, copies: Seq[BlockCopy], place: Callable[[BlockCopy], int]
@@ -53,7 +53,7 @@ class Offloader:
         for group in sorted({copy.group for copy in copies}):
             own = sorted((copy for copy in copies if copy.group == group), key=place)
             pairs = [(copy.source, copy.target) for copy in own]
-            tensor = self._device[group]
+            tensor = self._device_tensors[group]
             per_part = max(1, self._max_staging_bytes // (tensor[0].numel() * tensor.element_size()))
             for start in range(0, len(pairs), per_part):
                 part = pairs[start : start + per_part]
