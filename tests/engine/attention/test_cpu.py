@@ -205,3 +205,18 @@ def test_says_why_it_cannot_serve(device: str, dtype: torch.dtype, head_dim: int
     reason = CpuAttention.why_not(torch.device(device), dtype, AttentionShape(4, 2, head_dim, 1.0), 16)
     assert reason is not None
     assert word in reason
+
+
+def test_a_step_counted_up_in_place_is_another_step(backend: CpuAttention) -> None:
+    """What an earlier call made out of the same metadata is not used again."""
+    problem = make_problem(Case("counted up", ((1, 600), (1, 30), (1, 270)), num_heads=6, num_kv_heads=2))
+    cache = filled_cache(backend, problem)
+    metadata = metadata_of(problem, ((1, 254), (1, 14), (1, 255)))
+    for _ in range(4):
+        found = backend.attend(problem.query, cache, metadata, problem.case.shape)
+        lens = tuple((1, int(length)) for length in metadata.seq_lens)
+        expected = CpuAttention(uses_amx=False).attend(
+            problem.query, cache, metadata_of(problem, lens), problem.case.shape
+        )
+        assert torch.equal(found, expected)
+        metadata.seq_lens.add_(1)

@@ -9,16 +9,22 @@ struct CountArguments {
     int64_t units, grain;
     int32_t handed_in;
     int32_t stalls_at;  // the unit that stalls whoever computes it first; −1: none
+    int32_t stalls_second;  // whoever computes it again instead, and the first only until then
     int32_t sleep_us;   // in every seventh unit
 };
 
 static void compute(const CountArguments &a, int64_t first, int64_t count) {
     __atomic_add_fetch(a.computed, (int32_t)count, __ATOMIC_SEQ_CST);
     if (a.sleep_us && first % 7 == 3) usleep(a.sleep_us);
-    if (a.stalls_at < first || a.stalls_at >= first + count || __atomic_exchange_n(a.stalled, 1, __ATOMIC_SEQ_CST)) return;
-    const int64_t end = now_ns() + 10000000000;
-    while (!__atomic_load_n(a.released, __ATOMIC_SEQ_CST) && now_ns() < end) usleep(100);
-    if (!__atomic_load_n(a.released, __ATOMIC_SEQ_CST)) *a.gave_up = 1;
+    if (a.stalls_at < first || a.stalls_at >= first + count) return;
+    const int32_t before = __atomic_fetch_add(a.stalled, 1, __ATOMIC_SEQ_CST);
+    const auto wait_for = [&](const int32_t *word, int32_t least) {
+        const int64_t end = now_ns() + 10000000000;
+        while (__atomic_load_n(word, __ATOMIC_SEQ_CST) < least && now_ns() < end) usleep(100);
+        if (__atomic_load_n(word, __ATOMIC_SEQ_CST) < least) *a.gave_up = 1;
+    };
+    if (a.stalls_second && before == 0) wait_for(a.stalled, 2);
+    if (before == (a.stalls_second ? 1 : 0)) wait_for(a.released, 1);
 }
 
 extern "C" int64_t count_member(const CountArguments *arguments, Team *team) {

@@ -25,7 +25,7 @@ class CountArguments(ctypes.Structure):
     _fields_: ClassVar = [
         *((name, c_void_p) for name in ("counts", "computed", "stalled", "gave_up", "released")),
         *((name, c_int64) for name in ("units", "grain")),
-        *((name, c_int32) for name in ("handed_in", "stalls_at", "sleep_us")),
+        *((name, c_int32) for name in ("handed_in", "stalls_at", "stalls_second", "sleep_us")),
     ]
 
 
@@ -37,7 +37,14 @@ class Phase:
     """A kernel of `units` units, and behind it a look at whether each was done once."""
 
     def __init__(
-        self, units: int, grain: int = 1, *, handed_in: bool = False, stalls_at: int = -1, sleep_us: int = 0
+        self,
+        units: int,
+        grain: int = 1,
+        *,
+        handed_in: bool = False,
+        stalls_at: int = -1,
+        stalls_second: bool = False,
+        sleep_us: int = 0,
     ) -> None:
         self.counts = (c_int32 * max(units, 1))()
         self.computed, self.stalled, self.gave_up, self.reached = (c_int32() for _ in range(4))
@@ -45,7 +52,7 @@ class Phase:
             counts=ctypes.addressof(self.counts), computed=ctypes.addressof(self.computed),
             stalled=ctypes.addressof(self.stalled), gave_up=ctypes.addressof(self.gave_up),
             released=ctypes.addressof(self.reached), units=units, grain=grain,
-            handed_in=handed_in, stalls_at=stalls_at, sleep_us=sleep_us,
+            handed_in=handed_in, stalls_at=stalls_at, stalls_second=stalls_second, sleep_us=sleep_us,
         )  # fmt: skip
         self.check = CheckArguments(of=ctypes.addressof(self.count), flag=ctypes.addressof(self.reached))
 
@@ -88,9 +95,19 @@ def test_a_thread_that_stands_still_in_a_unit_keeps_nobody_waiting(threads: int,
     stalling = Phase(8, handed_in=True, stalls_at=stalls_at)
     later = [Phase(units, grain, handed_in=bool(units % 2)) for units in (5, 1, 40) for grain in (1, 3)]
     run([stalling, *later], threads)
-    assert stalling.stalled.value == 1
+    assert stalling.stalled.value > 1
     assert stalling.gave_up.value == 0
     assert stalling.computed.value > 8
+    assert list(stalling.counts) == [1] * 8
+
+
+@pytest.mark.parametrize("threads", [2, 4])
+def test_who_is_through_with_a_unit_first_hands_it_in(threads: int) -> None:
+    """The one that began it goes on as soon as another computes it again, who stands still until a later phase."""
+    stalling = Phase(8, handed_in=True, stalls_at=3, stalls_second=True)
+    run([stalling, Phase(5), Phase(40, handed_in=True)], threads)
+    assert stalling.stalled.value > 1
+    assert stalling.gave_up.value == 0
     assert list(stalling.counts) == [1] * 8
 
 

@@ -44,6 +44,7 @@ class AttendArguments(ctypes.Structure):
         *((name, c_int32) for name in ("num_tokens", "num_seqs", "num_heads", "num_kv_heads", "head_dim")),
         *((name, c_int32) for name in ("block_size", "window", "kv_type", "uses_amx")),
         *((name, c_float) for name in ("scale", "softcap")),
+        ("plan", c_void_p),  # its own
     ]
 
 
@@ -188,6 +189,7 @@ class CpuAttention(AttentionBackend):
         workspace: Tensor | None = getattr(self._local, "workspace", None)
         if workspace is None or workspace.numel() < num_bytes:
             workspace = torch.empty(max(num_bytes * 5 // 4, 1 << 20) + 64, dtype=torch.uint8)
+            workspace[:128] = 0  # its first words, wherever a line begins: no plans yet
             self._local.workspace = workspace
         start = -workspace.data_ptr() % 64
         return workspace.data_ptr() + start, workspace.numel() - start

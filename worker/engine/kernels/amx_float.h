@@ -36,32 +36,36 @@ struct AmxLinear {
 
     static void member(const LinearArguments &a, Team *team) {
         const bool is_own = a.m <= HANDED_IN_ROWS && a.m * team->parts <= AMX_OWN_ROWS;
-        const int64_t own = is_own ? a.m * amx_row_bytes(a.k) / (int64_t)sizeof(float) : 0;
+        const int64_t own = is_own ? a.m * amx_row_bytes(a.k) / (int64_t)sizeof(float) : 0, one_row = (a.k + 15) & ~(int64_t)15;
         const int64_t lanes_of_panel = (a.k < AMX_DEEP ? a.k : AMX_DEEP) / AMX_DEPTH * Factors<Form>::BLOCK;
         const int64_t fit = AMX_BYTES / amx_row_bytes(a.k), most = fit < HANDED_IN_ROWS ? HANDED_IN_ROWS : fit;
-        const int64_t spare = a.m > HANDED_IN_ROWS ? (most + 2 * AMX_ROWS) * STEP : 0;
-        float *scratch = (float *)team->scratch((HANDED_IN_ROWS * STEP + spare + lanes_of_panel + own) * sizeof(float));
-        const SplitRows rows = SplitRows::at(is_own ? (char *)(scratch + HANDED_IN_ROWS * STEP + lanes_of_panel) : a.workspace, a);
+        const int64_t rest_floats = lanes_of_panel + one_row + own;
+        // Sums, then right factors, a row behind its norm, and rows of one's own.
+        const int64_t num_sums = sum_floats<2 * AMX_ROWS>(a.m, most);
+        float *lanes = (float *)team->scratch((num_sums + rest_floats) * sizeof(float)) + num_sums;
+        float *room = lanes + lanes_of_panel;
+        const SplitRows rows = SplitRows::at(is_own ? (char *)(room + one_row) : a.workspace, a);
         const auto split = [&](int64_t first, int64_t count, int64_t) {
-            for (int64_t r = first; r < first + count; ++r) rows.template split<Form::PARTS == 0>(a.x + r * a.x_stride, r + 1 < first + count ? a.x_stride : 0, a.k, r);
+            for (int64_t r = first; r < first + count; ++r) {
+                const bool goes_on = r + 1 < first + count;
+                const float *x = input_row(a, r, goes_on, room);
+                rows.template split<Form::PARTS == 0>(x, goes_on && x != room ? a.x_stride : 0, a.k, r);
+            }
         };
         if (is_own)
             split(0, a.m, -1);
         else
             team->each(a.m, 4, split);
+        LinearArguments behind = a;
+        behind.norm.weight = nullptr;
         TileShapes shapes;
-        each_columns<2 * AMX_ROWS, true>(a, team, most, (spare + lanes_of_panel + own) * sizeof(float),
-                           [&](const LinearArguments &some, Columns mine, Columns next, float *handed, char *rest) {
+        each_columns<2 * AMX_ROWS, true>(behind, team, most, rest_floats * sizeof(float),
+                           [&](const LinearArguments &some, Columns mine, Columns next, float *sums, char *rest) {
             const Columns then = next.count ? next : mine;
-            float *sums = handed ? handed : (float *)rest;
             const int64_t row = some.m == a.m ? 0 : (some.x - a.x) / a.x_stride;
             for (int64_t q = 0; q < mine.count; ++q)
                 one_panel(rows, row, row + some.m, Form::at(a, mine.panel + q), Form::at(a, then.panel + q % then.count),
-                          (uint32_t *)rest + spare, sums + q * NR, shapes);
-            if (handed) return;
-            Output out[SIDE];
-            outputs(some, mine, out);
-            finish_rows(out, mine.count, sums, STEP, some.m);
+                          (uint32_t *)rest, sums + q * NR, shapes);
         });
     }
 };

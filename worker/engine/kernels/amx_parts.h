@@ -17,6 +17,12 @@ static inline int64_t amx_row_bytes(int64_t k) {
     return may_use_amx() && k % AMX_DEPTH == 0 ? 3 * k * (int64_t)sizeof(bf16) + k / AMX_DEPTH * (int64_t)sizeof(float) : 0;
 }
 
+// Of a layer's workspace for each of its rows: parts, or numbers behind a norm.
+static inline int64_t float_row_bytes(int64_t k) {
+    const int64_t parts = amx_row_bytes(k);
+    return parts ? parts : k * (int64_t)sizeof(float);
+}
+
 #if AMX
 #define AMX_ROWS 16          // of a register
 

@@ -28,13 +28,13 @@ struct KeyTile {  // where the strips of one tile lie; entries outside [first, l
 template <class T>
 struct Attention {
     const AttendArguments &a;
-    Plan &plan;
+    const Plan &plan;
     const int group, width;      // query heads per key/value head; head_dim rounded to whole strips
     const bool in_place;         // strips can be used where they lie
     const int64_t head_stride;   // between heads of a block
     AmxAttention<T> amx;         // of this thread
 
-    Attention(const AttendArguments &arguments, Plan &p, Team *team)
+    Attention(const AttendArguments &arguments, const Plan &p, Team *team)
         : a(arguments), plan(p), group(arguments.num_heads / arguments.num_kv_heads),
           width(rounded(arguments.head_dim, STRIP)),
           in_place(arguments.block_size % STRIP == 0 && arguments.head_dim % STRIP == 0),
@@ -217,11 +217,11 @@ struct Attention {
         compute<float, false>(u, t, packed, ahead, query, scores, max, sum, values);
     }
 
+    // Leaves max, sum and values in the scratch, as fold_partials does.
     void whole_unit(const Unit &u, const Item *next, float *scratch) {
-        const int rows = u.num_tokens * group;
-        const int room = rounded(rows, VW);
-        float *query = scratch, *max = query + (int64_t)rows * a.head_dim, *sum = max + room, *tile_max = sum + room;
-        float *tile_sum = tile_max + room, *values = tile_sum + room, *tile_values = values + (int64_t)rows * width;
+        const int rows = u.num_tokens * group, room = rounded(rows, VW);
+        float *max = scratch, *sum = max + room, *values = sum + room, *query = values + (int64_t)rows * width;
+        float *tile_max = query + (int64_t)rows * a.head_dim, *tile_sum = tile_max + room, *tile_values = tile_sum + room;
         float *rest = tile_values + (int64_t)rows * width;
         load_query(u, query);
         take_queries(query, rows);
@@ -232,106 +232,99 @@ struct Attention {
             one_tile(u, t, t + 1 < u.last_tile ? &following : next, query, rest, tile_max, tile_sum, tile_values);
             fold(rows, width, max, sum, values, tile_max, tile_sum, tile_values);
         }
+    }
+
+    void finish_unit(const Unit &u, const float *scratch) const {
+        const int rows = u.num_tokens * group, room = rounded(rows, VW);
+        const float *max = scratch, *sum = max + room, *values = sum + room;
         for (int r = 0; r < rows; ++r) finish(u, r, max[r], sum[r], values + (int64_t)r * width);
     }
 
-    void work(const Item &item, const Item *next, float *scratch) {
-        const Unit &u = plan.units[item.unit];
-        if (item.tile < 0) return whole_unit(u, next, scratch);
-        if (item.others >= 0) return shared_tile(item, next, scratch);
-        const int rows = u.num_tokens * group;
-        float *partial = plan.partials + u.partials + (int64_t)(item.tile - u.first_tile) * partial_floats(u);
-        load_query(u, scratch);
-        take_queries(scratch, rows);
-        one_tile(u, item.tile, next, scratch, scratch + (int64_t)rows * a.head_dim, partial, partial + rows,
-                 partial + 2 * rows);
-    }
-
-    // One tile for the only tokens of several units, as if they were tokens of one that all see the whole tile.
-    void shared_tile(const Item &item, const Item *next, float *scratch) {
-        int32_t members[UNIT_ROWS], count = 0;
+    // The units that an item is a tile of.
+    int members_of(const Item &item, int32_t *members) const {
+        int count = 0;
         members[count++] = item.unit;
         for (int32_t l = item.others; l >= 0; l = plan.links[l].next) members[count++] = plan.links[l].unit;
-        for (int i = 0; i < count; ++i) load_query(plan.units[members[i]], scratch + (int64_t)i * group * a.head_dim);
+        return count;
+    }
+
+    // Leaves queries, max, sum and values in the scratch. Several units' only tokens are as tokens of one that all see the
+    // whole tile.
+    void tile_of_units(const Item &item, const Item *next, float *scratch) {
+        int32_t members[UNIT_ROWS];
+        const int count = members_of(item, members);
         Unit all = plan.units[item.unit];
-        all.num_tokens = count, all.position = (item.tile + 1) * TILE;
-        const int64_t rows = (int64_t)count * group;
+        const int64_t rows = (int64_t)count * all.num_tokens * group, each = rows / count;
+        for (int i = 0; i < count; ++i) load_query(plan.units[members[i]], scratch + i * each * a.head_dim);
+        if (count > 1) all.num_tokens = count, all.position = (item.tile + 1) * TILE;
         take_queries(scratch, rows);
         float *max = scratch + rows * a.head_dim, *sum = max + rows, *values = sum + rows, *rest = values + rows * width;
         one_tile(all, item.tile, next, scratch, rest, max, sum, values);
+    }
+
+    void store_partials(const Item &item, const float *scratch) const {
+        int32_t members[UNIT_ROWS];
+        const int count = members_of(item, members);
+        const int64_t each = plan.units[item.unit].num_tokens * group, rows = count * each;
+        const float *max = scratch + rows * a.head_dim, *sum = max + rows, *values = sum + rows;
         for (int i = 0; i < count; ++i) {
             const Unit &u = plan.units[members[i]];
             float *partial = plan.partials + u.partials + (int64_t)(item.tile - u.first_tile) * partial_floats(u);
-            memcpy(partial, max + i * group, group * sizeof(float));
-            memcpy(partial + group, sum + i * group, group * sizeof(float));
-            memcpy(partial + 2 * group, values + (int64_t)i * group * width, sizeof(float) * group * width);
+            memcpy(partial, max + i * each, each * sizeof(float));
+            memcpy(partial + each, sum + i * each, each * sizeof(float));
+            memcpy(partial + 2 * each, values + i * each * width, each * width * sizeof(float));
         }
     }
 
-    void fold_partials(const Unit &u, float *max) const {
-        const int rows = u.num_tokens * group;
-        float *sum = max + rounded(rows, VW), *values = sum + rounded(rows, VW);
+    void fold_partials(const Unit &u, float *scratch) const {
+        const int rows = u.num_tokens * group, room = rounded(rows, VW);
+        float *max = scratch, *sum = max + room, *values = sum + room;
         for (int r = 0; r < rows; ++r) max[r] = -INFINITY, sum[r] = 0.0f;
         memset(values, 0, sizeof(float) * rows * width);
         for (int t = u.first_tile; t < u.last_tile; ++t) {
             const float *partial = plan.partials + u.partials + (int64_t)(t - u.first_tile) * partial_floats(u);
             fold(rows, width, max, sum, values, partial, partial + rows, partial + 2 * rows);
         }
-        for (int r = 0; r < rows; ++r) finish(u, r, max[r], sum[r], values + (int64_t)r * width);
     }
 
     void run(Team *team) {
-        const auto scratch = [&] { return plan.scratch + team->part * plan.scratch_floats; };
-        team->each(plan.num_items, 1, [&](int64_t i, int64_t, int64_t next) {
-            work(plan.items[i], next < 0 ? nullptr : &plan.items[next], scratch());
-        });
-        team->each(plan.has_partials ? plan.num_units : 0, 1, [&](int64_t i, int64_t, int64_t) {
-            if (plan.units[i].partials >= 0) fold_partials(plan.units[i], scratch());
-        });
+        float *scratch = plan.scratch + team->part * plan.scratch_floats;
+        team->each_handed_in(
+            plan.num_items, 1,
+            [&](int64_t i, int64_t, int64_t next) {
+                const Item &item = plan.items[i], *then = next < 0 ? nullptr : &plan.items[next];
+                if (item.tile < 0)
+                    whole_unit(plan.units[item.unit], then, scratch);
+                else
+                    tile_of_units(item, then, scratch);
+            },
+            [&](int64_t i, int64_t) {
+                const Item &item = plan.items[i];
+                if (item.tile < 0)
+                    finish_unit(plan.units[item.unit], scratch);
+                else
+                    store_partials(item, scratch);
+            });
+        const auto is_split = [&](int64_t i) { return plan.units[i].partials >= 0; };
+        team->each_handed_in(
+            plan.has_partials ? plan.num_units : 0, 1,
+            [&](int64_t i, int64_t, int64_t) {
+                if (is_split(i)) fold_partials(plan.units[i], scratch);
+            },
+            [&](int64_t i, int64_t) {
+                if (is_split(i)) finish_unit(plan.units[i], scratch);
+            });
     }
 };
-
-// Writes the plan to the start of the workspace; 0, or the number of bytes that the workspace must have.
-int64_t make_plan(const AttendArguments &a, int threads) {
-    Planner planner{a, takes_amx(a) ? AMX_UNIT_ROWS : UNIT_ROWS};
-    planner.all(nullptr, false);
-    const bool scarce = planner.num_items < 4 * threads;
-    if (scarce) planner.all(nullptr, true);
-    const int64_t width = rounded(a.head_dim, STRIP), slots = Sharing::slots_for(planner.num_items);
-    const int64_t rows = (planner.partials && planner.max_rows < UNIT_ROWS ? UNIT_ROWS : planner.max_rows) + 1;
-    const int64_t scratch_floats =
-        aligned((rows * (a.head_dim + 2 * width + 4) + 4 * VW + MAX_ROWS * TILE + 2 * TILE * width) * 4) / 4;
-    int64_t offset = aligned(sizeof(Plan)), place[6];
-    const int64_t sizes[6] = {planner.num_units * (int64_t)sizeof(Unit), planner.num_items * (int64_t)sizeof(Item),
-                              planner.partials * 4, threads * scratch_floats * 4,
-                              planner.num_items * (int64_t)sizeof(Link), slots * (int64_t)sizeof(int32_t)};
-    for (int i = 0; i < 6; ++i) place[i] = offset, offset += aligned(sizes[i]);
-    if (offset > a.workspace_bytes) return offset;
-    Plan &plan = *(Plan *)a.workspace;
-    plan = {};
-    plan.scratch_floats = scratch_floats;
-    plan.units = (Unit *)(a.workspace + place[0]);
-    plan.items = (Item *)(a.workspace + place[1]);
-    plan.partials = (float *)(a.workspace + place[2]);
-    plan.scratch = (float *)(a.workspace + place[3]);
-    plan.links = (Link *)(a.workspace + place[4]);
-    planner.all(&plan, scarce);
-    plan.num_units = (int32_t)planner.num_units, plan.num_items = (int32_t)planner.num_items;
-    plan.has_partials = planner.partials > 0;
-    if (plan.has_partials) Sharing{a, plan, (int32_t *)(a.workspace + place[5]), slots}.find();
-    const int64_t row = (int64_t)a.num_heads * a.head_dim, used = a.num_seqs ? a.query_start[a.num_seqs] : 0;
-    if (used < a.num_tokens) memset(a.out + used * row, 0, (a.num_tokens - used) * row * sizeof(float));
-    return 0;
-}
 
 }  // namespace
 
 // 0 when done; otherwise the workspace was too small and the number of bytes that it takes is returned.
 extern "C" int64_t tokenmill_attend_member(const AttendArguments *arguments, Team *team) {
     const AttendArguments &a = *arguments;
-    const int64_t missing = team->once([&] { return make_plan(a, team->parts); });
+    const int64_t missing = team->once([&] { return prepare(a, takes_amx(a) ? AMX_UNIT_ROWS : UNIT_ROWS, *team); });
     if (missing) return missing;
-    Plan &plan = *(Plan *)a.workspace;
+    const Plan &plan = *a.plan;
     if (a.kv_type == 0) Attention<float>(a, plan, team).run(team);
     if (a.kv_type == 1) Attention<bf16>(a, plan, team).run(team);
     if (a.kv_type == 2) Attention<f16>(a, plan, team).run(team);

@@ -3,6 +3,7 @@
 
 #include "attention_tile.h"
 #include "team.h"
+#include <new>
 #include <stdlib.h>
 
 #define TILE 256
@@ -22,6 +23,7 @@ struct AttendArguments {
     int32_t kv_type;  // 0: float32, 1: bfloat16, 2: float16, 3: 8 bits
     int32_t uses_amx;  // where a unit has more than a few rows
     float scale, softcap;  // softcap 0: none
+    mutable struct Plan *plan;  // of the row that runs
 };
 
 struct Unit {
@@ -38,7 +40,23 @@ struct Link {
     int32_t unit, next;
 };
 
+// What a plan follows from.
+struct PlanKey {
+    const int32_t *query_start, *seq_lens, *block_table;
+    int64_t table_stride;
+    int32_t num_seqs, num_heads, num_kv_heads, head_dim, block_size, window, most_rows, unused;
+
+    explicit PlanKey(const AttendArguments &a, int32_t rows)
+        : query_start(a.query_start), seq_lens(a.seq_lens), block_table(a.block_table), table_stride(a.table_stride),
+          num_seqs(a.num_seqs), num_heads(a.num_heads), num_kv_heads(a.num_kv_heads), head_dim(a.head_dim),
+          block_size(a.block_size), window(a.window), most_rows(rows), unused(0) {}
+};
+
+static_assert(sizeof(PlanKey) == 4 * 8 + 8 * 4, "compared byte by byte");
+
 struct Plan {
+    PlanKey key;
+    Plan *older;
     Unit *units;
     Item *items;
     Link *links;
@@ -46,6 +64,19 @@ struct Plan {
     int64_t scratch_floats;  // of each thread
     int32_t num_units, num_items;
     bool has_partials;
+};
+
+// At the start of the workspace: the plans of a row of kernels. Layers that are alike share one, and none changes before
+// the row is over: a thread that comes late to a layer still finds what it was at.
+struct Plans {
+    int64_t row, used;  // bytes
+    Plan *newest;
+
+    Plan *find(const PlanKey &key) const {
+        Plan *plan = newest;
+        while (plan && memcmp(&plan->key, &key, sizeof key)) plan = plan->older;
+        return plan;
+    }
 };
 
 INLINE int64_t aligned(int64_t bytes) { return (bytes + 63) & ~(int64_t)63; }
@@ -157,3 +188,48 @@ struct Sharing {
         return count;
     }
 };
+
+// The plan of these arguments, in the workspace, of which `plans.used` bytes are taken. Returns 0, or the number of bytes
+// that it must have.
+INLINE int64_t make_plan(const AttendArguments &a, Plans &plans, const PlanKey &key, int threads) {
+    Planner planner{a, key.most_rows};
+    planner.all(nullptr, false);
+    const bool scarce = planner.num_items < 4 * threads;
+    if (scarce) planner.all(nullptr, true);
+    const int64_t width = rounded(a.head_dim, STRIP), slots = Sharing::slots_for(planner.num_items);
+    const int64_t rows = (planner.partials && planner.max_rows < UNIT_ROWS ? UNIT_ROWS : planner.max_rows) + 1;
+    const int64_t scratch_floats =
+        aligned((rows * (a.head_dim + 2 * width + 4) + 4 * VW + MAX_ROWS * TILE + 2 * TILE * width) * 4) / 4;
+    int64_t offset = plans.used + aligned(sizeof(Plan)), place[6];
+    const int64_t sizes[6] = {planner.num_units * (int64_t)sizeof(Unit), planner.num_items * (int64_t)sizeof(Item),
+                              planner.partials * 4, threads * scratch_floats * 4,
+                              planner.num_items * (int64_t)sizeof(Link), slots * (int64_t)sizeof(int32_t)};
+    for (int i = 0; i < 6; ++i) place[i] = offset, offset += aligned(sizes[i]);
+    if (offset > a.workspace_bytes) return offset;
+    Plan &plan = *new (a.workspace + plans.used) Plan{key, plans.newest};
+    plans.newest = a.plan = &plan, plans.used = offset;
+    plan.scratch_floats = scratch_floats;
+    plan.units = (Unit *)(a.workspace + place[0]);
+    plan.items = (Item *)(a.workspace + place[1]);
+    plan.partials = (float *)(a.workspace + place[2]);
+    plan.scratch = (float *)(a.workspace + place[3]);
+    plan.links = (Link *)(a.workspace + place[4]);
+    planner.all(&plan, scarce);
+    plan.num_units = (int32_t)planner.num_units, plan.num_items = (int32_t)planner.num_items;
+    plan.has_partials = planner.partials > 0;
+    if (plan.has_partials) Sharing{a, plan, (int32_t *)(a.workspace + place[5]), slots}.find();
+    return 0;
+}
+
+// Gives the arguments a plan, with units of `most_rows` rows at most, and zeros to rows of no sequence. Returns as make_plan.
+INLINE int64_t prepare(const AttendArguments &a, int32_t most_rows, const Team &team) {
+    Plans &plans = *(Plans *)a.workspace;
+    if (plans.row != team.row()) plans = {team.row(), aligned(sizeof(Plans)), nullptr};
+    const PlanKey key{a, most_rows};
+    a.plan = plans.find(key);
+    if (!a.plan)
+        if (const int64_t missing = make_plan(a, plans, key, team.parts)) return missing;
+    const int64_t row = (int64_t)a.num_heads * a.head_dim, used = a.num_seqs ? a.query_start[a.num_seqs] : 0;
+    if (used < a.num_tokens) memset(a.out + used * row, 0, (a.num_tokens - used) * row * sizeof(float));
+    return 0;
+}

@@ -5,6 +5,9 @@
 #include "team.h"
 #include "vectors.h"
 
+#define AT_ONCE 4  // tokens
+#define MOST_DIMENSIONS 1024
+
 struct WriteArguments {
     const float *query, *key, *value;  // [num_tokens, heads, head_dim], each with strides of its own; query may be null
     const float *cos, *sin;            // [num_tokens, rotary_dim], or null: no rotation
@@ -37,49 +40,73 @@ INLINE void rotate(const float *from, const float *cos, const float *sin, int ro
     if (to != from) memcpy(to + rotary_dim, from + rotary_dim, sizeof(float) * (head_dim - rotary_dim));
 }
 
+// One token, made beside the cache and then handed in.
 template <class T>
-void write_token(const WriteArguments &a, int token) {
-    float rotated[1024];
-    T narrow[1024];
-    const int64_t slot = a.slots[token], block = slot / a.block_size;
-    const int offset = (int)(slot % a.block_size), dim = a.head_dim;
-    const int tokens = a.block_size % STRIP == 0 ? STRIP : a.block_size;
-    T *base = (T *)a.cache + block * a.block_stride;
-    for (int head = 0; head < a.num_kv_heads; ++head) {
-        const float *from = a.key + token * a.key_stride + head * a.key_head_stride;
-        const float *value = a.value + token * a.value_stride + head * a.value_head_stride;
-        T *strip = base + ((int64_t)head * a.block_size + (int64_t)(offset / tokens) * tokens) * dim + offset % tokens;
-        T *row = base + a.value_offset + ((int64_t)head * a.block_size + offset) * dim;
-        if (a.cos) {
-            rotate(from, a.cos + token * a.cos_stride, a.sin + token * a.cos_stride, a.rotary_dim, dim, rotated);
-            from = rotated;
-        }
-        for (int d = 0; d < dim; ++d) put(narrow + d, from[d]);
-        for (int d = 0; d < dim; ++d) strip[(int64_t)d * tokens] = narrow[d];
-        for (int d = 0; d < dim; ++d) put(row + d, value[d]);
+struct TokenWriter {
+    const WriteArguments &a;
+    T *keys, *values;  // [num_kv_heads, head_dim]
+    float *queries;    // [num_heads, head_dim]
+
+    static int64_t bytes(const WriteArguments &a) {
+        return (2 * a.num_kv_heads * (int64_t)sizeof(T) + a.num_heads * (int64_t)sizeof(float)) * a.head_dim + 2 * VW * sizeof(float);
     }
-}
+
+    TokenWriter(const WriteArguments &arguments, char *memory)
+        : a(arguments), keys((T *)memory), values(keys + a.num_kv_heads * a.head_dim),
+          queries((float *)(values + a.num_kv_heads * a.head_dim)) {}
+
+    bool turns_queries() const { return a.cos && a.query; }
+
+    void make(int64_t token) const {
+        const int dim = a.head_dim;
+        const float *cos = a.cos + token * a.cos_stride, *sin = a.sin + token * a.cos_stride;
+        for (int head = 0; head < a.num_kv_heads; ++head) {
+            const float *key = a.key + token * a.key_stride + head * a.key_head_stride;
+            const float *value = a.value + token * a.value_stride + head * a.value_head_stride;
+            float rotated[MOST_DIMENSIONS];
+            if (a.cos) rotate(key, cos, sin, a.rotary_dim, dim, rotated), key = rotated;
+            for (int d = 0; d < dim; ++d) put(keys + head * dim + d, key[d]);
+            for (int d = 0; d < dim; ++d) put(values + head * dim + d, value[d]);
+        }
+        for (int head = 0; turns_queries() && head < a.num_heads; ++head)
+            rotate(a.query + token * a.query_stride + head * a.query_head_stride, cos, sin, a.rotary_dim, dim, queries + head * dim);
+    }
+
+    void hand_in(int64_t token) const {
+        const int dim = a.head_dim, tokens = a.block_size % STRIP == 0 ? STRIP : a.block_size;
+        const int64_t block = a.slots[token] / a.block_size, offset = a.slots[token] % a.block_size;
+        T *base = (T *)a.cache + block * a.block_stride;
+        for (int head = 0; head < a.num_kv_heads; ++head) {
+            T *strip = base + (head * a.block_size + offset / tokens * tokens) * dim + offset % tokens;
+            for (int d = 0; d < dim; ++d) strip[(int64_t)d * tokens] = keys[head * dim + d];
+            memcpy(base + a.value_offset + (head * a.block_size + offset) * dim, values + head * dim, dim * sizeof(T));
+        }
+        if (turns_queries()) memcpy(a.rotated + token * a.rotated_stride, queries, sizeof(float) * a.num_heads * dim);
+    }
+};
 
 template <class T>
-void write_some(const WriteArguments &a, int64_t first, int64_t count) {
-    for (int token = (int)first; token < first + count; ++token) {
-        write_token<T>(a, token);
-        if (a.cos && a.query)
-            for (int head = 0; head < a.num_heads; ++head)
-                rotate(a.query + token * a.query_stride + head * a.query_head_stride, a.cos + token * a.cos_stride,
-                       a.sin + token * a.cos_stride, a.rotary_dim, a.head_dim,
-                       a.rotated + token * a.rotated_stride + (int64_t)head * a.head_dim);
-    }
+void write(const WriteArguments &a, Team *team) {
+    char *scratch = team->scratch(AT_ONCE * TokenWriter<T>::bytes(a));
+    const auto writer = [&](int64_t token) { return TokenWriter<T>(a, scratch + token % AT_ONCE * TokenWriter<T>::bytes(a)); };
+    team->each_handed_in(
+        a.num_tokens, AT_ONCE,
+        [&](int64_t first, int64_t count, int64_t) {
+            for (int64_t token = first; token < first + count; ++token) writer(token).make(token);
+        },
+        [&](int64_t first, int64_t count) {
+            for (int64_t token = first; token < first + count; ++token) writer(token).hand_in(token);
+        });
 }
 
 }  // namespace
 
 extern "C" int64_t tokenmill_write_member(const WriteArguments *arguments, Team *team) {
-    const auto write = arguments->kv_type == 0   ? write_some<float>
-                       : arguments->kv_type == 1 ? write_some<bf16>
-                       : arguments->kv_type == 2 ? write_some<f16>
-                                                 : write_some<f8>;
-    team->each(arguments->num_tokens, 4,
-               [=](int64_t first, int64_t count, int64_t) { write(*arguments, first, count); });
+    switch (arguments->kv_type) {
+        case 0: write<float>(*arguments, team); break;
+        case 1: write<bf16>(*arguments, team); break;
+        case 2: write<f16>(*arguments, team); break;
+        default: write<f8>(*arguments, team);
+    }
     return 0;
 }

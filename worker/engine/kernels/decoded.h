@@ -107,7 +107,7 @@ struct Decoded {
 
 #define DECODED_LINEAR(form)                                                                        \
     extern "C" int tokenmill_panel_width() { return NR; }                                           \
-    extern "C" int64_t tokenmill_row_bytes(int64_t k) { return amx_row_bytes(k); }   \
+    extern "C" int64_t tokenmill_row_bytes(int64_t k) { return float_row_bytes(k); }                \
     extern "C" int64_t tokenmill_linear_member(const LinearArguments *arguments, Team *team) {      \
         Decoded<form>::member(*arguments, team);                                                    \
         return 0;                                                                                   \

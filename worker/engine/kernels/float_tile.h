@@ -21,6 +21,7 @@
 #define SIDE_MR MR
 #endif
 #define AT_ONCE (16 * SIDE_MR)  // rows of a block, where rows are many
+#define OWN_NORMS 8  // times threads
 #define STEP (SIDE * NR)  // floats from one step of k to the next
 
 namespace {  // tables of templates are shared between libraries otherwise, whatever machine these were compiled for
@@ -140,40 +141,80 @@ INLINE LinearArguments rows_of(LinearArguments a, int64_t first, int64_t most) {
     return a;
 }
 
+// Rows of a block: whole tiles of HEIGHT, about `most`; up to HANDED_IN_ROWS all of them.
+template <int HEIGHT>
+INLINE int64_t block_height(int64_t m, int64_t most) {
+    if (m <= HANDED_IN_ROWS) return m;
+    const int64_t parts = m > most ? (m + most - 1) / most : 2, even = (m + parts - 1) / parts;
+    return (even + HEIGHT - 1) / HEIGHT * HEIGHT;
+}
+template <int HEIGHT>
+INLINE int64_t sum_floats(int64_t m, int64_t most) {
+    const int64_t height = block_height<HEIGHT>(m, most);
+    return (height < HANDED_IN_ROWS ? HANDED_IN_ROWS : height) * STEP;
+}
+
+// All rows behind their norm, from now on without one. Few are made by every thread for itself, in `room` for
+// own_floats(), which is sooner done than shared; many go into the workspace.
+INLINE int64_t own_floats(const LinearArguments &a, const Team &team) {
+    return a.norm.weight && a.m * team.parts <= OWN_NORMS ? a.m * a.k : 0;
+}
+INLINE LinearArguments behind_norm(LinearArguments a, Team *team, float *room) {
+    if (!a.norm.weight) return a;
+    const bool is_own = own_floats(a, *team) > 0;
+    float *rows = is_own ? room : (float *)a.workspace;
+    const auto make = [&](int64_t first, int64_t count, int64_t) {
+        for (int64_t r = first; r < first + count; ++r) input_row(a, r, r + 1 < first + count, rows + r * a.k);
+    };
+    if (is_own)
+        make(0, a.m, -1);
+    else
+        team->each(a.m, 8, make);
+    a.x = rows, a.x_stride = a.k, a.norm.weight = nullptr;
+    return a;
+}
+
 // A linear layer's phase: multiply(some, columns, next, sums, rest) for all of its columns and, beyond HANDED_IN_ROWS, for
-// blocks of about `most` of its rows, whole tiles of HEIGHT, so that threads come to the end together. `some`: the layer of
-// these rows; `next`: the columns behind, of count 0 where there are none or these go on. ROWS_STAY: a block of rows meets
-// all columns before the next one, else columns meet all blocks. Up to HANDED_IN_ROWS rows it leaves sums [m, STEP], beyond
-// it is given none and stores its outputs itself. `rest`: `bytes` of this thread's scratch.
-template <int HEIGHT = SIDE_MR, bool ROWS_STAY = false, class Multiply>
-void each_columns(const LinearArguments &a, Team *team, int64_t most, int64_t bytes, Multiply multiply) {
-    const int64_t panels = num_panels(a.n);
-    float *sums = (float *)team->scratch(HANDED_IN_ROWS * STEP * sizeof(float) + bytes);
-    char *rest = (char *)(sums + HANDED_IN_ROWS * STEP);
-    if (a.m > HANDED_IN_ROWS) {
-        const int64_t parts = a.m > most ? (a.m + most - 1) / most : 2, even = (a.m + parts - 1) / parts;
-        const int64_t height = (even + HEIGHT - 1) / HEIGHT * HEIGHT, blocks = (a.m + height - 1) / height;
-        const auto columns = [&](int64_t side) {
-            return Columns{side * SIDE, panels - side * SIDE < SIDE ? panels - side * SIDE : SIDE};
-        };
+// blocks of its rows, so that threads come to the end together. `some`: the layer of
+// these rows; `next`: the columns behind, of count 0 where there are none or these go on. It leaves sums [rows, STEP], but
+// is given none for blocks and stores its outputs itself unless it LEAVES_SUMS there too; then a block of rows meets all
+// columns before the next one, else columns meet all blocks. `rest`: `bytes` of this thread's scratch.
+template <int HEIGHT = SIDE_MR, bool LEAVES_SUMS = false, class Multiply>
+void each_columns(const LinearArguments &arguments, Team *team, int64_t most, int64_t bytes, Multiply multiply) {
+    const int64_t m = arguments.m, panels = num_panels(arguments.n), own = own_floats(arguments, *team);
+    const int64_t height = block_height<HEIGHT>(m, most), blocks = (m + height - 1) / height;
+    const int64_t num_sums = LEAVES_SUMS ? sum_floats<HEIGHT>(m, most) : HANDED_IN_ROWS * STEP;
+    float *sums = (float *)team->scratch((num_sums + own) * sizeof(float) + bytes);
+    char *rest = (char *)(sums + num_sums);
+    const LinearArguments a = behind_norm(arguments, team, (float *)(rest + bytes));
+    const auto finish = [&](const LinearArguments &some, Columns columns) {
+        Output out[SIDE];
+        outputs(some, columns, out);
+        finish_rows(out, columns.count, sums, STEP, some.m);
+    };
+    if (m > HANDED_IN_ROWS) {
         const int64_t sides = (panels + SIDE - 1) / SIDE;
-        const auto side_of = [&](int64_t unit) { return ROWS_STAY ? unit % sides : unit / blocks; };
-        team->each(sides * blocks, 1, [&](int64_t unit, int64_t, int64_t next) {
-            const int64_t side = side_of(unit), block = ROWS_STAY ? unit / sides : unit % blocks;
-            multiply(rows_of(a, block * height, height), columns(side),
-                     next < 0 || side_of(next) == side ? Columns{} : columns(side_of(next)), nullptr, rest);
-        });
+        const auto side_of = [&](int64_t unit) { return LEAVES_SUMS ? unit % sides : unit / blocks; };
+        const auto columns_of = [&](int64_t unit) {
+            const int64_t panel = side_of(unit) * SIDE;
+            return Columns{panel, panels - panel < SIDE ? panels - panel : SIDE};
+        };
+        const auto rows = [&](int64_t unit) { return rows_of(a, (LEAVES_SUMS ? unit / sides : unit % blocks) * height, height); };
+        const auto work = [&](int64_t unit, int64_t, int64_t next) {
+            const bool stays = next < 0 || side_of(next) == side_of(unit);
+            multiply(rows(unit), columns_of(unit), stays ? Columns{} : columns_of(next), LEAVES_SUMS ? sums : nullptr, rest);
+        };
+        if (LEAVES_SUMS)
+            team->each_handed_in(sides * blocks, 1, work, [&](int64_t unit, int64_t) { finish(rows(unit), columns_of(unit)); });
+        else
+            team->each(sides * blocks, 1, work);
         return;
     }
     const auto work = [&](int64_t first, int64_t count, int64_t next) __attribute__((always_inline)) {
         const int64_t behind = next % SIDE ? 1 : panels - next < SIDE ? panels - next : SIDE;
         multiply(a, Columns{first, count}, next < 0 ? Columns{} : Columns{next, behind}, sums, rest);
     };
-    team->each_handed_in(panels, SIDE, work, [&](int64_t first, int64_t count) {
-        Output out[SIDE];
-        outputs(a, {first, count}, out);
-        finish_rows(out, count, sums, STEP, a.m);
-    });
+    team->each_handed_in(panels, SIDE, work, [&](int64_t first, int64_t count) { finish(a, {first, count}); });
 }
 
 }  // namespace

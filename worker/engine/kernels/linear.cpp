@@ -10,36 +10,13 @@
 
 // Row r lies at (r / inner) · stride + (r % inner) · k: heads of a token lie together, tokens apart.
 struct NormArguments {
-    const float *x, *weight, *residual;  // residual: added to the normalised row, or null
-    float *y;                            // may be x or residual
+    const float *x, *residual;  // residual: added to the normalised row, or null
+    float *y;                   // may be x or residual
     int64_t x_stride, y_stride, residual_stride, m, k, inner;
-    float eps, offset;  // Gemma scales by 1 + weight
+    Norm norm;
 };
 
 namespace {
-
-void normalise(const NormArguments &a, int64_t row) {
-    const int64_t outer = row / a.inner, within = row % a.inner * a.k;
-    const float *x = a.x + outer * a.x_stride + within;
-    float *y = a.y + outer * a.y_stride + within;
-    vf sums[4] = {vf{}, vf{}, vf{}, vf{}};
-    int64_t i = 0;
-    for (; i + 4 * VW <= a.k; i += 4 * VW)
-        for (int q = 0; q < 4; ++q) {
-            const vf v = load(x + i + q * VW);
-            sums[q] = fma(v, v, sums[q]);
-        }
-    const vf all = (sums[0] + sums[1]) + (sums[2] + sums[3]);
-    float sum = 0.0f;
-    for (int j = 0; j < VW; ++j) sum += all[j];
-    for (; i < a.k; ++i) sum += x[i] * x[i];
-    const float scale = 1.0f / sqrtf(sum / (float)a.k + a.eps);
-    const float *residual = a.residual ? a.residual + outer * a.residual_stride + within : nullptr;
-    for (int64_t j = 0; j < a.k; ++j) {
-        const float value = x[j] * scale * (a.weight[j] + a.offset);
-        y[j] = residual ? value + residual[j] : value;
-    }
-}
 
 struct Float {
     static constexpr int64_t GROUP = 2, CHUNK = 2, PARTS = 3;
@@ -68,7 +45,7 @@ extern "C" int tokenmill_has_amx() { return may_use_amx(); }
 
 extern "C" int tokenmill_panel_width() { return NR; }
 
-extern "C" int64_t tokenmill_row_bytes(int64_t k) { return amx_row_bytes(k); }
+extern "C" int64_t tokenmill_row_bytes(int64_t k) { return float_row_bytes(k); }
 
 extern "C" int64_t tokenmill_packed_floats(int64_t n, int64_t k) { return (n + STEP - 1) / STEP * STEP * k; }
 
@@ -98,10 +75,15 @@ extern "C" int64_t tokenmill_linear_member(const LinearArguments *arguments, Tea
     return 0;
 }
 
-// y = x / rms(x) · (offset + weight) (+ residual), row by row
 extern "C" int64_t tokenmill_rms_norm_member(const NormArguments *arguments, Team *team) {
-    team->each(arguments->m, 8, [&](int64_t first, int64_t count, int64_t) {
-        for (int64_t row = first; row < first + count; ++row) normalise(*arguments, row);
+    const NormArguments &a = *arguments;
+    team->each(a.m, 8, [&](int64_t first, int64_t count, int64_t) {
+        for (int64_t row = first; row < first + count; ++row) {
+            const int64_t outer = row / a.inner, within = row % a.inner * a.k;
+            normalise(a.norm, a.x + outer * a.x_stride + within, 0,
+                      a.residual ? a.residual + outer * a.residual_stride + within : nullptr, a.k,
+                      a.y + outer * a.y_stride + within);
+        }
     });
     return 0;
 }

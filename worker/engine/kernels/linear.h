@@ -4,8 +4,8 @@
 // epilogues take VW gate columns beside VW up columns and store VW results.
 #pragma once
 
+#include "norm.h"
 #include "team.h"
-#include "vectors.h"
 
 #define NR (2 * VW)
 #define HANDED_IN_ROWS 64  // up to so many a thread's sums are handed in when all of its columns are done
@@ -26,7 +26,16 @@ struct LinearArguments {
     int64_t m, n, k;
     int32_t epilogue;
     int32_t uses_amx;  // where rows are more than a few
+    Norm norm;         // that x goes through first
 };
+
+// A row as the weights meet it; `room` for k floats. `goes_on`: the next row comes after it.
+INLINE const float *input_row(const LinearArguments &a, int64_t row, bool goes_on, float *room) {
+    const float *x = a.x + row * a.x_stride;
+    if (!a.norm.weight) return x;
+    normalise(a.norm, x, goes_on ? a.x_stride : 0, nullptr, a.k, room);
+    return room;
+}
 
 // Where a tile's first row goes; bias and residual may be null. `width`: columns of the panel that exist.
 struct Output {

@@ -31,14 +31,18 @@ class Epilogue(IntEnum):
     GEGLU_TANH = 3  # gelu_tanh(gate) · up
 
 
+_NORM: list[tuple[str, type]] = [("norm", c_void_p), ("norm_eps", c_float), ("norm_offset", c_float)]  # as in norm.h
+
+
 class LinearArguments(ctypes.Structure):
-    """As in linear.h."""
+    """As in linear.h. `norm`: the weight of an RMS norm that rows go through first, or null."""
 
     _fields_: ClassVar = [
         *((name, c_void_p) for name in ("x", "weight", "scale", "bias", "residual", "y", "workspace")),
         *((name, c_int64) for name in ("x_stride", "y_stride", "m", "n", "k")),
         ("epilogue", c_int32),
         ("uses_amx", c_int32),
+        *_NORM,
     ]
 
 
@@ -46,9 +50,9 @@ class NormArguments(ctypes.Structure):
     """As in linear.cpp."""
 
     _fields_: ClassVar = [
-        *((name, c_void_p) for name in ("x", "weight", "residual", "y")),
+        *((name, c_void_p) for name in ("x", "residual", "y")),
         *((name, c_int64) for name in ("x_stride", "y_stride", "residual_stride", "m", "k", "inner")),
-        *((name, c_float) for name in ("eps", "offset")),
+        *_NORM,
     ]
 
 
@@ -172,11 +176,11 @@ class LinearKernels:
         """`x` `[m, k]` float32 → normalised and scaled by `offset + weight`, plus `residual` where given."""
         y = torch.empty(x.shape, dtype=torch.float32)
         arguments = NormArguments(
-            x=x.data_ptr(), weight=weight.data_ptr(), y=y.data_ptr(),
+            x=x.data_ptr(), norm=weight.data_ptr(), y=y.data_ptr(),
             residual=None if residual is None else residual.data_ptr(),
             x_stride=x.stride(0), y_stride=y.stride(0), m=x.shape[0], k=x.shape[1],
             residual_stride=0 if residual is None else residual.stride(0),
-            inner=1, eps=eps, offset=offset,
+            inner=1, norm_eps=eps, norm_offset=offset,
         )  # fmt: skip
         threads = torch.get_num_threads() if x.numel() >= _FEW else 1
         self._call(self.norm_member, arguments, threads)

@@ -219,11 +219,11 @@ extern "C" void tokenmill_pack(const i8 *weight, u8 *packed, int64_t n, int64_t 
 // y = epilogue(x · weightᵀ + bias)
 extern "C" int64_t tokenmill_linear_member(const LinearArguments *arguments, Team *team) {
     const LinearArguments &a = *arguments;
-    const int64_t panels = num_panels(a.n), sum_bytes = HANDED_IN_ROWS * NR * sizeof(float);
+    const int64_t panels = num_panels(a.n), num_sums = HANDED_IN_ROWS * NR, one_row = (a.k + 15) & ~(int64_t)15;
     const bool is_own = a.m * team->parts <= OWN_ROWS;
-    char *scratch = team->scratch(sum_bytes + (is_own ? a.m * row_bytes(a.k) : 0));
-    float *sums = (float *)scratch;
-    const Rows rows = rows_at(is_own ? scratch + sum_bytes : a.workspace, a);
+    float *sums = (float *)team->scratch((num_sums + one_row) * sizeof(float) + (is_own ? a.m * row_bytes(a.k) : 0));
+    float *room = sums + num_sums;
+    const Rows rows = rows_at(is_own ? (char *)(room + one_row) : a.workspace, a);
     const int64_t panel_bytes = rows.stride * NR * DEPTH;
     const u8 *mine = (const u8 *)a.weight + team->first_of(panels, team->part) * panel_bytes;
     Fetch first_panel{mine, mine + (is_own ? 0 : panel_bytes)};  // rows of one's own are soon rounded
@@ -231,7 +231,7 @@ extern "C" int64_t tokenmill_linear_member(const LinearArguments *arguments, Tea
     const auto round = [&](int64_t first, int64_t count, int64_t) {
         for (int64_t r = first; r < first + count; ++r) {
             first_panel.lines(some);
-            rows.rows[r] = quantise(a.x + r * a.x_stride, a.k, rows.values + r * rows.stride);
+            rows.rows[r] = quantise(input_row(a, r, r + 1 < first + count, room), a.k, rows.values + r * rows.stride);
         }
     };
     if (is_own)

@@ -59,6 +59,8 @@ class Pool {
     void run(Row &row) {
         if (born_ != num_forks) born_ = num_forks, size_ = inside_ = sleepers_ = 0;
         if (row.parts > 1) row.parts = grown_to(row.parts);
+        static int64_t num_rows = 0;
+        gate_.row = __atomic_add_fetch(&num_rows, 1, __ATOMIC_RELAXED);
         gate_.phase = gate_.answered = 0;
         if (row.parts == 1) return row.run(&gate_, 0, &scratch_);
         memset((void *)gate_.hands, 0, sizeof(Hand) * row.parts);

@@ -4,7 +4,7 @@
 // of what another has left. A phase ends when its units are done, not when its threads are: one that has no core,
 // because an I/O process or the machine's other guests have it, finds its share done by others when it comes. A unit
 // that it was working on meanwhile is computed again by somebody who would otherwise wait, where the kernel computes
-// beside its output and hands in at the end: what comes second is dropped.
+// beside its output and hands in at the end: who is through with it first hands in, and what comes second is dropped.
 //
 // Whatever a kernel does outside of its phases every thread does for itself, late ones when it is long over: only what
 // stays the same during the whole row may be looked at there, and counts, which a late thread never uses.
@@ -46,6 +46,7 @@ struct Gate {
     int32_t sleepers;
     int32_t answered;           // the phase that stopped the row, 0: none
     int64_t answer;
+    int64_t row;                // its number, never 0 and never another's
     Hand *hands;
 };
 
@@ -109,6 +110,8 @@ class Team {
     // Where the thread `of` begins in a phase of `count` units.
     int64_t first_of(int64_t count, int32_t of) const { return (count * of + parts - 1) / parts; }
 
+    int64_t row() const { return gate_->row; }
+
     // What `ask` answers, called once; other than 0 it must end the row.
     template <class Ask>
     int64_t once(Ask ask) {
@@ -156,24 +159,27 @@ class Team {
                                         __ATOMIC_RELAXED);
         const int64_t started = now_ns();
         int64_t done = 0;
+        Hand *from = &hand;  // whose unit it is
         do {
             for (;;) {
-                word = __atomic_load_n(&hand.units, __ATOMIC_ACQUIRE);
-                const Range mine = Range::of(word);
-                if (mine.phase != phase_) return;
-                if (mine.first == mine.end) {
-                    if (take_free<HANDED_IN>(count, grain)) continue;
+                word = __atomic_load_n(&from->units, __ATOMIC_ACQUIRE);
+                const Range left = Range::of(word);
+                if (left.phase != phase_) return;
+                if (left.first == left.end) {
+                    if (from == &hand && take_free<HANDED_IN>(count, grain)) continue;
                     break;
                 }
-                const int64_t size = at_once(mine.first, mine.end, grain), behind = mine.first + size;
-                if (!HANDED_IN && !take(hand, word, {phase_, behind, mine.end})) continue;
-                work(mine.first, size, behind < mine.end ? behind : -1);
-                if (HANDED_IN && !is_still_mine(hand, mine.first, size)) continue;
-                hand_in(mine.first, size);
-                done += size;
-                __atomic_store_n(&hand.done, (uint64_t)phase_ << 48 | (uint64_t)done, __ATOMIC_RELEASE);
+                const int64_t size = at_once(left.first, left.end, grain), behind = left.first + size;
+                if (!HANDED_IN && !take(*from, word, {phase_, behind, left.end})) continue;
+                work(left.first, size, behind < left.end && from == &hand ? behind : -1);
+                if (!HANDED_IN || is_first(*from, left.first, size)) {
+                    hand_in(left.first, size);
+                    done += size;
+                    __atomic_store_n(&hand.done, (uint64_t)phase_ << 48 | (uint64_t)done, __ATOMIC_RELEASE);
+                }
+                if (from != &hand) break;
             }
-        } while (!wait<HANDED_IN>(count, grain, done ? (now_ns() - started) * grain / done : SPIN_NS));
+        } while ((from = wait<HANDED_IN>(count, done ? (now_ns() - started) * grain / done : SPIN_NS)));
     }
 
     static int64_t at_once(int64_t first, int64_t end, int64_t grain) {
@@ -189,8 +195,8 @@ class Team {
         return __atomic_compare_exchange_n(&from.units, &word, left.word(), false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
     }
 
-    // Takes the units that were worked on out of the hand, unless somebody has computed them again.
-    bool is_still_mine(Hand &hand, int64_t first, int64_t size) const {
+    // Takes the units that were worked on out of the hand, unless somebody else who computed them has.
+    bool is_first(Hand &hand, int64_t first, int64_t size) const {
         uint64_t word = __atomic_load_n(&hand.units, __ATOMIC_ACQUIRE);
         for (;;) {
             const Range now = Range::of(word);
@@ -224,17 +230,14 @@ class Team {
         return false;
     }
 
-    // Into this thread's empty hand: what another has been working on for long.
-    bool take_begun() {
+    // What another is working on.
+    Hand *begun() const {
         for (int32_t other = 1; other < parts; ++other) {
             Hand &hand = gate_->hands[(part + other) % parts];
-            uint64_t word = __atomic_load_n(&hand.units, __ATOMIC_ACQUIRE);
-            const Range left = Range::of(word);
-            if (left.phase != phase_ || left.first == left.end || !take(hand, word, {phase_, left.end, left.end})) continue;
-            __atomic_store_n(&gate_->hands[part].units, left.word(), __ATOMIC_RELEASE);
-            return true;
+            const Range left = Range::of(__atomic_load_n(&hand.units, __ATOMIC_ACQUIRE));
+            if (left.phase == phase_ && left.first != left.end) return &hand;
         }
-        return false;
+        return nullptr;
     }
 
     bool all_done(int64_t count) const {
@@ -246,26 +249,27 @@ class Team {
         return done == count;
     }
 
-    // True: the phase is over. False: there is something to do again.
+    // Null: the phase is over. Else whose unit takes long: it is to be computed again, and who is through first hands in.
     template <bool HANDED_IN>
-    bool wait(int64_t count, int64_t grain, int64_t unit_ns) {
+    Hand *wait(int64_t count, int64_t unit_ns) {
         for (int64_t started = 0;;) {
             for (int i = 0; i < 32; ++i, relax()) {
-                if (is_over()) return true;
+                if (is_over()) return nullptr;
                 if (all_done(count)) {
                     end_phase();
-                    return true;
+                    return nullptr;
                 }
             }
             const int64_t now = now_ns();
             if (!started) started = now;
-            if (HANDED_IN && now - started > unit_ns + PATIENCE_NS && take_begun()) return false;
+            if (HANDED_IN && now - started > unit_ns + PATIENCE_NS)
+                if (Hand *hand = begun()) return hand;
             if (now - started > unit_ns + SPIN_NS) break;
         }
         __atomic_add_fetch(&gate_->sleepers, 1, __ATOMIC_SEQ_CST);
         while (__atomic_load_n(&gate_->phase, __ATOMIC_SEQ_CST) < phase_) sleep_on(&gate_->phase, phase_ - 1);
         __atomic_sub_fetch(&gate_->sleepers, 1, __ATOMIC_SEQ_CST);
-        return true;
+        return nullptr;
     }
 
     void end_phase() {

@@ -19,7 +19,7 @@ from worker.engine.kernels.linear import Epilogue
 from worker.engine.kernels.program import RowArguments, Step, move_rows
 from worker.engine.model.fused.agreement import two_prompts
 from worker.engine.model.fused.layer import FusedList, FusedRow
-from worker.engine.model.fused.layer_calls import FLOAT_BYTES, LayerParts, Rotation, linear_arguments, norm_arguments
+from worker.engine.model.fused.layer_calls import FLOAT_BYTES, LayerParts, Rotation, linear_arguments
 from worker.engine.model.fused.layer_run import LayerRun, is_plain
 from worker.engine.model.fused.layers import BLOCK_SIZE, small_step
 from worker.engine.model.fused.modules import FusedNorm, PackedLinear
@@ -68,13 +68,12 @@ class DirectForward:
         self._embed = RowArguments(source=embed.weight.data_ptr(), width=hidden, limit=embed.weight.shape[0])
         self._rotate = RowArguments(width=2 * rotary.width)
         self._read = RowArguments(width=hidden)
-        self._norm = norm_arguments(norm, hidden)
-        self._head = linear_arguments(head.packed, Epilogue.PLAIN, self._num_logits)
+        self._head = linear_arguments(head.packed, Epilogue.PLAIN, self._num_logits, norm)
         self._run = LayerRun(
             layers.parts,
             self._scratch,
             before=[move_rows(self._embed), move_rows(self._rotate)],
-            after=[move_rows(self._read), Step(norm.member, self._norm), Step(head.packed.member, self._head)],
+            after=[move_rows(self._read), Step(head.packed.member, self._head)],
         )
         self._logits = torch.empty(0, self._num_logits)
         self._version = -1
@@ -97,7 +96,7 @@ class DirectForward:
         self._embed.from_rows, self._rotate.from_rows = input_ids.data_ptr(), positions.data_ptr()
         self._embed.count = self._rotate.count = num_tokens
         self._read.from_rows = rows.data_ptr()
-        self._read.count = self._norm.m = self._head.m = num_rows
+        self._read.count = self._head.m = num_rows
         try:
             self._run.run(num_tokens, self._embed.target, self._read.source, self._rotation, step)
         except IndexError:
@@ -115,9 +114,8 @@ class DirectForward:
         at, width = self._scratch.at, self._rotary.width
         self._rotate.target = at("rotation")
         self._rotation = Rotation(at("rotation"), at("rotation") + width * FLOAT_BYTES, 2 * width, width)
-        self._embed.target = self._read.target = self._norm.x = at("in")  # the layers have read it by then
+        self._embed.target = self._read.target = self._head.x = at("in")  # the layers have read it by then
         self._read.source = at("out")
-        self._norm.y = self._head.x = at("normed")
         self._head.workspace = at("work")
         self._version = self._scratch.version
 

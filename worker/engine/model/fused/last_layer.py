@@ -47,7 +47,7 @@ class LastLayerCalls(LayerCalls):
         super().point(scratch, parts)
         picked = scratch.at("picked")
         self.write.rotated = self._queries.source = scratch.at("rotated")
-        self._inputs.target = self._outputs.source = self.before[1].x = picked
+        self._inputs.target = self._outputs.source = self.gate_up.x = picked
         for arguments in self.after or (self.out, self.down):
             arguments.residual = arguments.y = picked
         self.attend.query = self._queries.target = scratch.at("picked_query")
@@ -55,7 +55,7 @@ class LastLayerCalls(LayerCalls):
     def narrow(self, rows: Tensor) -> None:
         """Which rows are read; after `resize`."""
         count, at = rows.numel(), rows.data_ptr()
-        for arguments in (self.before[1], *self.after, self.out, self.gate_up, self.down):
+        for arguments in (*self.after, self.out, self.gate_up, self.down):
             arguments.m = count
         for moves in (self._queries, self._inputs, self._outputs):
             moves.count = count
@@ -64,7 +64,7 @@ class LastLayerCalls(LayerCalls):
 
     def use(self, hidden: int, metadata: AttentionMetadata) -> None:
         """What the layers before made and this one adds to; `metadata` as `of_rows` makes it."""
-        self.before[0].x = self._inputs.source = self._outputs.target = hidden
+        self.qkv.x = self._inputs.source = self._outputs.target = hidden
         self.read(metadata)
 
 

@@ -66,7 +66,6 @@ class LayerParts:
         self.hidden = attention.out.n
         query = attention.num_heads * attention.head_dim
         self.widths = {
-            "normed": self.hidden,
             "qkv": attention.qkv.n,
             "attended": query,
             "gated": mlp.down.k,
@@ -94,16 +93,15 @@ class LayerCalls:
         last = Epilogue.PLAIN if parts.after else Epilogue.ADD
         row = attention.qkv.n
         self._parts = parts
-        self.before = [norm_arguments(norm, hidden) for norm in parts.before]
         self.after = [norm_arguments(norm, hidden) for norm in parts.after]
         self.heads = [
             (norm_arguments(norm, row, count), count)
             for norm, count in ((attention.q_norm, attention.num_heads), (attention.k_norm, attention.num_kv_heads))
             if isinstance(norm, FusedNorm)
         ]
-        self.qkv = linear_arguments(attention.qkv, Epilogue.PLAIN, row)
+        self.qkv = linear_arguments(attention.qkv, Epilogue.PLAIN, row, parts.before[0])
         self.out = linear_arguments(attention.out, last, hidden)
-        self.gate_up = linear_arguments(mlp.gate_up, mlp.epilogue, mlp.down.k)
+        self.gate_up = linear_arguments(mlp.gate_up, mlp.epilogue, mlp.down.k, parts.before[1])
         self.down = linear_arguments(mlp.down, last, hidden)
         shared = {
             "num_heads": attention.num_heads,
@@ -129,14 +127,12 @@ class LayerCalls:
             return [Step(norm, self.after[index])] if self.after else []
 
         return [
-            Step(norm, self.before[0]),
             Step(parts.attention.qkv.member, self.qkv),
             *(Step(norm, arguments) for arguments, _ in self.heads),
             Step(write, self.write),
             Step(attend, self.attend),
             Step(parts.attention.out.member, self.out),
             *behind(0),
-            Step(norm, self.before[1]),
             Step(parts.mlp.gate_up.member, self.gate_up),
             Step(parts.mlp.down.member, self.down),
             *behind(1),
@@ -148,7 +144,6 @@ class LayerCalls:
         key = qkv + parts.attention.num_heads * head
         for linear in (self.qkv, self.out, self.gate_up, self.down):
             linear.workspace = scratch.at("work")
-        self.qkv.x = self.gate_up.x = self.before[0].y = self.before[1].y = scratch.at("normed")
         self.qkv.y = self.write.query = self.write.rotated = self.attend.query = qkv
         self.write.key, self.write.value = key, key + parts.attention.num_kv_heads * head
         for (arguments, _), start in zip(self.heads, (qkv, key), strict=False):
@@ -159,7 +154,7 @@ class LayerCalls:
             self.out.y = self.down.y = self.after[0].x = self.after[1].x = scratch.at("raw")
 
     def resize(self, num_tokens: int) -> None:
-        for arguments in (*self.before, *self.after, self.qkv, self.out, self.gate_up, self.down):
+        for arguments in (*self.after, self.qkv, self.out, self.gate_up, self.down):
             arguments.m = num_tokens
         for arguments, count in self.heads:
             arguments.m = num_tokens * count
@@ -191,9 +186,9 @@ class LayerTable:
         every = [*layers, *([] if narrow is None else [narrow])]
         self._writes = _join(every, "write")
         self._attends = _join(layers, "attend")
-        self._first = _join([(calls.before, 0) for calls in layers])["x"]
-        second, out, down = _join([(calls.before, 1) for calls in layers]), _join(layers, "out"), _join(layers, "down")
-        self._on_out = [second["x"]]
+        self._first, gate_up = _join(layers, "qkv")["x"], _join(layers, "gate_up")
+        out, down = _join(layers, "out"), _join(layers, "down")
+        self._on_out = [gate_up["x"]]
         if layers[0].after:
             after = [_join([(calls.after, place) for calls in layers]) for place in range(2)]
             self._inputs = after[0]["residual"]
@@ -256,14 +251,19 @@ def _reading(metadata: AttentionMetadata) -> tuple[tuple[str, int], ...]:
     )
 
 
-def linear_arguments(weight: PackedWeight, epilogue: Epilogue, columns: int) -> LinearArguments:
+def linear_arguments(
+    weight: PackedWeight, epilogue: Epilogue, columns: int, norm: FusedNorm | None = None
+) -> LinearArguments:
+    """`norm`: what rows go through first."""
     arguments = weight.arguments(epilogue)
     arguments.x_stride, arguments.y_stride = weight.k, columns
+    if norm is not None:
+        arguments.norm, arguments.norm_eps, arguments.norm_offset = norm.weight.data_ptr(), norm.eps, norm.offset
     return arguments
 
 
 def norm_arguments(norm: FusedNorm, stride: int, inner: int = 1) -> NormArguments:
     return NormArguments(
-        weight=norm.weight.data_ptr(), eps=norm.eps, offset=norm.offset, k=norm.weight.shape[0], inner=inner,
+        norm=norm.weight.data_ptr(), norm_eps=norm.eps, norm_offset=norm.offset, k=norm.weight.shape[0], inner=inner,
         x_stride=stride, y_stride=stride, residual_stride=stride,
     )  # fmt: skip
