@@ -10,7 +10,7 @@ import importlib
 import math
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from rich.table import Table
 from transformers import AutoTokenizer
 
 from ops.benchmarks.scoring import Scorer
-from worker.engine import Engine, EngineConfig, SamplingParams
+from worker.engine import Engine, EngineConfig, EngineConfigError, SamplingParams
 from worker.engine.model.store import resolve
 
 SOURCE = "pydoc_data.topics"
@@ -55,11 +55,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> dict[str, object]:
     console = Console()
+    try:
+        configs = {kind: config_of(options, kind) for kind in ["float32", *options.kinds.split(",")]}
+    except EngineConfigError as error:
+        raise SystemExit(f"ops/bench quality: {error}") from error
     windows = text_windows(options.model, options.windows, options.length)
     measured: dict[str, Measured] = {}
-    for kind in ["float32", *options.kinds.split(",")]:
+    for kind, config in configs.items():
         with console.status(f"{kind}: {len(windows)} pieces of {options.length} tokens"):
-            measured[kind] = measure(options, chosen(kind), windows)
+            measured[kind] = measure(options, config, windows)
     table = Table(
         title=f"{options.model} on {len(windows)} × {options.length} tokens of {SOURCE}", title_justify="left"
     )
@@ -85,18 +89,22 @@ def text_windows(model: str, count: int, length: int) -> list[list[int]]:
     return [ids[start : start + length] for start in range(0, len(ids) - length + 1, step)][:count]
 
 
-def chosen(kind: str) -> dict[str, str]:
+def chosen(kind: str) -> dict[str, Any]:
     """The engine's settings that a kind stands for."""
     parts = [] if kind == "float32" else kind.split("+")
     return {"quantization" if part in QUANTIZATIONS else "kv_dtype": part for part in parts}
 
 
-def measure(options: argparse.Namespace, kind: Mapping[str, Any], windows: Sequence[list[int]]) -> Measured:
-    started = time.perf_counter()
-    config = EngineConfig(
+def config_of(options: argparse.Namespace, kind: str) -> EngineConfig:
+    """Raises EngineConfigError."""
+    return EngineConfig(
         model=options.model, dtype="float32", device="cpu", max_memory_gib=1.0, num_threads=options.threads or None,
-        max_model_len=options.length + options.answers + 1, **kind,
+        max_model_len=options.length + options.answers + 1, **chosen(kind),
     )  # fmt: skip
+
+
+def measure(options: argparse.Namespace, config: EngineConfig, windows: Sequence[list[int]]) -> Measured:
+    started = time.perf_counter()
     if options.threads:
         torch.set_num_threads(options.threads)
     nll = statistics.fmean(map(Scorer(config, options.length).nll, windows))

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal
+from functools import lru_cache
+from typing import Literal, get_args, get_origin, get_type_hints
 
 from worker.engine.types import SchedulingPolicy
 
@@ -92,6 +93,9 @@ class EngineConfig:
                 found.append(sentence)
 
         require(bool(self.model), "model must not be empty")
+        for name, choices in _choices().items():
+            value = getattr(self, name)
+            require(value in choices, f"{name} must be one of {', '.join(map(str, choices))}, not {value!r}")
         for name in (
             "block_size",
             "max_num_batched_tokens",
@@ -125,7 +129,6 @@ class EngineConfig:
         slowdown = self.bulk_slowdown
         require(slowdown is None or slowdown >= 0, f"bulk_slowdown must not be negative, not {slowdown}")
         require(self.cpu_offload_gib >= 0, f"cpu_offload_gib must not be negative, not {self.cpu_offload_gib}")
-        require(self.max_num_batched_tokens >= self.max_num_seqs or self.max_num_batched_tokens >= 1, "")
         if self.max_num_partial_prefills and self.max_long_partial_prefills:
             require(
                 self.max_long_partial_prefills <= self.max_num_partial_prefills,
@@ -141,7 +144,7 @@ class EngineConfig:
             _ = self.adapter_folders
         except ValueError as error:
             found.append(f"adapters {error}")
-        return [sentence for sentence in found if sentence]
+        return found
 
     @property
     def adapter_folders(self) -> dict[str, str]:
@@ -150,6 +153,18 @@ class EngineConfig:
 
     def replace(self, **changes: object) -> EngineConfig:
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+
+@lru_cache
+def _choices() -> dict[str, tuple[object, ...]]:
+    """The settings that take one of a few values."""
+    found: dict[str, tuple[object, ...]] = {}
+    for name, hint in get_type_hints(EngineConfig).items():
+        kinds = [hint] if get_origin(hint) is Literal else [kind for kind in get_args(hint) if kind is not type(None)]
+        if kinds and all(get_origin(kind) is Literal for kind in kinds):
+            missing: tuple[object, ...] = (None,) if type(None) in get_args(hint) else ()
+            found[name] = (*(value for kind in kinds for value in get_args(kind)), *missing)
+    return found
 
 
 def read_table(text: str, form: str) -> dict[str, str]:

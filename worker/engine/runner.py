@@ -31,7 +31,7 @@ from worker.engine.model.vocabulary import tokenizer_info
 from worker.engine.plan import StepOutput, StepPlan
 from worker.engine.runner_inputs import InputBuilder, PreviousTokens, StepInputs
 from worker.engine.runner_memory import free_memory, size_cache
-from worker.engine.sampling import GrammarCompiler, Sampled, Sampler
+from worker.engine.sampling import GrammarCompiler, Layout, Sampled, Sampler
 from worker.engine.sampling.draws import Kernel
 from worker.engine.sampling.lookup import PromptLookup
 from worker.engine.sequence import Sequence
@@ -173,10 +173,15 @@ class ModelRunner:
         self._sampler.prepare(items)
         is_adapted = self._adapters is not None and self._adapters.apply(plan)
         graphs = None if is_adapted else self.graphs  # a graph would replay another step's adapters
-        logits = self._forward(inputs) if graphs is None else graphs.run(inputs)
-        if not items:
-            return InFlightStep(plan, (), None)
-        sampled = self._sampler.sample(logits, items)
+        layout = self._sampler.lay_out(items) if items else None
+        sampled = None
+        if graphs is None and layout is not None and layout.takes_highest:
+            sampled = self._highest(inputs, layout)
+        if sampled is None:
+            logits = self._forward(inputs) if graphs is None else graphs.run(inputs)
+            if layout is None:
+                return InFlightStep(plan, (), None)
+            sampled = self._sampler.sample(logits, items, layout)
         self._previous = PreviousTokens(sampled.token_ids, items)
         return InFlightStep(plan, indices, sampled)
 
@@ -200,8 +205,14 @@ class ModelRunner:
         return self.graphs
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
-        step = PagedStep(self._backend, self._layers, inputs.metadata, inputs.rows)
-        return self._loaded.logits(inputs.input_ids, inputs.positions, inputs.rows, step)
+        return self._loaded.logits(inputs.input_ids, inputs.positions, inputs.rows, self._paged(inputs))
+
+    def _highest(self, inputs: StepInputs, layout: Layout) -> Sampled | None:
+        found = self._loaded.highest(inputs.input_ids, inputs.positions, inputs.rows, self._paged(inputs))
+        return None if found is None else self._sampler.take_highest(*found, layout)
+
+    def _paged(self, inputs: StepInputs) -> PagedStep:
+        return PagedStep(self._backend, self._layers, inputs.metadata, inputs.rows)
 
     # ── the rest of what the engine asks ──
 

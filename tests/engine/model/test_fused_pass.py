@@ -147,6 +147,10 @@ def test_what_is_called_without_transformers_frame(name: str, folder_of: Callabl
             found = direct(input_ids, positions, rows, step)
             assert found is not None
             assert torch.equal(found, wanted[rows])
+            highest = direct.highest(input_ids, positions, rows, step)
+            assert highest is not None
+            assert torch.equal(highest[0], wanted[rows].argmax(dim=1))
+            assert torch.equal(highest[1], wanted[rows].amax(dim=1))
         with pytest.raises(IndexError):
             direct(torch.tensor([5, 6, 7, 8, model.config.vocab_size]), positions, torch.tensor([4]), step)
         again = direct(input_ids, positions, torch.arange(5), step)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from ops.benchmarks.quality import chosen, measure, text_windows
+from ops.benchmarks.quality import config_of, measure, text_windows
 from ops.benchmarks.scoring import Scorer
 from schemas.generation import SamplingParams
 from tests.engine.truth import tiny_models
@@ -156,7 +156,7 @@ def test_the_loss_on_real_text_is_bounded() -> None:
     options = argparse.Namespace(model=name, length=128, answers=1, threads=None)
     windows = text_windows(name, 6, 128)
     kinds = ("float32", "int8", "int4", "float8_e4m3fn", "int8+float8_e4m3fn")
-    exact, int8, int4, narrow, both = (measure(options, chosen(kind), windows) for kind in kinds)
+    exact, int8, int4, narrow, both = (measure(options, config_of(options, kind), windows) for kind in kinds)
     assert 2.0 < exact.nll < 4.0, "a text that the model can read"
     assert 0.0 < abs(int8.nll - exact.nll) < 0.06
     assert 0.0 < abs(int4.nll - exact.nll) < 0.02

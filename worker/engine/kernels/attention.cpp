@@ -306,8 +306,9 @@ struct Attention {
                     store_partials(item, scratch);
             });
         const auto is_split = [&](int64_t i) { return plan.units[i].partials >= 0; };
+        if (!plan.has_partials) return;
         team->each_handed_in(
-            plan.has_partials ? plan.num_units : 0, 1,
+            plan.num_units, 1,
             [&](int64_t i, int64_t, int64_t) {
                 if (is_split(i)) fold_partials(plan.units[i], scratch);
             },

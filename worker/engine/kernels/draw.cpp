@@ -6,8 +6,7 @@
 // The floor that a token must reach is looked for among the tokens near the peak, further down only if need be.
 // A row is worked by one thread and depends on nothing but itself.
 
-#include "team.h"
-#include "vectors.h"
+#include "highest.h"
 
 #include <algorithm>
 #include <functional>
@@ -36,16 +35,6 @@ struct Space {
     int32_t count[BINS];
     float *scaled, *candidates, *border;  // [vocab] each
 };
-
-INLINE bool any_lane(vi mask) {
-#if VW == 16
-    return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
-#else
-    int any = 0;
-    for (int j = 0; j < VW; ++j) any |= mask[j];
-    return any != 0;
-#endif
-}
 
 // The highest value and where it first stands.
 float peak_of(const float *x, int64_t n, int64_t *at) {
@@ -256,6 +245,39 @@ extern "C" int64_t tokenmill_draw_member(const DrawArguments *arguments, Team *t
         space.candidates = space.scaled + padded_floats(a.vocab);
         space.border = space.candidates + padded_floats(a.vocab);
         draw_row(a, row, space);
+    });
+    return 0;
+}
+
+// What threads have kept of a head's outputs (highest.h) → as draw for greedy rows. No rows: nothing is done.
+struct HighestArguments {
+    char *seen;  // [threads] HighestSeen
+    int64_t *token_ids;
+    float *peaks;
+    int64_t num_rows;
+};
+
+extern "C" int64_t tokenmill_highest_bytes() { return sizeof(HighestSeen); }
+
+extern "C" int64_t tokenmill_highest_member(const HighestArguments *arguments, Team *team) {
+    const HighestArguments &a = *arguments;
+    if (!a.num_rows) return 0;
+    team->each(a.num_rows, 8, [&](int64_t first, int64_t count, int64_t) {
+        for (int64_t r = first; r < first + count; ++r) {
+            float peak = -INFINITY;
+            int64_t token = INT64_MAX;
+            for (int32_t part = 0; part < team->parts; ++part) {
+                const HighestSeen &seen = HighestSeen::of(a.seen, part);
+                if (!seen.is_open(team->row())) continue;
+                for (int j = 0; j < VW; ++j) {
+                    const float value = seen.rows[r].value[j];
+                    const int64_t at = (int64_t)seen.rows[r].vector[j] * VW + j;
+                    if (value > peak || value != value || (value == peak && at < token)) peak = value, token = at;
+                }
+            }
+            a.peaks[r] = peak;
+            a.token_ids[r] = peak == peak ? token : 0;
+        }
     });
     return 0;
 }

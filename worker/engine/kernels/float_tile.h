@@ -186,7 +186,7 @@ void each_columns(const LinearArguments &arguments, Team *team, int64_t most, in
     const int64_t num_sums = LEAVES_SUMS ? sum_floats<HEIGHT>(m, most) : HANDED_IN_ROWS * STEP;
     float *sums = (float *)team->scratch((num_sums + own) * sizeof(float) + bytes);
     char *rest = (char *)(sums + num_sums);
-    const LinearArguments a = behind_norm(arguments, team, (float *)(rest + bytes));
+    const LinearArguments a = of_thread(behind_norm(arguments, team, (float *)(rest + bytes)), team);
     const auto finish = [&](const LinearArguments &some, Columns columns) {
         Output out[SIDE];
         outputs(some, columns, out);

@@ -4,15 +4,15 @@
 // epilogues take VW gate columns beside VW up columns and store VW results.
 #pragma once
 
+#include "highest.h"
 #include "norm.h"
-#include "team.h"
 
 #define NR (2 * VW)
 #define HANDED_IN_ROWS 64  // up to so many a thread's sums are handed in when all of its columns are done
 
 INLINE int64_t num_panels(int64_t n) { return (n + NR - 1) / NR; }
 
-enum Epilogue { PLAIN = 0, ADD = 1, SWIGLU = 2, GEGLU_TANH = 3 };
+enum Epilogue { PLAIN = 0, ADD = 1, SWIGLU = 2, GEGLU_TANH = 3, HIGHEST = 4 };
 
 struct LinearArguments {
     const float *x;        // [m, k] rows
@@ -20,7 +20,7 @@ struct LinearArguments {
     const void *scale;     // of quantised weights
     const float *bias;     // [n], padded to whole panels, or null
     const float *residual; // [m, n] for ADD, with y's stride
-    float *y;              // [m, n], or [m, n / 2] for the gated epilogues
+    float *y;              // [m, n], or [m, n / 2] for the gated epilogues, or [threads] HighestSeen for HIGHEST
     char *workspace;       // shared by all threads, as large as the kernel says, or null where it says 0
     int64_t x_stride, y_stride;
     int64_t m, n, k;
@@ -37,17 +37,28 @@ INLINE const float *input_row(const LinearArguments &a, int64_t row, bool goes_o
     return room;
 }
 
+// The arguments as this thread reads them: where it keeps what is highest, if that is all that is asked for.
+INLINE LinearArguments of_thread(LinearArguments a, Team *team) {
+    if (a.epilogue != HIGHEST) return a;
+    HighestSeen &seen = HighestSeen::of(a.y, team->part);
+    seen.open(a.m, team->row());
+    a.y = (float *)seen.rows;
+    return a;
+}
+
 // Where a tile's first row goes; bias and residual may be null. `width`: columns of the panel that exist.
 struct Output {
     float *y;
     const float *bias, *residual;
     int64_t y_stride;  // the residual's too
     int width, epilogue;
+    int32_t vector;  // the panel's first, counted from the row's beginning
 };
 
 INLINE Output at_panel(Output out, int64_t panel, int64_t n) {
-    const int64_t column = panel * (out.epilogue >= SWIGLU ? VW : NR);
-    out.y += column;
+    const int64_t column = panel * (out.epilogue == SWIGLU || out.epilogue == GEGLU_TANH ? VW : NR);
+    out.vector = (int32_t)(2 * panel);
+    if (out.epilogue != HIGHEST) out.y += column;
     if (out.bias) out.bias += panel * NR;
     if (out.residual) out.residual += column;
     out.width = (int)(n - panel * NR < NR ? n - panel * NR : NR);
@@ -61,7 +72,7 @@ INLINE Output below(Output out, int64_t rows) {
 }
 
 INLINE Output whole_output(const LinearArguments &a) {
-    return {a.y, a.bias, a.residual, a.y_stride, NR, a.epilogue};
+    return {a.y, a.bias, a.residual, a.y_stride, NR, a.epilogue, 0};
 }
 
 INLINE vf sigmoid(vf x) {
@@ -102,10 +113,22 @@ INLINE void finish_row(const Output &t, vf a, vf b, int64_t row) {
     }
 }
 
+INLINE void keep_highest(const Output &t, vf a, vf b, int64_t row) {
+    if (t.bias) a += load(t.bias), b += load(t.bias + VW);
+    if (t.width < NR) {
+        a = select((vi)(lanes() < t.width - vi{}), a, splat(-INFINITY));
+        b = select((vi)(lanes() + VW < t.width - vi{}), b, splat(-INFINITY));
+    }
+    ((Highest *)t.y)[row].see(a, b, t.vector);
+}
+
 // What becomes of the sums [rows, stride] of `count` panels; a function of its own, since tiles are many.
 static __attribute__((noinline, unused)) void finish_rows(const Output *out, int64_t count, const float *sums,
                                                           int64_t stride, int64_t rows) {
-    for (int64_t r = 0; r < rows; ++r)
+    for (int64_t r = 0; r < rows && out->epilogue == HIGHEST; ++r)
+        for (int64_t q = 0; q < count; ++q)
+            keep_highest(out[q], load(sums + r * stride + q * NR), load(sums + r * stride + q * NR + VW), r);
+    for (int64_t r = 0; r < rows && out->epilogue != HIGHEST; ++r)
         for (int64_t q = 0; q < count; ++q)
             finish_row(out[q], load(sums + r * stride + q * NR), load(sums + r * stride + q * NR + VW), r);
 }

@@ -29,6 +29,7 @@ class Epilogue(IntEnum):
     ADD = 1  # plus the residual
     SWIGLU = 2  # silu(gate) · up
     GEGLU_TANH = 3  # gelu_tanh(gate) · up
+    HIGHEST = 4  # not stored: each thread keeps the highest of them (highest.h)
 
 
 _NORM: list[tuple[str, type]] = [("norm", c_void_p), ("norm_eps", c_float), ("norm_offset", c_float)]  # as in norm.h
@@ -96,7 +97,7 @@ class PackedWeight:
         )
 
     def num_columns(self, epilogue: Epilogue) -> int:
-        return self.n // 2 if epilogue >= Epilogue.SWIGLU else self.n
+        return self.n // 2 if epilogue in (Epilogue.SWIGLU, Epilogue.GEGLU_TANH) else self.n
 
     def __call__(self, x: Tensor, epilogue: Epilogue = Epilogue.PLAIN, residual: Tensor | None = None) -> Tensor:
         """`[m, n]`, or `[m, n / 2]` for a gated epilogue. `residual` `[m, n]` must be contiguous like the result."""

@@ -218,7 +218,7 @@ extern "C" void tokenmill_pack(const i8 *weight, u8 *packed, int64_t n, int64_t 
 
 // y = epilogue(x · weightᵀ + bias)
 extern "C" int64_t tokenmill_linear_member(const LinearArguments *arguments, Team *team) {
-    const LinearArguments &a = *arguments;
+    const LinearArguments a = of_thread(*arguments, team);
     const int64_t panels = num_panels(a.n), num_sums = HANDED_IN_ROWS * NR, one_row = (a.k + 15) & ~(int64_t)15;
     const bool is_own = a.m * team->parts <= OWN_ROWS;
     float *sums = (float *)team->scratch((num_sums + one_row) * sizeof(float) + (is_own ? a.m * row_bytes(a.k) : 0));

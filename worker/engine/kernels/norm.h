@@ -2,7 +2,6 @@
 #pragma once
 
 #include "vectors.h"
-#include <math.h>
 
 struct Norm {
     const float *weight;  // [k], or null: no norm

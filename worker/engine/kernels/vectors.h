@@ -5,6 +5,7 @@
 #pragma once
 
 #include <math.h>
+#include <math.h>
 #include <stdint.h>
 #include <string.h>
 #if defined(__x86_64__)
@@ -65,6 +66,15 @@ INLINE vf fma(vf a, vf b, vf c) {
 }
 INLINE vf select(vi mask, vf yes, vf no) { return mask ? yes : no; }
 INLINE vf larger(vf a, vf b) { return select(a > b, a, b); }
+INLINE bool any_lane(vi mask) {
+#if VW == 16
+    return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
+#else
+    int any = 0;
+    for (int j = 0; j < VW; ++j) any |= mask[j];
+    return any != 0;
+#endif
+}
 INLINE vi lanes() {
     vi v;
     for (int i = 0; i < VW; ++i) v[i] = i;

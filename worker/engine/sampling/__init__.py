@@ -3,6 +3,15 @@
 from worker.engine.sampling.compilation import GrammarCompiler, GrammarError
 from worker.engine.sampling.lookup import PromptLookup, can_speculate, propose
 from worker.engine.sampling.sampled import Sampled
-from worker.engine.sampling.sampler import Sampler
+from worker.engine.sampling.sampler import Layout, Sampler
 
-__all__ = ["GrammarCompiler", "GrammarError", "PromptLookup", "Sampled", "Sampler", "can_speculate", "propose"]
+__all__ = [
+    "GrammarCompiler",
+    "GrammarError",
+    "Layout",
+    "PromptLookup",
+    "Sampled",
+    "Sampler",
+    "can_speculate",
+    "propose",
+]

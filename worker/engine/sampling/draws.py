@@ -25,6 +25,11 @@ from worker.engine.sampling.truncation import Limits
 class Draws(Protocol):
     """One composition, ready to be drawn from."""
 
+    @property
+    def is_greedy(self) -> bool:
+        """Every row takes its highest logit."""
+        ...
+
     def draw(self, logits: Tensor, positions: Indices) -> tuple[Tensor, Tensor]:
         """Token ids [rows] and each row's highest logit [rows], which is finite in a good row.
 
@@ -77,6 +82,10 @@ class _KernelDraws:
     drawing: Drawing
     seeds: npt.NDArray[np.uint64]
     no_noise: npt.NDArray[np.int32] | None  # keys that nobody reads, where all rows are greedy
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.no_noise is not None
 
     def draw(self, logits: Tensor, positions: Indices) -> tuple[Tensor, Tensor]:
         keys = row_keys(self.seeds, positions) if self.no_noise is None else self.no_noise
@@ -143,6 +152,10 @@ class _TorchDraws:
     seeds: npt.NDArray[np.uint64]
     greedy: Tensor | None  # rows; None where the groups cover all, or where there are none
     groups: tuple[_Group, ...]  # empty: all rows are greedy
+
+    @property
+    def is_greedy(self) -> bool:
+        return not self.groups
 
     def draw(self, logits: Tensor, positions: Indices) -> tuple[Tensor, Tensor]:
         if not self.groups:

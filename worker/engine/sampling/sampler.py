@@ -9,6 +9,7 @@ token that would have been drawn there. It knows no scheduler and no model.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +25,20 @@ from worker.engine.sampling.sampled import RawLogprobs, Sampled, Share
 from worker.engine.sampling.structured import Grammars, Masks
 from worker.engine.sampling.transfer import Indices, to_device
 from worker.engine.sequence import Sequence
+
+
+class Layout(NamedTuple):
+    """The rows of a step's logits."""
+
+    shares: list[Share]  # which rows are whose
+    positions: Indices  # in the output, by row
+    batch: Batch
+
+    @property
+    def takes_highest(self) -> bool:
+        """Nothing is asked of any row but its highest logit."""
+        batch = self.batch
+        return batch.draws.is_greedy and not batch.is_edited and not len(batch.with_logprobs)
 
 
 class Sampler:
@@ -64,12 +79,27 @@ class Sampler:
         self._histories.release(sequence)
         self._grammars.release(sequence)
 
-    def sample(self, logits: Tensor, items: Seq[ScheduledSequence]) -> Sampled:
-        """Draw a token for each row. Items as planned, those that sample; item i owns 1 + len(draft_ids) rows."""
-        shares, slots, positions = self._layout(items)
-        if logits.shape[0] != len(slots):
-            raise ValueError(f"{logits.shape[0]} rows of logits for items that own {len(slots)}")
-        batch = self._batch(slots)
+    def lay_out(self, items: Seq[ScheduledSequence]) -> Layout:
+        """What is drawn for items as planned, those that sample; item i owns 1 + len(draft_ids) rows."""
+        shares: list[Share] = []
+        slots: list[int] = []
+        positions: list[int] = []
+        for item in items:
+            sequence, drafts = item.sequence, len(item.draft_ids)
+            first = item.start + item.num_tokens - drafts - sequence.num_prompt_tokens
+            shares.append(Share(len(slots), item.draft_ids, sequence.params))
+            slots.append(self._table.row(sequence))
+            positions.append(first)
+            if drafts:
+                slots.extend([slots[-1]] * drafts)
+                positions.extend(range(first + 1, first + drafts + 1))
+        return Layout(shares, np.array(positions, np.int64), self._batch(np.array(slots, np.int64)))
+
+    def sample(self, logits: Tensor, items: Seq[ScheduledSequence], layout: Layout | None = None) -> Sampled:
+        """Draw a token for each row; `layout` is that of the items, where it has been made."""
+        shares, positions, batch = layout or self.lay_out(items)
+        if logits.shape[0] != len(positions):
+            raise ValueError(f"{logits.shape[0]} rows of logits for items that own {len(positions)}")
         raw = logits if logits.shape[1] == self.vocab_size else logits[:, : self.vocab_size]
         if raw.dtype != torch.float32 and (batch.is_edited or not self._takes_any_dtype):
             raw = raw.float()
@@ -89,23 +119,11 @@ class Sampler:
         self._grammars.launched(sampled, items)
         return sampled
 
-    # ── what is drawn ──
+    def take_highest(self, token_ids: Tensor, peaks: Tensor, layout: Layout) -> Sampled:
+        """The same for a layout that takes only the highest logits, `peaks` [rows], which somebody else has found."""
+        return Sampled.start(token_ids, peaks, None, layout.shares, {})
 
-    def _layout(self, items: Seq[ScheduledSequence]) -> tuple[list[Share], Indices, Indices]:
-        """Rows of each item, their parameter rows and their output positions."""
-        shares: list[Share] = []
-        slots: list[int] = []
-        positions: list[int] = []
-        for item in items:
-            sequence, drafts = item.sequence, len(item.draft_ids)
-            first = item.start + item.num_tokens - drafts - sequence.num_prompt_tokens
-            shares.append(Share(len(slots), item.draft_ids, sequence.params))
-            slots.append(self._table.row(sequence))
-            positions.append(first)
-            if drafts:
-                slots.extend([slots[-1]] * drafts)
-                positions.extend(range(first + 1, first + drafts + 1))
-        return shares, np.array(slots, np.int64), np.array(positions, np.int64)
+    # ── what is drawn ──
 
     def _batch(self, slots: Indices) -> Batch:
         signature = slots.tobytes()

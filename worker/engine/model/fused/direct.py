@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from worker.engine.attention.cpu import CpuAttention
+from worker.engine.kernels.highest import MOST_ROWS, HighestOutputs
 from worker.engine.kernels.linear import Epilogue
 from worker.engine.kernels.program import RowArguments, Step, move_rows
 from worker.engine.model.fused.agreement import two_prompts
@@ -63,19 +64,20 @@ class DirectForward:
         hidden = embed.weight.shape[1]
         self._rotary, self._layers, self._scratch = rotary, layers, layers.scratch
         self._around = (embed, norm, head)
-        self._num_logits = head.packed.n
+        self.num_logits = head.packed.n
         self._scratch.reserve({"in": hidden, "out": hidden, "rotation": 2 * rotary.width}, (head.packed,))
         self._embed = RowArguments(source=embed.weight.data_ptr(), width=hidden, limit=embed.weight.shape[0])
         self._rotate = RowArguments(width=2 * rotary.width)
         self._read = RowArguments(width=hidden)
-        self._head = linear_arguments(head.packed, Epilogue.PLAIN, self._num_logits, norm)
+        self._head = linear_arguments(head.packed, Epilogue.PLAIN, self.num_logits, norm)
+        self._highest = HighestOutputs()
         self._run = LayerRun(
             layers.parts,
             self._scratch,
             before=[move_rows(self._embed), move_rows(self._rotate)],
-            after=[move_rows(self._read), Step(head.packed.member, self._head)],
+            after=[move_rows(self._read), Step(head.packed.member, self._head), self._highest.step],
         )
-        self._logits = torch.empty(0, self._num_logits)
+        self._logits = torch.empty(0, self.num_logits)
         self._version = -1
         self._point_at_table()
 
@@ -84,19 +86,44 @@ class DirectForward:
         step needs the model itself: another backend, or somebody between its parts. Raises IndexError for a token that
         is none.
         """
-        if not isinstance(step, PagedStep) or not isinstance(step.backend, CpuAttention) or not self._is_whole():
+        if not self._takes(step):
             return None
-        num_tokens, num_rows = input_ids.numel(), rows.numel()
+        num_rows = rows.numel()
+        if len(self._logits) != num_rows:
+            self._logits = torch.empty((num_rows, self.num_logits))
+        self._head.y = self._logits.data_ptr()
+        self._pass(input_ids, positions, rows, step)
+        return self._logits
+
+    def highest(
+        self, input_ids: Tensor, positions: Tensor, rows: Tensor, step: AttentionStep
+    ) -> tuple[Tensor, Tensor] | None:
+        """As a call, for who wants no more than each row's first highest logit: token ids `[num_rows]` and logits
+        `[num_rows]`, NaN where one is. Both stay for two calls more.
+        """
+        if rows.numel() > MOST_ROWS or not self._takes(step):
+            return None
+        self._head.m = rows.numel()
+        found = self._highest.ask(self._head, torch.get_num_threads())
+        try:
+            self._pass(input_ids, positions, rows, step)
+        finally:
+            self._highest.dismiss(self._head)
+        return found
+
+    def _takes(self, step: AttentionStep) -> bool:
+        return isinstance(step, PagedStep) and isinstance(step.backend, CpuAttention) and self._is_whole()
+
+    def _pass(self, input_ids: Tensor, positions: Tensor, rows: Tensor, step: AttentionStep) -> None:
+        assert isinstance(step, PagedStep)
+        num_tokens = input_ids.numel()
         self._scratch.fit(num_tokens)
         if self._version != self._scratch.version:
             self._point()
-        if len(self._logits) != num_rows:
-            self._logits = torch.empty((num_rows, self._num_logits))
-            self._head.y = self._logits.data_ptr()
         self._embed.from_rows, self._rotate.from_rows = input_ids.data_ptr(), positions.data_ptr()
         self._embed.count = self._rotate.count = num_tokens
         self._read.from_rows = rows.data_ptr()
-        self._read.count = self._head.m = num_rows
+        self._read.count = self._head.m = rows.numel()
         try:
             self._run.run(num_tokens, self._embed.target, self._read.source, self._rotation, step)
         except IndexError:
@@ -104,7 +131,6 @@ class DirectForward:
                 raise
             self._point_at_table()
             self._run.run(num_tokens, self._embed.target, self._read.source, self._rotation, step)
-        return self._logits
 
     def _point_at_table(self) -> None:
         self._rotate.source, self._rotate.limit = self._rotary.rows.data_ptr(), len(self._rotary.rows)
@@ -171,6 +197,9 @@ def _agrees(model: Any, direct: DirectForward, step: PagedStep) -> bool:
     wanted = model(input_ids=input_ids[None], position_ids=positions[None], use_cache=False, paged=step).logits[0]
     for rows in (torch.arange(count), torch.tensor([1, count - 1])):
         found = direct(input_ids, positions, rows, step)
-        if found is None or not torch.equal(found, wanted[rows]):
+        highest = direct.highest(input_ids, positions, rows, step)
+        if found is None or highest is None or not torch.equal(found, wanted[rows]):
+            return False
+        if not torch.equal(highest[1], wanted[rows].amax(dim=1)):
             return False
     return True
