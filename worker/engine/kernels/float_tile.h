@@ -175,10 +175,10 @@ INLINE LinearArguments behind_norm(LinearArguments a, Team *team, float *room) {
 }
 
 // A linear layer's phase: multiply(some, columns, next, sums, rest) for all of its columns and, beyond HANDED_IN_ROWS, for
-// blocks of its rows, so that threads come to the end together. `some`: the layer of
-// these rows; `next`: the columns behind, of count 0 where there are none or these go on. It leaves sums [rows, STEP], but
-// is given none for blocks and stores its outputs itself unless it LEAVES_SUMS there too; then a block of rows meets all
-// columns before the next one, else columns meet all blocks. `rest`: `bytes` of this thread's scratch.
+// blocks of its rows, so that threads come to the end together. `some`: the layer of these rows; `next`: the columns behind,
+// of count 0 where there are none or these go on. It leaves sums [rows, STEP], but is given none for blocks and stores its
+// outputs itself unless it LEAVES_SUMS there too; then a block of rows meets all columns before the next one, else columns
+// meet all blocks. `rest`: `bytes` of this thread's scratch.
 template <int HEIGHT = SIDE_MR, bool LEAVES_SUMS = false, class Multiply>
 void each_columns(const LinearArguments &arguments, Team *team, int64_t most, int64_t bytes, Multiply multiply) {
     const int64_t m = arguments.m, panels = num_panels(arguments.n), own = own_floats(arguments, *team);
