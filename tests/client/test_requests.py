@@ -1,6 +1,7 @@
 """Requests, ids, fingerprints and URLs: what is decided before anything is sent."""
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -58,12 +59,19 @@ def test_unknown_names_are_named() -> None:
         build_request({"prompt": "x", "max_token": 3})
 
 
-def test_ids_are_version_7_and_sort_by_time() -> None:
-    first = new_job_id()
-    time.sleep(0.002)
-    second = new_job_id()
-    assert first < second
-    assert (first[14], first[19] in "89ab", len(first)) == ("7", True, 36)
+def test_ids_are_version_7_and_sort_by_the_order_of_calls() -> None:
+    before = time.time_ns() // 1_000_000
+    ids = [new_job_id() for _ in range(20_000)]  # dozens in a millisecond
+    assert ids == sorted(set(ids))
+    assert {(job_id[14], job_id[19] in "89ab", len(job_id)) for job_id in ids} == {("7", True, 36)}
+    assert before <= int(ids[0].replace("-", "")[:12], 16) <= time.time_ns() // 1_000_000
+
+
+def test_threads_make_no_id_twice() -> None:
+    with ThreadPoolExecutor(8) as pool:
+        made = list(pool.map(lambda _: [new_job_id() for _ in range(1_000)], range(8)))
+    assert all(ids == sorted(ids) for ids in made)
+    assert len({job_id.rpartition("-")[0][:18] for ids in made for job_id in ids}) == 8_000, "all but the random part"
 
 
 def test_a_handle_is_its_id() -> None:
