@@ -45,7 +45,7 @@ class Head:
         self.program = Program([Step(packed.member, self.arguments), self.highest.step])
 
     def run(self, threads: int) -> tuple[Tensor, Tensor]:
-        found = self.highest.ask(self.arguments, threads)
+        found = self.highest.ask(self.arguments, self.arguments.m, threads)
         self.program.run(threads, refuse)
         return found
 

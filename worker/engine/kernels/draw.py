@@ -65,6 +65,23 @@ class _Arguments(ctypes.Structure):
     ]
 
 
+class Turns:
+    """Results of so many rows, which take turns: each stays for two calls more."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+        self._kept: deque[tuple[Tensor, Tensor, int, int]] = deque()
+
+    def next(self) -> tuple[Tensor, Tensor, int, int]:
+        """Token ids `[num_rows]` int64 and highest logits `[num_rows]` to be written next, and their addresses."""
+        if len(self._kept) < _TURNS:
+            ids, tops = torch.zeros(self.num_rows, dtype=torch.int64), torch.zeros(self.num_rows)
+            self._kept.appendleft((ids, tops, ids.data_ptr(), tops.data_ptr()))
+        result = self._kept[0]
+        self._kept.rotate(-1)
+        return result
+
+
 class Buffers:
     """Arguments and results of a drawing, which keeps them: after a step's weights have been through the caches, every
     allocation is dear.
@@ -73,7 +90,7 @@ class Buffers:
     def __init__(self, drawing: Drawing) -> None:
         num_rows = len(drawing.top_k)
         self._keys = np.zeros((num_rows, 2), np.int32)
-        self._turns: deque[tuple[Tensor, Tensor, int, int]] = deque()
+        self._turns = Turns(num_rows)
         self.arguments = _Arguments(
             inverse_temperature=drawing.inverse_temperature.ctypes.data, log_min_p=drawing.log_min_p.ctypes.data,
             top_p=drawing.top_p.ctypes.data, top_k=drawing.top_k.ctypes.data, keys=self._keys.ctypes.data,
@@ -83,11 +100,7 @@ class Buffers:
     def turn(self, keys: npt.NDArray[np.int32]) -> tuple[Tensor, Tensor]:
         """Token ids and peaks to be written next."""
         self._keys[...] = keys
-        if len(self._turns) < _TURNS:
-            ids, tops = torch.zeros(len(self._keys), dtype=torch.int64), torch.zeros(len(self._keys))
-            self._turns.appendleft((ids, tops, ids.data_ptr(), tops.data_ptr()))
-        token_ids, peaks, self.arguments.token_ids, self.arguments.peaks = self._turns[0]
-        self._turns.rotate(-1)
+        token_ids, peaks, self.arguments.token_ids, self.arguments.peaks = self._turns.next()
         return token_ids, peaks
 
 

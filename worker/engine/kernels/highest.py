@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-from collections import deque
 from ctypes import c_int64, c_void_p
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from worker.engine.kernels.draw import Turns
 from worker.engine.kernels.library import load
 from worker.engine.kernels.linear import Epilogue, LinearArguments
 from worker.engine.kernels.program import Step
 
 MOST_ROWS = 64
-_TURNS = 3  # two steps may be in flight, and a third begun
 _ALIGNMENT = 64
 
 
@@ -36,10 +35,10 @@ class HighestOutputs:
         self._bytes: int = library.tokenmill_highest_bytes()  # of a thread
         self._seen = torch.zeros(0, dtype=torch.uint8)
         self._arguments = _Arguments()
-        self._turns: deque[tuple[Tensor, Tensor]] = deque()
+        self._turns = Turns(0)
         self.step = Step(library.tokenmill_highest_member, self._arguments)
 
-    def ask(self, layer: LinearArguments, num_threads: int) -> tuple[Tensor, Tensor]:
+    def ask(self, layer: LinearArguments, num_rows: int, num_threads: int) -> tuple[Tensor, Tensor]:
         """Let the next run leave column ids `[rows]` int64 and the highest outputs `[rows]`, NaN where one is, of up to
         MOST_ROWS rows. Both stay for two calls more.
         """
@@ -47,15 +46,12 @@ class HighestOutputs:
             self._seen = torch.zeros(num_threads * self._bytes + _ALIGNMENT, dtype=torch.uint8)
         start = self._seen.data_ptr()
         start += -start % _ALIGNMENT
-        count = layer.m
-        if not self._turns or len(self._turns[0][0]) != count:
-            self._turns = deque((torch.zeros(count, dtype=torch.int64), torch.zeros(count)) for _ in range(_TURNS))
-        token_ids, peaks = self._turns[0]
-        self._turns.rotate(-1)
+        if self._turns.num_rows != num_rows:
+            self._turns = Turns(num_rows)
         layer.epilogue, layer.y = int(Epilogue.HIGHEST), start
         arguments = self._arguments
-        arguments.seen, arguments.num_rows = start, count
-        arguments.token_ids, arguments.peaks = token_ids.data_ptr(), peaks.data_ptr()
+        arguments.seen, arguments.num_rows = start, num_rows
+        token_ids, peaks, arguments.token_ids, arguments.peaks = self._turns.next()
         return token_ids, peaks
 
     def dismiss(self, layer: LinearArguments) -> None:

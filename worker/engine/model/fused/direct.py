@@ -103,8 +103,7 @@ class DirectForward:
         """
         if rows.numel() > MOST_ROWS or not self._takes(step):
             return None
-        self._head.m = rows.numel()
-        found = self._highest.ask(self._head, torch.get_num_threads())
+        found = self._highest.ask(self._head, rows.numel(), torch.get_num_threads())
         try:
             self._pass(input_ids, positions, rows, step)
         finally:
