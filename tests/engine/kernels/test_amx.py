@@ -1,4 +1,4 @@
-"""Products in the matrix registers: as exact as float32, and a row's bits its own."""
+"""Products in the matrix registers, and of few rows beside them: as exact as float32, and a row's bits its own."""
 
 import pytest
 import torch
@@ -12,6 +12,8 @@ from worker.engine.kernels.toolchain import KernelUnavailableError
 
 ROWS = [49, 64, 65, 80, 97, 130, 300]  # more than the chains of any form take
 FEW_ROWS = [9, 15, 16, 17, 31, 32, 33, 40, 48]  # of the narrow forms alone
+DOT_ROWS = [1, 2, 3, 4]  # of 4 bits alone: integers (int4_dots.h)
+FEWER_ROWS = {"4 bits": [*DOT_ROWS, 5, 8], "8 bits": [6, 8], "bfloat16": [5, 8]}  # those of one form
 EPSILON = 2.0**-24
 
 
@@ -40,7 +42,7 @@ def test_a_product_is_as_exact_as_a_chain_of_float32(packer: NarrowPacker, form:
     weight = FORMS[form](n, k)
     packed, chains = packer.pack(weight), LinearKernels(uses_amx=False).pack(weight)
     assert packed.form == form
-    for m in ROWS if form == "float32" else ROWS + FEW_ROWS:
+    for m in ROWS if form == "float32" else ROWS + FEW_ROWS + FEWER_ROWS.get(form, []):
         x = torch.randn(m, k)
         error = error_of(packed, weight, x)
         assert error < 6.0, m
@@ -114,6 +116,81 @@ def test_large_and_small_numbers(packer: NarrowPacker, size: float) -> None:
     assert error_of(packer.pack(weight), weight, x * size) < 2.0
     assert error_of(packer.pack(weight * size), weight * size, x) < 2.0
     assert packer.pack(weight)(torch.full((70, 96), 1e-41)).abs().max() < 1e-36
+
+
+# ── few rows against 4 bits ──
+
+
+def test_few_rows_are_bitwise_the_same_in_every_batch_of_few(packer: NarrowPacker) -> None:
+    """… and on any number of threads."""
+    torch.manual_seed(8)
+    packed, x = packer.pack(FORMS["4 bits"](200, 96)), torch.randn(4, 96)
+    together, threads = packed(x), torch.get_num_threads()
+    assert torch.equal(torch.cat([packed(x[row : row + 1]) for row in range(4)]), together)
+    for size in DOT_ROWS:
+        assert torch.equal(packed(x[:size]), together[:size]), size
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            assert torch.equal(packed(x), together)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("m", DOT_ROWS)
+def test_what_is_fused_to_few_rows(packer: NarrowPacker, m: int) -> None:
+    torch.manual_seed(m)
+    weight, bias = FORMS["4 bits"](100, 64), torch.randn(100)
+    packed = packer.pack(weight, bias)
+    x, residual = torch.randn(m, 2 * 64)[:, :64], torch.randn(m, 100)  # rows with a stride of their own
+    wide = x.double() @ weight.double().T + bias.double()
+    torch.testing.assert_close(packed(x).double(), wide, rtol=1e-5, atol=1e-5)
+    found = packed(x, Epilogue.ADD, residual).double()
+    torch.testing.assert_close(found, wide + residual.double(), rtol=1e-5, atol=1e-5)
+    gate, up = FORMS["4 bits"](96, 64), FORMS["4 bits"](96, 64)
+    silu = torch.nn.functional.silu(x.double() @ gate.double().T) * (x.double() @ up.double().T)
+    torch.testing.assert_close(pack_gated(packer, gate, up)(x, Epilogue.SWIGLU).double(), silu, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("m", DOT_ROWS)
+def test_numbers_far_below_the_greatest_of_their_group(packer: NarrowPacker, m: int) -> None:
+    """They are rounded beside it, to a half of 2^-22 of it at worst; groups without it lose nothing to it."""
+    torch.manual_seed(9)
+    weight, x = FORMS["4 bits"](200, 576), torch.randn(m, 576)
+    x[:, ::50] *= 1e4
+    x[:, 64:96] *= 1e-6
+    packed = packer.pack(weight)
+    greatest = x.abs().view(m, -1, 32).amax(dim=-1).double() @ weight.abs().view(200, -1, 32).sum(dim=-1).double().T
+    sums = x.double().abs() @ weight.double().abs().T
+    error = (packed(x).double() - x.double() @ weight.double().T).abs()
+    assert (error < EPSILON * (2.0 * greatest + 6.0 * sums)).all()
+    small = torch.zeros(m, 576)
+    small[:, 64:96] = x[:, 64:96]
+    assert error_of(packed, weight, small) < 6.0
+
+
+@pytest.mark.parametrize("size", [1e-28, 1e-10, 1e15, 1e30])
+def test_few_rows_of_large_and_small_numbers(packer: NarrowPacker, size: float) -> None:
+    torch.manual_seed(10)
+    weight, x = FORMS["4 bits"](64, 96), torch.randn(4, 96)
+    packed = packer.pack(weight)
+    assert error_of(packed, weight, x * size) < 6.0
+    assert packed(torch.zeros(4, 96)).eq(0).all()
+    assert packed(torch.full((4, 96), 1e-41)).abs().max() < 1e-36
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_one_of_few_rows_that_is_not_finite_spoils_no_other(packer: NarrowPacker, bad: float) -> None:
+    torch.manual_seed(11)
+    packed, x = packer.pack(FORMS["4 bits"](96, 64)), torch.randn(3, 64)
+    clean, spoilt = packed(x), x.clone()
+    spoilt[1, 40] = bad
+    found = packed(spoilt)
+    assert not found[1].isfinite().any()
+    assert torch.equal(found[::2], clean[::2])
+
+
+# ── integers ──
 
 
 def test_integer_products_are_the_same_with_and_without(packer: NarrowPacker) -> None:

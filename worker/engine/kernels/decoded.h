@@ -7,6 +7,7 @@
 //
 // Besides what weight_form.h asks of a form, these have
 //     const void *start() const; static int64_t bytes(int64_t k);    its codes; those of the next panel lie behind
+//     FEW           rows up to which vectors are sooner done than matrix registers; at most DIRECT
 #pragma once
 
 #include "amx_float.h"
@@ -45,6 +46,13 @@ void direct(const LinearArguments &a, const Form *panels, const Form *ahead, flo
         for (int v = 0; v < 2 * P; ++v) store(sums + r * STEP + v * VW, acc[r][v]);
 }
 
+// A form's own way for few rows.
+template <class Form>
+struct FewRows {
+    static bool takes(const LinearArguments &) { return false; }
+    static void member(const LinearArguments &, Team *) {}
+};
+
 template <class Form>
 struct Decoded {
     typedef void (*Direct)(const LinearArguments &, const Form *, const Form *, float *);
@@ -80,7 +88,8 @@ struct Decoded {
     }
 
     static void member(const LinearArguments &a, Team *team) {
-        if (AmxLinear<Form>::takes(a, DIRECT)) return AmxLinear<Form>::member(a, team);
+        if (AmxLinear<Form>::takes(a, Form::FEW)) return AmxLinear<Form>::member(a, team);
+        if (FewRows<Form>::takes(a)) return FewRows<Form>::member(a, team);
         const bool is_deep = a.k > DEEP, hands_in = a.m <= HANDED_IN_ROWS;
         const int64_t block = is_deep || (hands_in && a.k > BLOCK) ? BLOCK : a.k;
         const int64_t most = is_deep ? HANDED_IN_ROWS : AT_ONCE;

@@ -8,7 +8,7 @@
 namespace {
 
 struct Bf16 {
-    static constexpr int64_t GROUP = 2, CHUNK = 2, PARTS = 1;
+    static constexpr int64_t GROUP = 2, CHUNK = 2, PARTS = 1, FEW = 4;
     static constexpr bool IS_FACTOR = true;
     struct Group {};
     struct Chunk {
@@ -22,7 +22,8 @@ struct Bf16 {
     INLINE_MEMBER Group group(int64_t) const { return {}; }
     INLINE_MEMBER Chunk chunk(int64_t i) const {
         Chunk c;
-        memcpy(&c, lanes + i / CHUNK * NR, sizeof c);
+        // A vector at a time: a copy of both is made in smaller pieces, for which the registers then wait.
+        for (int half = 0; half < 2; ++half) memcpy(&c.lanes[half], lanes + i / CHUNK * NR + half * VW, sizeof c.lanes[half]);
         return c;
     }
     INLINE_MEMBER void fetch_group(int64_t) const {}

@@ -20,7 +20,7 @@ INLINE vi widened(const int8_t *p) {
 }
 
 struct Byte {
-    static constexpr int64_t GROUP = 32, CHUNK = 2, PARTS = 0;
+    static constexpr int64_t GROUP = 32, CHUNK = 2, PARTS = 0, FEW = 5;
     static constexpr bool IS_FACTOR = false, HAS_ZEROS = false;
     struct Group {
         vf scale[2];

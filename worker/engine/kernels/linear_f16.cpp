@@ -8,7 +8,7 @@
 namespace {
 
 struct F16 {
-    static constexpr int64_t GROUP = 2, CHUNK = 2, PARTS = 2;
+    static constexpr int64_t GROUP = 2, CHUNK = 2, PARTS = 2, FEW = 8;
     static constexpr bool IS_FACTOR = false;
     struct Group {};
     struct Chunk {

@@ -3,14 +3,14 @@
 // A 32-bit lane holds eight codes of one column, so that one load feeds eight steps of k. Panels are
 // [n / NR][k / 8][NR], scales [n / NR][k / 32][2][NR] half floats (scales, then zeros).
 
-#include "decoded.h"
+#include "int4_dots.h"
 
 #define CODES 8  // in one lane
 
 namespace {
 
 struct Int4 {
-    static constexpr int64_t GROUP = 32, CHUNK = CODES, PARTS = 0;
+    static constexpr int64_t GROUP = 32, CHUNK = CODES, PARTS = 0, FEW = 4;
     static constexpr bool IS_FACTOR = false, HAS_ZEROS = true;
     struct Group {
         vf scale[2], zero[2];
@@ -34,7 +34,8 @@ struct Int4 {
     }
     INLINE_MEMBER Chunk chunk(int64_t i) const {
         Chunk c;
-        memcpy(&c, codes + i / CODES * NR, sizeof c);
+        // A vector at a time: a copy of both is made in smaller pieces, for which the registers then wait.
+        for (int half = 0; half < 2; ++half) memcpy(&c.lanes[half], codes + i / CODES * NR + half * VW, sizeof c.lanes[half]);
         return c;
     }
     INLINE_MEMBER void fetch_group(int64_t i) const { fetch_lines(scales + i / GROUP * 2 * NR, 2 * NR * sizeof(f16)); }
@@ -70,6 +71,11 @@ struct Int4 {
     }
 #endif
 };
+
+#if INT4_DOTS
+template <>
+struct FewRows<Int4> : DotRows<Int4> {};
+#endif
 
 }  // namespace
 
