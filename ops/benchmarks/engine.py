@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--floor",
         action="append",
         default=[],
-        choices=("torch", "mkl", "packed", "int8", "int4"),
+        choices=("torch", "mkl", "fbgemm", "torch4", "packed", "int8", "int4"),
         help="beside the linear layers alone, of this kind, on the same steps; repeatable",
     )
 

@@ -1,10 +1,14 @@
-"""What we set ourselves: our tokens per second over another's, by workload, in float32 (and per quantised floor)."""
+"""What we set ourselves: our tokens per second over another's, by workload, in float32 (and per quantised floor).
+
+A floor is the best linear layers of a library, alone: MKL's, fbgemm's in 8 bits, torch's in 4. Beside our own kernels'
+there is no goal: it would rise with every kernel that becomes faster.
+"""
 
 GOALS = {
     ("decode", "transformers"): 4.5,
     ("decode", "vllm"): 1.6,
     ("decode", "floor mkl"): 0.85,
-    ("decode", "floor int8"): 0.65,
+    ("decode", "floor fbgemm"): 0.65,
     ("mixed", "transformers"): 8.0,
     ("mixed", "vllm"): 2.0,
     ("mixed", "floor mkl"): 0.75,
@@ -14,8 +18,8 @@ GOALS = {
     ("single", "transformers"): 2.0,
     ("single", "vllm"): 2.0,
     ("single", "floor mkl"): 0.9,
-    ("single", "floor int8"): 0.9,
-    ("single", "floor int4"): 0.7,
+    ("single", "floor fbgemm"): 0.9,
+    ("single", "floor torch4"): 0.7,
     ("decode", "tokenmill"): 0.95,
     ("mixed", "tokenmill"): 0.95,
 }

@@ -5,6 +5,7 @@ from memory as in the model). Queries, keys and values are one product, gate and
 attention, no engine.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,12 +21,15 @@ from worker.engine.kernels.quantized import Int4Packer, Int8Packer
 KINDS = {
     "torch": "F.linear",
     "mkl": "MKL, packed once",
+    "fbgemm": "fbgemm's 8 bits, rows rounded as they come",
+    "torch4": "torch's 4-bit weights, rows in bfloat16",
     "packed": "our float32 kernel",
     "int8": "our 8-bit kernel",
     "int4": "our 4-bit kernel, the head in 8 bits",
 }
 _JOINT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _MKL_ROWS = 256  # packing for this many rows is good for any number
+_GROUP = 32  # of torch's 4-bit weights, as of ours
 
 Product = Callable[[Tensor], Tensor]
 
@@ -37,8 +41,7 @@ class LinearStack:
         self.kind = kind
         self._inputs = {k: torch.randn(max_tokens, k) for _, k in shapes}
         *body, head = shapes
-        if kind in ("torch", "mkl"):
-            make = _torch if kind == "torch" else _mkl
+        if (make := _MAKERS.get(kind)) is not None:
             self._products = [(make(torch.randn(n, k) / k**0.5), k) for n, k in body]
             self._head = (make(torch.randn(*head) / head[1] ** 0.5), head[1])
             self.run = self._run_products
@@ -128,6 +131,29 @@ def _mkl(weight: Tensor) -> Product:
         raise RuntimeError("this torch was built without MKL")
     packed = torch.ops.mkl._mkl_reorder_linear_weight(weight, _MKL_ROWS)
     return lambda x: torch.ops.mkl._mkl_linear(x, packed, weight, None, _MKL_ROWS)
+
+
+def _fbgemm(weight: Tensor) -> Product:
+    """Raises RuntimeError where torch was built without fbgemm."""
+    torch.backends.quantized.engine = "fbgemm"
+    scale = weight.abs().amax(dim=1).double() / 127
+    zeros = torch.zeros(len(weight), dtype=torch.long)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # to be removed: then this floor goes with it
+        rounded = torch.quantize_per_channel(weight, scale, zeros, 0, torch.qint8)
+    packed = torch.ops.quantized.linear_prepack(rounded, None)
+    return lambda x: torch.ops.quantized.linear_dynamic(x, packed, reduce_range=True)
+
+
+def _torch4(weight: Tensor) -> Product:
+    n, k = weight.shape
+    codes = torch.randint(0, 16, (n, k), dtype=torch.int32)
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+    scales = torch.rand(k // _GROUP, n, 2).bfloat16()
+    return lambda x: torch.ops.aten._weight_int4pack_mm_for_cpu(x.bfloat16(), packed, _GROUP, scales)
+
+
+_MAKERS: dict[str, Callable[[Tensor], Product]] = {"torch": _torch, "mkl": _mkl, "fbgemm": _fbgemm, "torch4": _torch4}
 
 
 def _refuse(_answer: int) -> None:

@@ -36,6 +36,8 @@ def test_the_shapes_are_those_of_one_pass(llama: Path) -> None:
 def test_every_kind_runs(kind: str) -> None:
     if kind == "mkl" and not torch.backends.mkl.is_available():
         pytest.skip("this torch was built without MKL")
+    if kind == "fbgemm" and "fbgemm" not in torch.backends.quantized.supported_engines:
+        pytest.skip("this torch was built without fbgemm")
     stack = LinearStack([(96, 64), (64, 96), (320, 64)], kind, max_tokens=20)
     with torch.inference_mode():
         for num_tokens, num_rows in ((20, 20), (1, 1), (13, 0)):

@@ -175,7 +175,9 @@ class Finalizer:
             log.error("job %s cannot be recorded, it will be tried again: %s", job_id, reason)
         done = [item for item in group if item.result.job_id not in report.refused]
         self._to_acknowledge.put([as_recorded(item, report.existing) for item in done])
-        _notify(self._on_recorded, [item for item in done if item.result.job_id in report.written])
+        written = [item for item in done if item.result.job_id in report.written]
+        # When the acknowledgement is on its way: whoever waits for the end need not wait for metrics and log lines.
+        asyncio.get_running_loop().call_soon(_notify, self._on_recorded, written)
         return [item for item in group if item.result.job_id in report.refused]
 
     async def _acknowledge(self, group: list[Finished]) -> list[Finished]:

@@ -169,6 +169,19 @@ def test_numbers_far_below_the_greatest_of_their_group(packer: NarrowPacker, m: 
     assert error_of(packed, weight, small) < 6.0
 
 
+def test_the_greatest_of_a_group_may_be_just_below_a_power_of_two(packer: NarrowPacker) -> None:
+    """Where its highest byte is at its border."""
+    torch.manual_seed(12)
+    weight, x = FORMS["4 bits"](64, 32), torch.rand(4096, 32) - 0.5
+    greatest = 2.0 - torch.arange(4096) / 65_536
+    x[:, 7] = torch.where(torch.arange(4096) % 2 == 0, greatest, -greatest)
+    packed = packer.pack(weight)
+    error = torch.cat([packed(row) for row in x.split(1)]).double() - x.double() @ weight.double().T
+    beside_greatest = 2.0 * weight.double().abs().sum(dim=-1)
+    sums = x.double().abs() @ weight.double().abs().T
+    assert (error.abs() < EPSILON * (3.0 * beside_greatest + 6.0 * sums)).all()
+
+
 @pytest.mark.parametrize("size", [1e-28, 1e-10, 1e15, 1e30])
 def test_few_rows_of_large_and_small_numbers(packer: NarrowPacker, size: float) -> None:
     torch.manual_seed(10)

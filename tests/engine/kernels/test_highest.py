@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.engine.kernels.layer import arguments_of, refuse
 from worker.engine.kernels.highest import HighestOutputs
 from worker.engine.kernels.library import load
-from worker.engine.kernels.linear import Epilogue, LinearArguments, LinearKernels, PackedWeight, Packer
+from worker.engine.kernels.linear import LinearKernels, PackedWeight, Packer
 from worker.engine.kernels.program import Program, Step
 from worker.engine.kernels.quantized import Int4Packer, Int8Packer
 from worker.engine.kernels.toolchain import KernelUnavailableError
@@ -37,10 +38,8 @@ def pack(request: pytest.FixtureRequest) -> Pack:
 
 class Head:
     def __init__(self, packed: PackedWeight, x: Tensor) -> None:
-        self.x, self.workspace = x, torch.empty(x.shape[0] * packed.row_bytes, dtype=torch.uint8)
-        self.arguments: LinearArguments = packed.arguments(Epilogue.PLAIN)
-        self.arguments.x, self.arguments.x_stride, self.arguments.m = x.data_ptr(), x.stride(0), x.shape[0]
-        self.arguments.workspace = self.workspace.data_ptr()
+        self.x = x
+        self.arguments, self.workspace = arguments_of(packed, x)
         self.highest = HighestOutputs()
         self.program = Program([Step(packed.member, self.arguments), self.highest.step])
 
@@ -48,10 +47,6 @@ class Head:
         found = self.highest.ask(self.arguments, self.arguments.m, threads)
         self.program.run(threads, refuse)
         return found
-
-
-def refuse(answer: int) -> None:
-    raise AssertionError(answer)
 
 
 def same(found: Tensor, expected: Tensor) -> bool:

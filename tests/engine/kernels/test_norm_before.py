@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.engine.kernels.layer import arguments_of, refuse
 from worker.engine.kernels.library import load
-from worker.engine.kernels.linear import Epilogue, LinearKernels, PackedWeight
+from worker.engine.kernels.linear import LinearKernels, PackedWeight
 from worker.engine.kernels.narrow import NarrowPacker
 from worker.engine.kernels.program import Program, Step
 from worker.engine.kernels.quantized import Int4Packer, Int8Packer
@@ -35,15 +36,9 @@ def make(form: str, march: str, uses_amx: bool) -> tuple[LinearKernels, PackedWe
 
 def behind_norm(packed: PackedWeight, x: Tensor, norm: Tensor, threads: int) -> Tensor:
     y = torch.empty(x.shape[0], N)
-    workspace = torch.empty(x.shape[0] * packed.row_bytes, dtype=torch.uint8)
-    arguments = packed.arguments(Epilogue.PLAIN)
-    arguments.x, arguments.y, arguments.workspace = x.data_ptr(), y.data_ptr(), workspace.data_ptr()
-    arguments.x_stride, arguments.y_stride, arguments.m = x.stride(0), y.stride(0), x.shape[0]
+    arguments, _workspace = arguments_of(packed, x)
+    arguments.y, arguments.y_stride = y.data_ptr(), y.stride(0)
     arguments.norm, arguments.norm_eps, arguments.norm_offset = norm.data_ptr(), EPS, OFFSET
-
-    def refuse(answer: int) -> None:
-        raise AssertionError(answer)
-
     Program([Step(packed.member, arguments)]).run(threads, refuse)
     return y
 

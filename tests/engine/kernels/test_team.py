@@ -14,6 +14,7 @@ from typing import ClassVar
 
 import pytest
 
+from tests.engine.kernels.layer import refuse
 from worker.engine.kernels.library import SOURCES, cache_folder, compile_library
 from worker.engine.kernels.program import Program, Step
 from worker.engine.kernels.toolchain import KernelUnavailableError, find_toolchain
@@ -70,10 +71,6 @@ def library() -> ctypes.CDLL:
         toolchain, flags=(*toolchain.flags, f"-I{SOURCES}"), identity=toolchain.identity + headers
     )
     return ctypes.CDLL(str(compile_library("team_members", [MEMBERS], cache_folder(None), toolchain)))
-
-
-def refuse(answer: int) -> None:
-    raise AssertionError(f"a check answered {answer}")
 
 
 def run(phases: list[Phase], threads: int) -> None:

@@ -259,6 +259,8 @@ struct HighestArguments {
 
 extern "C" int64_t tokenmill_highest_bytes() { return sizeof(HighestSeen); }
 
+extern "C" int64_t tokenmill_highest_rows() { return HIGHEST_ROWS; }
+
 extern "C" int64_t tokenmill_highest_member(const HighestArguments *arguments, Team *team) {
     const HighestArguments &a = *arguments;
     if (!a.num_rows) return 0;

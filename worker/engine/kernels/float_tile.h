@@ -154,19 +154,18 @@ INLINE int64_t sum_floats(int64_t m, int64_t most) {
     return (height < HANDED_IN_ROWS ? HANDED_IN_ROWS : height) * STEP;
 }
 
-// All rows behind their norm, from now on without one. Few are made by every thread for itself, in `room` for
-// own_floats(), which is sooner done than shared; many go into the workspace.
+// What rows behind their norm take that every thread makes for itself, which is sooner done than shared where they are few.
 INLINE int64_t own_floats(const LinearArguments &a, const Team &team) {
     return a.norm.weight && a.m * team.parts <= OWN_NORMS ? a.m * a.k : 0;
 }
+// All rows behind their norm, from now on without one: each thread's own in `room`, or, without it, in the workspace.
 INLINE LinearArguments behind_norm(LinearArguments a, Team *team, float *room) {
     if (!a.norm.weight) return a;
-    const bool is_own = own_floats(a, *team) > 0;
-    float *rows = is_own ? room : (float *)a.workspace;
+    float *rows = room ? room : (float *)a.workspace;
     const auto make = [&](int64_t first, int64_t count, int64_t) {
         for (int64_t r = first; r < first + count; ++r) input_row(a, r, r + 1 < first + count, rows + r * a.k);
     };
-    if (is_own)
+    if (room)
         make(0, a.m, -1);
     else
         team->each(a.m, 8, make);
@@ -186,7 +185,7 @@ void each_columns(const LinearArguments &arguments, Team *team, int64_t most, in
     const int64_t num_sums = LEAVES_SUMS ? sum_floats<HEIGHT>(m, most) : HANDED_IN_ROWS * STEP;
     float *sums = (float *)team->scratch((num_sums + own) * sizeof(float) + bytes);
     char *rest = (char *)(sums + num_sums);
-    const LinearArguments a = of_thread(behind_norm(arguments, team, (float *)(rest + bytes)), team);
+    const LinearArguments a = of_thread(behind_norm(arguments, team, own ? (float *)(rest + bytes) : nullptr), team);
     const auto finish = [&](const LinearArguments &some, Columns columns) {
         Output out[SIDE];
         outputs(some, columns, out);

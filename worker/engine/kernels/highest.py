@@ -14,7 +14,6 @@ from worker.engine.kernels.library import load
 from worker.engine.kernels.linear import Epilogue, LinearArguments
 from worker.engine.kernels.program import Step
 
-MOST_ROWS = 64
 _ALIGNMENT = 64
 
 
@@ -31,8 +30,9 @@ class HighestOutputs:
 
     def __init__(self) -> None:
         library = load("draw")
-        library.tokenmill_highest_bytes.restype = c_int64
+        library.tokenmill_highest_bytes.restype = library.tokenmill_highest_rows.restype = c_int64
         self._bytes: int = library.tokenmill_highest_bytes()  # of a thread
+        self.most_rows: int = library.tokenmill_highest_rows()
         self._seen = torch.zeros(0, dtype=torch.uint8)
         self._arguments = _Arguments()
         self._turns = Turns(0)
@@ -40,7 +40,7 @@ class HighestOutputs:
 
     def ask(self, layer: LinearArguments, num_rows: int, num_threads: int) -> tuple[Tensor, Tensor]:
         """Let the next run leave column ids `[rows]` int64 and the highest outputs `[rows]`, NaN where one is, of up to
-        MOST_ROWS rows. Both stay for two calls more.
+        `most_rows` rows. Both stay for two calls more.
         """
         if self._seen.numel() < num_threads * self._bytes + _ALIGNMENT:
             self._seen = torch.zeros(num_threads * self._bytes + _ALIGNMENT, dtype=torch.uint8)

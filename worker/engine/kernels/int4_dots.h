@@ -42,7 +42,8 @@ struct WholeRows {
         int32_t *to = quads + row * num_groups * QUADS;
         for (int64_t g = 0; g < num_groups; ++g, x += GROUP) {
             const vf halves[2] = {load(x), load(x + VW)}, sum = halves[0] + halves[1];
-            const float most = max_lanes(larger(magnitude(halves[0]), magnitude(halves[1]))), bad = sum_lanes(sum - sum);
+            const __m512i sizes = _mm512_max_epi32(size_of(halves[0]), size_of(halves[1]));
+            const int32_t most = _mm512_reduce_max_epi32(sizes);  // of all bits but signs: the greatest, NaN above all
             const int exponent = above(most);
             __m512i by_part = _mm512_setzero_si512();
             for (const vf half : halves) {
@@ -57,20 +58,18 @@ struct WholeRows {
             int32_t sums[16];
             _mm512_storeu_si512(sums, by_part);
             // A group that is not finite must not come out finite.
-            group[g] = {power_of_two(exponent - 23) + bad, sum_lanes(sum), {}};
+            group[g] = {most < 0x7f800000 ? power_of_two(exponent - 23) : NAN, sum_lanes(sum), {}};
             for (int part = 0; part < PARTS; ++part)
                 for (int of = 0; of < 2; ++of) group[g].start[part] -= 8 * (sums[2 * part + of] + sums[2 * PARTS + 2 * part + of]);
         }
     }
 
   private:
-    static INLINE_MEMBER vf magnitude(vf x) { return (vf)((vi)x & 0x7fffffff); }
-    // Numbers up to `most` are below 2^exponent, by so much that their highest part is a byte.
-    static INLINE_MEMBER int above(float most) {
-        const float more = most * 1.0078125f;
-        int32_t bits;
-        memcpy(&bits, &more, sizeof bits);
-        return (bits >> 23) - 126 > -100 ? (bits >> 23) - 126 : -100;
+    static INLINE_MEMBER __m512i size_of(vf x) { return (__m512i)((vi)x & 0x7fffffff); }
+    // Numbers up to that of `bits` are below 2^exponent by more than a 256th of it, or their highest part would be no byte.
+    static INLINE_MEMBER int above(int32_t bits) {
+        const int exponent = ((bits + 0x20000) >> 23) - 126;
+        return exponent > -100 ? exponent : -100;
     }
     static INLINE_MEMBER float power_of_two(int exponent) {
         const int32_t bits = (exponent + 127) << 23;

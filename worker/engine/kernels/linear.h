@@ -9,6 +9,7 @@
 
 #define NR (2 * VW)
 #define HANDED_IN_ROWS 64  // up to so many a thread's sums are handed in when all of its columns are done
+static_assert(HIGHEST_ROWS <= HANDED_IN_ROWS, "what is highest is seen once, when sums are handed in");
 
 INLINE int64_t num_panels(int64_t n) { return (n + NR - 1) / NR; }
 

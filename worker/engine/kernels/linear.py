@@ -148,7 +148,8 @@ class LinearKernels:
     """The loaded float32 library. Raises KernelUnavailableError where it cannot be compiled.
 
     `uses_amx`: products of more than a few rows come out of the CPU's matrix registers, where it has them
-    (amx_float.h); else a row's bits are the same in every batch.
+    (amx_float.h), and few rows meet 4-bit weights as integers (int4_dots.h); else a row's bits are the same in
+    every batch.
     """
 
     def __init__(self, cache_dir: Path | None = None, march: str = "native", uses_amx: bool = True) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from worker.engine.attention.cpu import CpuAttention
-from worker.engine.kernels.highest import MOST_ROWS, HighestOutputs
+from worker.engine.kernels.highest import HighestOutputs
 from worker.engine.kernels.linear import Epilogue
 from worker.engine.kernels.program import RowArguments, Step, move_rows
 from worker.engine.model.fused.agreement import two_prompts
@@ -101,7 +101,7 @@ class DirectForward:
         """As a call, for who wants no more than each row's first highest logit: token ids `[num_rows]` and logits
         `[num_rows]`, NaN where one is. Both stay for two calls more.
         """
-        if rows.numel() > MOST_ROWS or not self._takes(step):
+        if rows.numel() > self._highest.most_rows or not self._takes(step):
             return None
         found = self._highest.ask(self._head, rows.numel(), torch.get_num_threads())
         try:

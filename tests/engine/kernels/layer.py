@@ -1,0 +1,22 @@
+"""A linear layer's arguments filled by hand, for what only a program asks of it."""
+
+from __future__ import annotations
+
+from torch import Tensor, uint8
+from torch import empty as empty_tensor
+
+from worker.engine.kernels.linear import Epilogue, LinearArguments, PackedWeight
+
+
+def arguments_of(packed: PackedWeight, x: Tensor) -> tuple[LinearArguments, Tensor]:
+    """For the rows `[m, k]`, without outputs; and the workspace, to be kept while they are used."""
+    workspace = empty_tensor(x.shape[0] * packed.row_bytes, dtype=uint8)
+    arguments = packed.arguments(Epilogue.PLAIN)
+    arguments.x, arguments.x_stride, arguments.m = x.data_ptr(), x.stride(0), x.shape[0]
+    arguments.workspace = workspace.data_ptr()
+    return arguments, workspace
+
+
+def refuse(answer: int) -> None:
+    """A program's kernels are to answer nothing."""
+    raise AssertionError(f"a kernel answered {answer}")
