@@ -88,16 +88,27 @@ INLINE vf gate(vf g, vf up, int epilogue) {
     return splat(0.5f) * g * (splat(2.0f) * sigmoid(z + z)) * up;
 }
 
+INLINE void keep_highest(const Output &t, vf a, vf b, int64_t row) {
+    if (t.bias) a += load(t.bias), b += load(t.bias + VW);
+    if (t.width < NR) {
+        a = select((vi)(lanes() < t.width - vi{}), a, splat(-INFINITY));
+        b = select((vi)(lanes() + VW < t.width - vi{}), b, splat(-INFINITY));
+    }
+    ((Highest *)t.y)[row].see(a, b, t.vector);
+}
+
+template <int EPILOGUE>
 INLINE void finish_row(const Output &t, vf a, vf b, int64_t row) {
+    if (EPILOGUE == HIGHEST) return keep_highest(t, a, b, row);
     float *y = t.y + row * t.y_stride;
-    if (t.epilogue >= SWIGLU) {
+    if (EPILOGUE == SWIGLU || EPILOGUE == GEGLU_TANH) {
         if (t.bias) a += load(t.bias), b += load(t.bias + VW);
-        store(y, gate(a, b, t.epilogue));
+        store(y, gate(a, b, EPILOGUE));
         return;
     }
     if (t.width == NR) {
         if (t.bias) a += load(t.bias), b += load(t.bias + VW);
-        if (t.epilogue == ADD) {
+        if (EPILOGUE == ADD) {
             const float *residual = t.residual + row * t.y_stride;
             a += load(residual), b += load(residual + VW);
         }
@@ -110,26 +121,27 @@ INLINE void finish_row(const Output &t, vf a, vf b, int64_t row) {
     store(whole + VW, b);
     for (int j = 0; j < t.width; ++j) {
         float value = whole[j] + (t.bias ? t.bias[j] : 0.0f);
-        y[j] = t.epilogue == ADD ? value + t.residual[row * t.y_stride + j] : value;
+        y[j] = EPILOGUE == ADD ? value + t.residual[row * t.y_stride + j] : value;
     }
 }
 
-INLINE void keep_highest(const Output &t, vf a, vf b, int64_t row) {
-    if (t.bias) a += load(t.bias), b += load(t.bias + VW);
-    if (t.width < NR) {
-        a = select((vi)(lanes() < t.width - vi{}), a, splat(-INFINITY));
-        b = select((vi)(lanes() + VW < t.width - vi{}), b, splat(-INFINITY));
+template <int EPILOGUE>
+INLINE void finish_all(const Output *out, int64_t count, const float *sums, int64_t stride, int64_t rows) {
+    for (int64_t q = 0; q < count; ++q) {
+        const Output one = out[q];
+        for (int64_t r = 0; r < rows; ++r)
+            finish_row<EPILOGUE>(one, load(sums + r * stride + q * NR), load(sums + r * stride + q * NR + VW), r);
     }
-    ((Highest *)t.y)[row].see(a, b, t.vector);
 }
 
 // What becomes of the sums [rows, stride] of `count` panels; a function of its own, since tiles are many.
 static __attribute__((noinline, unused)) void finish_rows(const Output *out, int64_t count, const float *sums,
                                                           int64_t stride, int64_t rows) {
-    for (int64_t r = 0; r < rows && out->epilogue == HIGHEST; ++r)
-        for (int64_t q = 0; q < count; ++q)
-            keep_highest(out[q], load(sums + r * stride + q * NR), load(sums + r * stride + q * NR + VW), r);
-    for (int64_t r = 0; r < rows && out->epilogue != HIGHEST; ++r)
-        for (int64_t q = 0; q < count; ++q)
-            finish_row(out[q], load(sums + r * stride + q * NR), load(sums + r * stride + q * NR + VW), r);
+    switch (out->epilogue) {
+        case PLAIN: return finish_all<PLAIN>(out, count, sums, stride, rows);
+        case ADD: return finish_all<ADD>(out, count, sums, stride, rows);
+        case SWIGLU: return finish_all<SWIGLU>(out, count, sums, stride, rows);
+        case GEGLU_TANH: return finish_all<GEGLU_TANH>(out, count, sums, stride, rows);
+        default: return finish_all<HIGHEST>(out, count, sums, stride, rows);
+    }
 }
