@@ -7,6 +7,7 @@ process ends at once, even in the middle of a step.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import signal
@@ -35,6 +36,7 @@ def main(descriptor: int) -> int:
     # Read by torch's OpenMP when it is loaded. Threads that spin at their barriers take the cores from the worker's
     # I/O and its neighbours, and then wait for them: on a shared machine steps became ten times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # noqa: TID251 - a library reads it, we do not
+    faulthandler.enable()  # where a kernel or a library crashes, the log shows in the midst of what
     for number in (signal.SIGINT, signal.SIGTERM):  # the worker decides when its engine ends
         signal.signal(number, signal.SIG_IGN)
     connection = socket.socket(fileno=descriptor)

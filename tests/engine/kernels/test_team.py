@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import random
+import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -161,3 +162,18 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     library()
     done = subprocess.run([sys.executable, "-c", script], cwd=root, timeout=60, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_helper_hears_of_its_own_faults_and_of_no_other_signal() -> None:
+    """Blocked, a fault ends the process at once, and no handler can tell where it was."""
+    run([Phase(100)], 2)
+    masks = []
+    for task in Path("/proc/self/task").iterdir():
+        fields = dict(line.split(":\t", 1) for line in (task / "status").read_text().splitlines() if ":\t" in line)
+        blocked = int(fields["SigBlk"], 16)
+        masks.append({number for number in range(1, 32) if blocked >> (number - 1) & 1})
+    helpers = [mask for mask in masks if signal.SIGTERM in mask]
+    assert helpers
+    for mask in helpers:
+        assert not mask & {signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
+        assert {signal.SIGINT, signal.SIGCHLD, signal.SIGALRM} <= mask

@@ -12,7 +12,7 @@ namespace {
 
 template <class Form>
 struct AmxLinear {
-    static bool takes(const LinearArguments &a, int64_t few) { return a.uses_amx && a.m > few && amx_row_bytes(a.k); }
+    static bool takes(const LinearArguments &a) { return a.uses_amx && a.m > Form::FEW && amx_row_bytes(a.k); }
 
     // Rows [first_row, end_row), the first of a tile.
     static void one_panel(const SplitRows &rows, int64_t first_row, int64_t end_row, const Form &panel, const Form &ahead,
@@ -76,7 +76,7 @@ struct AmxLinear {
 
 template <class Form>
 struct AmxLinear {
-    static bool takes(const LinearArguments &, int64_t) { return false; }
+    static bool takes(const LinearArguments &) { return false; }
     static void member(const LinearArguments &, Team *) {}
 };
 

@@ -7,7 +7,6 @@
 //
 // Besides what weight_form.h asks of a form, these have
 //     const void *start() const; static int64_t bytes(int64_t k);    its codes; those of the next panel lie behind
-//     FEW           rows up to which vectors are sooner done than matrix registers; at most DIRECT
 #pragma once
 
 #include "amx_float.h"
@@ -88,7 +87,7 @@ struct Decoded {
     }
 
     static void member(const LinearArguments &a, Team *team) {
-        if (AmxLinear<Form>::takes(a, Form::FEW)) return AmxLinear<Form>::member(a, team);
+        if (AmxLinear<Form>::takes(a)) return AmxLinear<Form>::member(a, team);
         if (FewRows<Form>::takes(a)) return FewRows<Form>::member(a, team);
         const bool is_deep = a.k > DEEP, hands_in = a.m <= HANDED_IN_ROWS;
         const int64_t block = is_deep || (hands_in && a.k > BLOCK) ? BLOCK : a.k;

@@ -6,8 +6,6 @@
 
 #include "amx_float.h"
 
-#define FEW 48  // rows that chains of multiply-adds take
-
 // Row r lies at (r / inner) · stride + (r % inner) · k: heads of a token lie together, tokens apart.
 struct NormArguments {
     const float *x, *residual;  // residual: added to the normalised row, or null
@@ -19,7 +17,7 @@ struct NormArguments {
 namespace {
 
 struct Float {
-    static constexpr int64_t GROUP = 2, CHUNK = 2, PARTS = 3;
+    static constexpr int64_t GROUP = 2, CHUNK = 2, PARTS = 3, FEW = 48;
     static constexpr bool IS_FACTOR = false;
     struct Group {};
     struct Chunk {
@@ -64,7 +62,7 @@ extern "C" void tokenmill_pack(const float *weight, float *packed, int64_t n, in
 // y = epilogue(x · weightᵀ + bias). Gated epilogues want panels of VW gate columns beside VW up columns.
 extern "C" int64_t tokenmill_linear_member(const LinearArguments *arguments, Team *team) {
     const LinearArguments &a = *arguments;
-    if (AmxLinear<Float>::takes(a, FEW)) return AmxLinear<Float>::member(a, team), 0;
+    if (AmxLinear<Float>::takes(a)) return AmxLinear<Float>::member(a, team), 0;
     const auto weights = [&](const Columns &c) {
         return (const float *)a.weight + c.panel / SIDE * a.k * STEP + c.panel % SIDE * NR;
     };
