@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from worker.engine.kernels.linear import Epilogue, LinearArguments, LinearKernels, PackedWeight, Packer
 from worker.engine.kernels.program import Program, Step
-from worker.engine.kernels.quantized import Int4Packer, Int8Packer
+from worker.engine.kernels.quantized import INT4_GROUP, Int4Packer, Int8Packer
 
 KINDS = {
     "torch": "F.linear",
@@ -29,7 +29,6 @@ KINDS = {
 }
 _JOINT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _MKL_ROWS = 256  # packing for this many rows is good for any number
-_GROUP = 32  # of torch's 4-bit weights, as of ours
 
 Product = Callable[[Tensor], Tensor]
 
@@ -149,8 +148,8 @@ def _torch4(weight: Tensor) -> Product:
     n, k = weight.shape
     codes = torch.randint(0, 16, (n, k), dtype=torch.int32)
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
-    scales = torch.rand(k // _GROUP, n, 2).bfloat16()
-    return lambda x: torch.ops.aten._weight_int4pack_mm_for_cpu(x.bfloat16(), packed, _GROUP, scales)
+    scales = torch.rand(k // INT4_GROUP, n, 2).bfloat16()
+    return lambda x: torch.ops.aten._weight_int4pack_mm_for_cpu(x.bfloat16(), packed, INT4_GROUP, scales)
 
 
 _MAKERS: dict[str, Callable[[Tensor], Product]] = {"torch": _torch, "mkl": _mkl, "fbgemm": _fbgemm, "torch4": _torch4}

@@ -1,5 +1,7 @@
 """Products in the matrix registers, and of few rows beside them: as exact as float32, and a row's bits its own."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
@@ -50,14 +52,15 @@ def test_a_product_is_as_exact_as_a_chain_of_float32(packer: NarrowPacker, form:
         assert not torch.equal(packed(x), chains(x)) or form == "bfloat16", "these are not the matrix registers"
 
 
-def test_what_is_fused_to_a_product(packer: NarrowPacker) -> None:
-    torch.manual_seed(1)
-    weight, bias = torch.randn(100, 64), torch.randn(100)
+def assert_fused(packer: NarrowPacker, form: str, rows: Sequence[int]) -> None:
+    """Bias, residual and gates stand behind the product, also of rows with a stride of their own."""
+    weight, bias = FORMS[form](100, 64), torch.randn(100)
     packed = packer.pack(weight, bias)
-    gate, up = torch.randn(96, 64), torch.randn(96, 64)
+    gate, up = FORMS[form](96, 64), FORMS[form](96, 64)
     gated = pack_gated(packer, gate, up)
-    for m in ROWS:
-        x, residual = torch.randn(m, 2 * 64)[:, :64], torch.randn(m, 100)  # rows with a stride of their own
+    assert packed.form == form
+    for m in rows:
+        x, residual = torch.randn(m, 2 * 64)[:, :64], torch.randn(m, 100)
         wide = x.double() @ weight.double().T + bias.double()
         torch.testing.assert_close(packed(x).double(), wide, rtol=1e-5, atol=1e-5)
         found = packed(x, Epilogue.ADD, residual).double()
@@ -65,6 +68,11 @@ def test_what_is_fused_to_a_product(packer: NarrowPacker) -> None:
         g, u = x.double() @ gate.double().T, x.double() @ up.double().T
         silu = torch.nn.functional.silu(g) * u
         torch.testing.assert_close(gated(x, Epilogue.SWIGLU).double(), silu, rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_fused_to_a_product(packer: NarrowPacker) -> None:
+    torch.manual_seed(1)
+    assert_fused(packer, "float32", ROWS)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -137,19 +145,9 @@ def test_few_rows_are_bitwise_the_same_in_every_batch_of_few(packer: NarrowPacke
         torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("m", DOT_ROWS)
-def test_what_is_fused_to_few_rows(packer: NarrowPacker, m: int) -> None:
-    torch.manual_seed(m)
-    weight, bias = FORMS["4 bits"](100, 64), torch.randn(100)
-    packed = packer.pack(weight, bias)
-    x, residual = torch.randn(m, 2 * 64)[:, :64], torch.randn(m, 100)  # rows with a stride of their own
-    wide = x.double() @ weight.double().T + bias.double()
-    torch.testing.assert_close(packed(x).double(), wide, rtol=1e-5, atol=1e-5)
-    found = packed(x, Epilogue.ADD, residual).double()
-    torch.testing.assert_close(found, wide + residual.double(), rtol=1e-5, atol=1e-5)
-    gate, up = FORMS["4 bits"](96, 64), FORMS["4 bits"](96, 64)
-    silu = torch.nn.functional.silu(x.double() @ gate.double().T) * (x.double() @ up.double().T)
-    torch.testing.assert_close(pack_gated(packer, gate, up)(x, Epilogue.SWIGLU).double(), silu, rtol=1e-4, atol=1e-4)
+def test_what_is_fused_to_few_rows(packer: NarrowPacker) -> None:
+    torch.manual_seed(1)
+    assert_fused(packer, "4 bits", DOT_ROWS)
 
 
 @pytest.mark.parametrize("m", DOT_ROWS)
