@@ -21,6 +21,7 @@ from api_client.cancellation import end_task, heeding_cancellation, wait_at_most
 from api_client.connections import SERVER_TROUBLE
 from api_client.effects import Signal
 from api_client.errors import QueueUnavailable
+from api_client.wire import Wire
 
 log = logging.getLogger(__name__)
 
@@ -94,19 +95,30 @@ class HubSubscription:
 
 
 class _Session:
-    """One pub/sub connection. Only its reader connects and reads; `tell` sends beside it, straight to the socket:
-    two that read one socket, or a send while it is closed, break each other."""
+    """One pub/sub connection; `hand_on` gets what comes: [kind, channel, content] each, and says whether it may go on.
 
-    def __init__(self, client: Any, *, sharded: bool, owned: redis.asyncio.Redis | None) -> None:
+    Only its reader opens and closes it; `tell` sends beside it, straight to the socket: a send while it is closed
+    breaks the library.
+    """
+
+    def __init__(
+        self, client: Any, hand_on: Callable[[list[Any]], bool], *, sharded: bool, owned: redis.asyncio.Redis | None
+    ) -> None:
         self._pubsub = client.pubsub()
+        self._hand_on = hand_on
         self._prefix = "S" if sharded else ""
         self._owned = owned  # a client that exists for this session only
         self._lock = asyncio.Lock()
+        self._wire: Wire | None = None
+        self._over = asyncio.Event()
+        self._trouble: Exception | None = None
         self.is_stale = False  # it lacks a channel: to be replaced
 
     async def open(self, channels: list[str]) -> None:
         subscribe = self._pubsub.ssubscribe if self._prefix else self._pubsub.subscribe
         async with self._lock:
+            await self._pubsub.connect()
+            self._wire = Wire.over(self._pubsub.connection, self._take, self._end)
             await subscribe(*channels)
 
     async def tell(self, channel: str, is_wanted: Callable[[], bool]) -> None:
@@ -121,26 +133,20 @@ class _Session:
             except (*SERVER_TROUBLE, AttributeError):  # the last: the library lost the socket under our hands
                 self.is_stale = True
 
-    async def receive(self) -> list[list[Any]]:
-        """[kind, channel, content] each, straight from the connection: what the library does around it for each message
-        (a timer, a retry's frame, a dictionary) costs more than the message. The first is waited for, and with it comes
-        what the library's parser has read along with it: a step's messages arrive together.
-        """
-        connection = self._pubsub.connection
-        reply: list[Any] | None = None
-        if connection is not None:
-            reply = await connection.read_response(
-                disable_decoding=True, timeout=math.inf, disconnect_on_error=False, push_request=True
+    async def read(self) -> None:
+        """Until the connection must be made anew. Raises SERVER_TROUBLE when it is lost."""
+        while self._wire is None and not self._over.is_set():
+            connection = self._pubsub.connection
+            if connection is None:
+                raise ConnectionError("the connection is lost")
+            self._take(
+                await connection.read_response(
+                    disable_decoding=True, timeout=math.inf, disconnect_on_error=False, push_request=True
+                )
             )
-        if reply is None:  # it waits for ever: this is what the library makes of a peer that is gone (ETIMEDOUT)
-            raise ConnectionError("the connection is lost")
-        replies = [reply]
-        if type(reply) is list and (read := _reader_of(connection)) is not None:  # with RESP3 they are of another type
-            while type(reply := read(False)) is list:
-                replies.append(reply)
-            if isinstance(reply, Exception):
-                raise reply
-        return replies
+        await self._over.wait()
+        if self._trouble is not None:
+            raise self._trouble
 
     async def close(self) -> None:
         async with self._lock:
@@ -148,6 +154,19 @@ class _Session:
                 with contextlib.suppress(*SERVER_TROUBLE):
                     if part is not None:
                         await part.aclose()
+
+    def _take(self, reply: Any) -> None:
+        if isinstance(reply, Exception):
+            self._end(reply)
+        elif reply is None:  # it waits for ever: this is what the library makes of a peer that is gone (ETIMEDOUT)
+            self._end(ConnectionError("the connection is lost"))
+        elif not self._hand_on(reply):
+            self._over.set()
+
+    def _end(self, trouble: Exception) -> None:
+        if not self._over.is_set():
+            self._trouble = trouble
+            self._over.set()
 
 
 class ChannelHub:
@@ -239,7 +258,7 @@ class ChannelHub:
             if node is None:
                 raise QueueUnavailable("no cluster node serves the queue's slot")
             client = owned = redis.asyncio.Redis(host=str(node.host), port=int(node.port), **_node_options(node))
-        session = _Session(client, sharded=self._is_cluster, owned=owned)
+        session = _Session(client, self._hand_on, sharded=self._is_cluster, owned=owned)
         try:
             channels = list(self._subscribers)
             await session.open(channels)
@@ -258,9 +277,8 @@ class ChannelHub:
         while self._reader is me and self._subscribers and not session.is_stale:
             with contextlib.suppress(TimeoutError), heeding_cancellation():
                 async with asyncio.timeout(_POLL_S):  # one for many messages: only to look whether it is stale
-                    while self._reader is me and self._subscribers and not session.is_stale:
-                        if not all(map(self._hand_on, await session.receive())):
-                            return
+                    await session.read()
+                    return
 
     def _hand_on(self, message: list[Any]) -> bool:
         """False: the slot has moved, connect anew."""
@@ -273,12 +291,6 @@ class ChannelHub:
         elif kind == b"sunsubscribe" and channel in self._subscribers:
             return False
         return True
-
-
-def _reader_of(connection: Any) -> Callable[[bool], Any] | None:
-    """What gives out the replies that hiredis has parsed, undecoded; None where the library parses otherwise."""
-    reader = getattr(getattr(connection, "_parser", None), "_reader", None)
-    return getattr(reader, "gets", None)
 
 
 def _node_options(node: Any) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from redis.exceptions import NoScriptError, ResponseError
 from api_client.cancellation import heeding_cancellation
 from api_client.connections import SERVER_TROUBLE
 from api_client.scripts import Argument, Script, call_async
+from api_client.wire import Wire
 
 
 class HeldConnection:
@@ -28,6 +29,8 @@ class HeldConnection:
         self._is_cluster = isinstance(cast("Any", client), redis.asyncio.RedisCluster)
         self._connection: Any = None
         self._timeout_s: float | None = None
+        self._wire: Wire | None = None
+        self._reply: asyncio.Future[Any] | None = None
         self._turn = asyncio.Lock()
 
     async def call(self, script: Script, key: str, *arguments: Argument) -> Any:
@@ -51,6 +54,10 @@ class HeldConnection:
                 raise
 
     async def _exchange(self, *command: Argument) -> Any:
+        if self._wire is not None:
+            self._reply = asyncio.get_running_loop().create_future()
+            self._wire.send(*command)
+            return await self._reply
         await self._connection.send_command(*command, check_health=False)
         return await self._connection.read_response(timeout=math.inf)
 
@@ -59,9 +66,13 @@ class HeldConnection:
         with heeding_cancellation():
             self._connection = connection = await pool.get_connection()
             self._timeout_s, connection.socket_timeout = connection.socket_timeout, None  # ours is around both ways
+            self._wire = Wire.over(connection, self._take, self._fail)
 
     async def _give_up(self) -> None:
         connection, self._connection = self._connection, None
+        wire, self._wire = self._wire, None
+        if wire is not None:  # the next connection's replies are none of its business
+            wire.end(ConnectionError("given up"))
         connection.socket_timeout = self._timeout_s
         try:
             await connection.disconnect(nowait=True)
@@ -69,3 +80,13 @@ class HeldConnection:
             pass
         finally:
             await cast("Any", self._client.connection_pool).release(connection)
+
+    def _take(self, reply: Any) -> None:
+        if isinstance(reply, Exception):
+            self._fail(reply)
+        elif self._reply is not None and not self._reply.done():
+            self._reply.set_result(reply)
+
+    def _fail(self, error: Exception) -> None:
+        if self._reply is not None and not self._reply.done():
+            self._reply.set_exception(error)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import os
+import select
 import signal
 import socket
 import sys
@@ -92,8 +93,10 @@ def _receive_exactly(connection: socket.socket, count: int) -> bytes:
 
 
 def _read_commands(connection: socket.socket, mailbox: Mailbox) -> None:
+    arrivals = select.poll()  # who waits in recv is woken whenever the worker has read what we sent; who polls is not
+    arrivals.register(connection, select.POLLIN)
     try:
-        while True:
+        while arrivals.poll():
             mailbox.put(read_command(_receive(connection)))
     except (EOFError, OSError):
         os._exit(PARENT_GONE)  # nobody wants what the running step would give
