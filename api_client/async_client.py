@@ -9,7 +9,7 @@ async with AsyncClient("redis://localhost:6379/0", queue="smollm2-135m-instruct"
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -19,7 +19,7 @@ from api_client import programs, queue_programs, queue_state, scripts
 from api_client.base import ClientBase, ClientOptions, translate
 from api_client.cancellation import heeding_cancellation
 from api_client.connections import SERVER_TROUBLE, connect_async
-from api_client.effects import Commands, Effect, Listen, LookUp, Program, Receive, RunScript, Sleep, Tell
+from api_client.effects import Commands, Effect, Listen, LookUp, Program, Receive, RunScript, Signal, Sleep, Tell
 from api_client.errors import JobFailed, QueueUnavailable
 from api_client.hub import ChannelHub, HubSubscription
 from api_client.queue_programs import DeadJob
@@ -166,7 +166,7 @@ class AsyncClient(ClientBase):
                 if isinstance(effect, Tell):
                     yield effect.value
                 elif isinstance(effect, Receive):
-                    await performer.receive(effect.timeout)
+                    performer.answer = await performer.receive(effect.timeout)
                 else:
                     await performer.perform(effect)
         finally:
@@ -186,13 +186,13 @@ class _Performer:
         self._hub = hub
         self._turns = turns
         self._subscription: HubSubscription | None = None
-        self._answer: Any = None
+        self.answer: Any = None  # of the last effect
         self._trouble: QueueUnavailable | None = None
 
     def step(self, program: Program[Any]) -> Effect | None:
         """The next effect, given the last one's answer; None at the end."""
-        answer, trouble = self._answer, self._trouble
-        self._answer, self._trouble = None, None
+        answer, trouble = self.answer, self._trouble
+        self.answer, self._trouble = None, None
         try:
             return program.throw(trouble) if trouble is not None else program.send(answer)
         except StopIteration as end:
@@ -201,17 +201,18 @@ class _Performer:
 
     async def perform(self, effect: Effect) -> None:
         if isinstance(effect, Receive):
-            return await self.receive(effect.timeout)
+            self.answer = await self.receive(effect.timeout)
+            return
         try:
             with heeding_cancellation():
-                self._answer = await self._perform(effect)
+                self.answer = await self._perform(effect)
         except SERVER_TROUBLE as error:
             self._trouble = translate(error)
 
-    async def receive(self, timeout: float) -> None:
+    def receive(self, timeout: float) -> Awaitable[bytes | Signal | None]:
         """For every chunk. It waits for a future of ours, which loses no cancellation."""
         assert self._subscription is not None, "a program listens before it receives"
-        self._answer = await self._subscription.receive(timeout)
+        return self._subscription.receive(timeout)
 
     async def _perform(self, effect: Effect) -> Any:
         match effect:

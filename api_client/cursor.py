@@ -8,12 +8,24 @@ It knows no connection: whoever drives it reads the log when it says so.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 import msgspec
 
 from schemas.chunk import Chunk
 from schemas.result import ChoiceResult, JobResult, JobStatus
+
+
+class _Told:
+    """What was told of one choice, or silently passed. `marks`: after so many tokens, so many characters."""
+
+    __slots__ = ("chars", "marks", "tokens")
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.chars = 0
+        self.marks: dict[int, int] = {}
 
 
 class StreamCursor:
@@ -30,9 +42,7 @@ class StreamCursor:
         self.is_torn = False  # the log tells another order than we did: read it from its start
         self._silent_until = starting_after  # what ends at or before this has been told in an earlier life
         self._has_hole = False  # the log's beginning had expired: places say nothing
-        self._tokens: dict[int, int] = {}  # per choice, told or silently passed
-        self._texts: dict[int, int] = {}  # characters, likewise
-        self._boundaries: dict[tuple[int, int], int] = {}  # (choice, place) → characters of it told there
+        self._told: defaultdict[int, _Told] = defaultdict(_Told)  # per choice
         self._ended: set[int] = set()
 
     @property
@@ -44,8 +54,12 @@ class StreamCursor:
         """The chunk as it is to be told (nothing, if it was told before); None when something before it is missing."""
         if self.is_over:
             return []
-        is_plain = chunk.place is None and chunk.status is None and bool(chunk.token_ids)
-        if is_plain and chunk.index == self.next_index >= self._silent_until:  # as a rule
+        if (
+            chunk.index == self.next_index >= self._silent_until
+            and chunk.place is None
+            and chunk.status is None
+            and chunk.token_ids
+        ):  # as a rule
             self._advance(chunk, 0)
             return [chunk]
         if chunk.index > self.next_index:
@@ -86,14 +100,14 @@ class StreamCursor:
             return
         choices = result.choices
         for index, choice in _as_told(result):
-            if index >= self._tokens.get(choice.index, 0):
+            if index >= self._told[choice.index].tokens:
                 yield from self._retell(result, choice, index)
         for choice in choices if len(choices) > 1 else ():
             end = Chunk(
                 job_id=self.job_id,
                 index=self.next_index,
                 choice=choice.index,
-                text=choice.text[self._texts.get(choice.index, 0) :],
+                text=choice.text[self._told[choice.index].chars :],
                 finish_reason=choice.finish_reason,
                 attempt=result.attempt,
             )
@@ -102,7 +116,7 @@ class StreamCursor:
         yield Chunk(
             job_id=self.job_id,
             index=self.next_index,
-            text=choices[0].text[self._texts.get(0, 0) :] if len(choices) == 1 else "",
+            text=choices[0].text[self._told[0].chars :] if len(choices) == 1 else "",
             finish_reason=result.finish_reason,
             attempt=result.attempt,
             status=result.status,
@@ -111,7 +125,7 @@ class StreamCursor:
         )
 
     def _retell(self, result: JobResult, choice: ChoiceResult, index: int) -> Iterator[Chunk]:
-        told = self._texts.get(choice.index, 0)
+        told = self._told[choice.index].chars
         end = choice.text_ends[index] if index < len(choice.text_ends) else told
         chunk = Chunk(
             job_id=self.job_id,
@@ -130,16 +144,17 @@ class StreamCursor:
         """Did a choice hold back text when it was broken off, and no chunk told it, the log being away? A lone choice's
         is in the last chunk; how many there are is known by their tokens only.
         """
-        is_open = any(choice not in self._ended for choice in self._tokens)
+        begun = [choice for choice, told in self._told.items() if told.tokens]
+        is_open = any(choice not in self._ended for choice in begun)
         was_broken_off = last.status not in (None, JobStatus.SUCCEEDED) and not last.text
-        return is_open and (was_broken_off or max(self._tokens) > 0)
+        return is_open and (was_broken_off or max(begun) > 0)
 
     def _num_seen(self, chunk: Chunk) -> int:
         """Tokens told from the chunk's beginning on; less than none where tokens before it were not."""
         seen = self.next_index - chunk.index
         if seen < 0 or chunk.place is None or self._has_hole:
             return seen
-        return self._tokens.get(chunk.choice, 0) - chunk.place
+        return self._told[chunk.choice].tokens - chunk.place
 
     def _skip_to(self, chunk: Chunk) -> None:
         """The log lost its beginning (it expired): go on with what there is."""
@@ -150,7 +165,7 @@ class StreamCursor:
         if chunk.choice in self._ended or (chunk.place is None and chunk.index < self.next_index):
             return []
         self._ended.add(chunk.choice)
-        self._texts[chunk.choice] = self._texts.get(chunk.choice, 0) + len(chunk.text)
+        self._told[chunk.choice].chars += len(chunk.text)
         return [self._at_cursor(chunk)] if self.next_index >= self._silent_until else []
 
     def _at_cursor(self, chunk: Chunk) -> Chunk:
@@ -167,7 +182,7 @@ class StreamCursor:
         if len(chunk.text_ends) == len(chunk.token_ids):
             told = chunk.text_ends[skipped - 1]
         elif skipped == seen and (known := self._boundary(chunk, seen)) is not None:
-            told = self._texts.get(chunk.choice, 0) - known
+            told = self._told[chunk.choice].chars - known
         else:
             return chunk
         return Chunk(
@@ -184,18 +199,18 @@ class StreamCursor:
         )
 
     def _boundary(self, chunk: Chunk, seen: int) -> int | None:
-        return self._boundaries.get((chunk.choice, self._tokens.get(chunk.choice, 0) - seen))
+        told = self._told[chunk.choice]
+        return told.marks.get(told.tokens - seen)
 
     def _advance(self, chunk: Chunk, seen: int) -> None:
-        choice = chunk.choice
-        place = self._tokens.get(choice, 0) - seen
+        told, num_tokens = self._told[chunk.choice], len(chunk.token_ids)
+        place = told.tokens - seen
         known = chunk.text_ends[seen - 1] if 0 < seen <= len(chunk.text_ends) else 0
-        start = self._boundaries.setdefault((choice, place), self._texts.get(choice, 0) - known)
-        self._texts[choice] = start + len(chunk.text)
-        self._tokens[choice] = place + len(chunk.token_ids)
-        self.next_index += len(chunk.token_ids) - seen
+        told.chars = told.marks.setdefault(place, told.chars - known) + len(chunk.text)
+        told.tokens = place + num_tokens
+        self.next_index += num_tokens - seen
         if chunk.finish_reason is not None:
-            self._ended.add(choice)
+            self._ended.add(chunk.choice)
 
 
 def _as_told(result: JobResult) -> Iterator[tuple[int, ChoiceResult]]:

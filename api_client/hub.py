@@ -41,6 +41,7 @@ class HubSubscription:
     def __init__(self, hub: ChannelHub, channel: str) -> None:
         self.channel = channel
         self._hub = hub
+        self._loop = asyncio.get_running_loop()
         self._messages: deque[bytes | Signal] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._wait_until = 0.0  # the loop's time
@@ -57,10 +58,10 @@ class HubSubscription:
     async def receive(self, timeout: float) -> bytes | Signal | None:
         """The next message; None after `timeout` seconds; MISSED when some may have been lost."""
         if not self._messages:
-            loop = asyncio.get_running_loop()
+            loop = self._loop
             self._wait_until = loop.time() + timeout
             if self._rings_at > self._wait_until:
-                self._set_timer(loop)
+                self._set_timer()
             self._waiter = loop.create_future()
             try:
                 await self._waiter
@@ -74,18 +75,18 @@ class HubSubscription:
             self._timer, self._rings_at = None, math.inf
         await self._hub.forget(self)
 
-    def _set_timer(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _set_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
         self._rings_at = self._wait_until
-        self._timer = loop.call_at(self._wait_until, self._ring, loop)
+        self._timer = self._loop.call_at(self._wait_until, self._ring)
 
-    def _ring(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _ring(self) -> None:
         self._timer, self._rings_at = None, math.inf
         if self._waiter is None:
             return
-        if loop.time() < self._wait_until:
-            self._set_timer(loop)
+        if self._loop.time() < self._wait_until:
+            self._set_timer()
         else:
             self._wake()
 

@@ -181,18 +181,20 @@ def follow(view: QueueView, job_id: str, starting_after: int, timeout: float | N
     """Tells every chunk after the first `starting_after` tokens once. `timeout`: the longest silence."""
     cursor = StreamCursor(job_id, starting_after)
     patience = _Patience(view, job_id, timeout)
+    always = Receive(view.idle_s) if timeout is None else None
     while not cursor.is_over:
         try:
             yield Listen(view.keys.chunks(job_id))
             yield from _catch_up(view, cursor, patience)
             while not cursor.is_over:
-                message = yield Receive(patience.turn())
+                message = yield always or Receive(patience.turn())
                 chunk = _chunk_of(message)
                 told = cursor.accept(chunk) if chunk is not None else None
                 if told is None:
                     yield from _look_again(view, cursor, patience, was_silent=message is None)
                     continue
-                patience.progress()
+                if timeout is not None:
+                    patience.progress()
                 for chunk in told:
                     yield Tell(chunk)
         except (QueueUnavailable, JobNotFound) as trouble:

@@ -1,17 +1,18 @@
-"""One connection that is kept for the calls of one script, one after the other: the call of every engine step.
+"""One connection that is kept for the calls of one script: the call of every engine step.
 
-The library's frame around a call (its pool, retries, metrics, a task and two timers for time limits) costs as much as
-making the chunks of 32 sequences. Connecting stays the library's business, Sentinel's included. It retries nothing.
+The library's frame around a call (its pool, retries, metrics, a task, two timers for time limits and a stream) costs
+more than making the chunks of 32 sequences. Connecting stays the library's business, Sentinel's included. It retries
+nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
+from collections import deque
 from typing import Any, cast
 
 import redis.asyncio
-from redis.exceptions import NoScriptError, ResponseError
+from redis.exceptions import ConnectionError, NoScriptError
 
 from api_client.cancellation import heeding_cancellation
 from api_client.connections import SERVER_TROUBLE
@@ -21,59 +22,45 @@ from api_client.wire import Wire
 
 class HeldConnection:
     """Opened at the first call and after trouble; closed with the client's own. A cluster's calls go through its
-    client, since a slot may move between two of them.
+    client, since a slot may move between two of them; so do those of a client that has no sockets.
     """
 
     def __init__(self, client: redis.asyncio.Redis) -> None:
         self._client = client
-        self._is_cluster = isinstance(cast("Any", client), redis.asyncio.RedisCluster)
-        self._connection: Any = None
-        self._timeout_s: float | None = None
-        self._wire: Wire | None = None
-        self._reply: asyncio.Future[Any] | None = None
-        self._turn = asyncio.Lock()
+        self._has_lines = not isinstance(cast("Any", client), redis.asyncio.RedisCluster)
+        self._line: _Line | None = None
+        self._opening = asyncio.Lock()
 
     async def call(self, script: Script, key: str, *arguments: Argument) -> Any:
         """As `api_client.scripts.call_async`: one round trip, two when the server has lost the script. Raises what that
-        raises."""
-        if self._is_cluster:
-            return await call_async(self._client, script, key, *arguments)
-        async with self._turn:
-            if self._connection is None:
-                await self._open()
-            try:
-                async with asyncio.timeout(self._timeout_s):
-                    try:
-                        return await self._exchange("EVALSHA", script.sha, 1, key, *arguments)
-                    except NoScriptError:
-                        return await self._exchange("EVAL", script.text, 1, key, *arguments)
-            except ResponseError:
-                raise
-            except BaseException:  # cancelled, too: a reply may be on its way that nobody waits for
-                await self._give_up()
-                raise
+        raises, and TimeoutError."""
+        line = self._line
+        if line is None or line.is_over:
+            line = await self._open()
+            if line is None:
+                return await call_async(self._client, script, key, *arguments)
+        try:
+            return await line.ask("EVALSHA", script.sha, 1, key, *arguments)
+        except NoScriptError:
+            return await line.ask("EVAL", script.text, 1, key, *arguments)
 
-    async def _exchange(self, *command: Argument) -> Any:
-        if self._wire is not None:
-            self._reply = asyncio.get_running_loop().create_future()
-            self._wire.send(*command)
-            return await self._reply
-        await self._connection.send_command(*command, check_health=False)
-        return await self._connection.read_response(timeout=math.inf)
+    async def _open(self) -> _Line | None:
+        async with self._opening:
+            if self._line is not None and self._line.is_over:
+                old, self._line = self._line, None
+                await self._release(old.connection)
+            if self._line is None and self._has_lines:
+                with heeding_cancellation():
+                    connection = await cast("Any", self._client.connection_pool).get_connection()
+                line = _Line(connection)
+                if line.is_over:
+                    self._has_lines = False
+                    await self._release(connection)
+                else:
+                    self._line = line
+            return self._line
 
-    async def _open(self) -> None:
-        pool: Any = self._client.connection_pool
-        with heeding_cancellation():
-            self._connection = connection = await pool.get_connection()
-            self._timeout_s, connection.socket_timeout = connection.socket_timeout, None  # ours is around both ways
-            self._wire = Wire.over(connection, self._take, self._fail)
-
-    async def _give_up(self) -> None:
-        connection, self._connection = self._connection, None
-        wire, self._wire = self._wire, None
-        if wire is not None:  # the next connection's replies are none of its business
-            wire.end(ConnectionError("given up"))
-        connection.socket_timeout = self._timeout_s
+    async def _release(self, connection: Any) -> None:
         try:
             await connection.disconnect(nowait=True)
         except SERVER_TROUBLE:
@@ -81,12 +68,58 @@ class HeldConnection:
         finally:
             await cast("Any", self._client.connection_pool).release(connection)
 
-    def _take(self, reply: Any) -> None:
-        if isinstance(reply, Exception):
-            self._fail(reply)
-        elif self._reply is not None and not self._reply.done():
-            self._reply.set_result(reply)
 
-    def _fail(self, error: Exception) -> None:
-        if self._reply is not None and not self._reply.done():
-            self._reply.set_exception(error)
+class _Line:
+    """One open connection. Replies come in the order of the calls; one that nobody waits for any more is passed over.
+    Once it is over it stays so: what was under way has failed then.
+
+    A call costs no timer: there is one, which rings at the earliest time that the oldest call may have taken too long.
+    """
+
+    def __init__(self, connection: Any) -> None:
+        self.connection = connection
+        self._timeout_s: float | None = connection.socket_timeout
+        self._loop = asyncio.get_running_loop()
+        self._waiting: deque[tuple[float, asyncio.Future[Any]]] = deque()  # since when
+        self._timer: asyncio.TimerHandle | None = None
+        self._wire = Wire.over(connection, self._answer, self._end)
+        self.is_over = self._wire is None
+
+    def ask(self, *command: Argument) -> asyncio.Future[Any]:
+        """Raises ConnectionError where it is over."""
+        if self._wire is None:
+            raise ConnectionError("not a connection that can be held")
+        self._wire.send(*command)
+        reply, now = self._loop.create_future(), self._loop.time()
+        self._waiting.append((now, reply))
+        if self._timer is None and self._timeout_s is not None:
+            self._timer = self._loop.call_at(now + self._timeout_s, self._ring, self._timeout_s)
+        return reply
+
+    def _answer(self, reply: Any) -> None:
+        _, waiter = self._waiting.popleft()
+        if waiter.done():
+            return
+        if isinstance(reply, Exception):
+            waiter.set_exception(reply)
+        else:
+            waiter.set_result(reply)
+
+    def _ring(self, timeout_s: float) -> None:
+        self._timer = None
+        if not self._waiting or self._wire is None:
+            return
+        due = self._waiting[0][0] + timeout_s
+        if due <= self._loop.time():
+            self._wire.end(TimeoutError(f"no reply within {timeout_s:g} s"))
+        else:
+            self._timer = self._loop.call_at(due, self._ring, timeout_s)
+
+    def _end(self, error: Exception) -> None:
+        self.is_over = True
+        if self._timer is not None:
+            self._timer.cancel()
+        for _, waiter in self._waiting:
+            if not waiter.done():
+                waiter.set_exception(error)
+        self._waiting.clear()

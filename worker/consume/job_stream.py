@@ -8,7 +8,6 @@ nothing of what is in them.
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -152,9 +151,11 @@ class JobStream:
             return [(AppendReply.LOST, item.chunk.index) for item in items]
         if not items:
             return []
-        parts = [part for item in items for part in _append_parts(item)]
+        parts: list[object] = []
+        for item in items:
+            parts += _append_parts(item)
         reply = await self._call(scripts.APPEND, round(self.options.log_ttl_s), encode(parts))
-        outcome = [(AppendReply.OK, item.chunk.end) for item in items]
+        outcome = [(AppendReply.OK, item.chunk.index + len(item.chunk.token_ids)) for item in items]
         for place, word, end in zip(reply[::3], reply[1::3], reply[2::3], strict=True):
             outcome[place] = (AppendReply(word.decode()), int(end))
         if not reply:
@@ -251,19 +252,20 @@ class JobStream:
 
     async def _call(self, script: Script, *arguments: Argument, attempts: int = 2) -> Any:
         """A connection that broke while it was idle costs one more attempt, not an error."""
-        call = self._append_line.call if script is scripts.APPEND else functools.partial(call_async, self._client)
         started, attempt, is_done = time.perf_counter(), 0, False
         try:
             while True:
                 attempt += 1
                 try:
-                    async with _translated():
-                        reply = await call(script, self.keys.meta, *self._head, *arguments)
+                    if script is scripts.APPEND:
+                        reply = await self._append_line.call(script, self.keys.meta, *self._head, *arguments)
+                    else:
+                        reply = await call_async(self._client, script, self.keys.meta, *self._head, *arguments)
                     is_done = True
                     return reply
-                except RedisUnavailable:
+                except (*SERVER_TROUBLE, TimeoutError) as error:
                     if attempt == attempts:
-                        raise
+                        raise _unavailable(error) from error
         finally:
             self.on_call(script.name, time.perf_counter() - started, attempt, is_done)
 
@@ -298,7 +300,11 @@ class _translated:
 
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, (*SERVER_TROUBLE, TimeoutError)) and not isinstance(error, RedisUnavailable):
-            raise RedisUnavailable(f"Redis: {type(error).__name__}: {error}") from error
+            raise _unavailable(error) from error
+
+
+def _unavailable(error: BaseException) -> RedisUnavailable:
+    return RedisUnavailable(f"Redis: {type(error).__name__}: {error}")
 
 
 async def check_server(client: redis.asyncio.Redis) -> None:

@@ -17,8 +17,6 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from typing import Any
 
-import msgspec
-
 from schemas.generation import FinishReason, SamplingParams
 from worker.engine.config import EngineConfig
 from worker.engine.faults import is_device_lost, refusal_event, sentence_of
@@ -317,8 +315,13 @@ class Engine:
 
     def stats(self) -> EngineStats:
         captured, replayed = self.runner.graph_counts
-        stats = self.scheduler.snapshot(steps=self._steps, failed_steps=self._failed_steps, busy_s=self._busy_s)
-        return msgspec.structs.replace(stats, graphs_captured=captured, graph_replays=replayed)
+        return self.scheduler.snapshot(
+            steps=self._steps,
+            failed_steps=self._failed_steps,
+            busy_s=self._busy_s,
+            graphs_captured=captured,
+            graph_replays=replayed,
+        )
 
     def stop(self, drain: bool = True) -> None:
         """End: run what is in the engine to its end, or (drain=False) cancel it; then let go of the model."""

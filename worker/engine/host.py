@@ -12,6 +12,7 @@ import contextlib
 import socket
 import sys
 import threading
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Protocol
 
@@ -77,7 +78,8 @@ class _Reports:
     """What both hosts share: reports in order, the last capacity, and the end."""
 
     def __init__(self) -> None:
-        self._queue: asyncio.Queue[Report | None] = asyncio.Queue()
+        self._reports: deque[Report | None] = deque()
+        self._arrival: asyncio.Future[None] | None = None  # who waits for the next
         self._capacity: Capacity | None = None
         self._stopping = False
 
@@ -96,9 +98,21 @@ class _Reports:
     def cancel(self, request_id: str, reason: FinishReason, choice: int | None = None) -> None:
         self._send(Cancel(request_id, reason, choice))
 
+    def _take_in(self, report: Report | None) -> None:
+        self._reports.append(report)
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
+
+    async def _arrived(self) -> None:
+        """At least one report is there; one task at a time waits."""
+        while not self._reports:
+            self._arrival = asyncio.get_running_loop().create_future()
+            await self._arrival
+
     async def _wait_ready(self, on_progress: Callable[[str, float], None] | None) -> Ready:
         while True:
-            report = await self._queue.get()
+            await self._arrived()
+            report = self._reports.popleft()
             match report:
                 case Progress():
                     if on_progress is not None:
@@ -114,9 +128,9 @@ class _Reports:
     async def frames(self) -> AsyncIterator[Frame]:
         """Those that piled up while the last was worked on come as one: larger, not later."""
         while True:
-            reports = [await self._queue.get()]
-            while not self._queue.empty():
-                reports.append(self._queue.get_nowait())
+            await self._arrived()
+            reports = list(self._reports)
+            self._reports.clear()
             frames = [report for report in reports if isinstance(report, Frame)]
             if frames:
                 self._capacity = frames[-1].capacity
@@ -155,7 +169,7 @@ class EngineProcess(_Reports):
         ours, theirs = socket.socketpair()
         with theirs:
             loop = asyncio.get_running_loop()
-            _, self._frames = await loop.create_unix_connection(lambda: Frames(self._queue.put_nowait), sock=ours)
+            _, self._frames = await loop.create_unix_connection(lambda: Frames(self._take_in), sock=ours)
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "worker.engine.child", str(theirs.fileno()), pass_fds=[theirs.fileno()],
                 start_new_session=True,  # a Ctrl-C at the terminal is the worker's to handle
@@ -215,7 +229,7 @@ class EngineThread(_Reports):
 
         def emit(report: Report | None) -> None:
             with contextlib.suppress(RuntimeError):  # the event loop may be closed already
-                loop.call_soon_threadsafe(self._queue.put_nowait, report)
+                loop.call_soon_threadsafe(self._take_in, report)
 
         self._thread = threading.Thread(target=self._run, args=(emit,), name="engine", daemon=True)
         self._thread.start()

@@ -15,6 +15,7 @@ from itertools import accumulate, islice
 from schemas.chunk import Chunk
 from worker.jobs import Admitted, Append
 from worker.text.answer import Choice
+from worker.text.stream import TextStream
 
 CHECKPOINT_TOKENS = 32
 MOST_TOGETHER = 16  # tokens in a chunk of a stream whose log is behind
@@ -28,8 +29,8 @@ class Chunker:
     """
 
     def __init__(self, job: Admitted, checkpoint_tokens: int = CHECKPOINT_TOKENS, chunk_tokens: int = 1) -> None:
-        self.job = job
         self._answer = job.answer
+        self._job_id, self._token, self._attempt = job.job_id, job.delivery.token, job.delivery.attempt
         self._streams = job.request.stream
         num_choices = len(job.answer.choices)
         if self._streams:
@@ -38,7 +39,8 @@ class Chunker:
             self._per_chunk = max(1, checkpoint_tokens)
         self._row = 0 if self._streams or num_choices == 1 else max(1, self._per_chunk // num_choices)
         self._tells_ends = self._streams and num_choices > 1
-        self._is_plain = self._streams and num_choices == 1
+        self._lone = job.answer.choices[0] if self._streams and num_choices == 1 else None
+        self._tells_each = self._lone is not None and self._per_chunk == 1  # token at once
         self._unconfirmed: deque[Append] = deque()
         self._made = 0
         self._fixed = 0  # the order of so many tokens may have been told: it stays, also when the log is shorter
@@ -62,6 +64,8 @@ class Chunker:
         """Is there something to append? A chunk of several tokens waits until it is full, but not at the beginning of
         a stream, and not at an end. An answer that is told to nobody needs no log at its end: the result replaces it.
         """
+        if self._tells_each:  # as a rule
+            return len(self._answer.order) > self._made or bool(self._unconfirmed)
         if not self._streams and self._answer.is_finished:
             return False
         if self._unconfirmed:
@@ -82,8 +86,12 @@ class Chunker:
         told what the server lost may come back with no more than the number of tokens that he has.
         """
         unconfirmed = self._unconfirmed
-        if self._is_plain and not unconfirmed and self._made + 1 == len(self._answer.order):  # as a rule
-            append = self._append(self._make(self._made, self._made + 1))
+        lone = self._lone
+        if lone is not None and not unconfirmed and self._made + 1 == len(self._answer.order):  # as a rule
+            if lone.finish_reason is None and lone.logprobs is None and self._made:
+                append = Append(self._token, self._make_last(lone.stream))
+            else:
+                append = self._append(self._make(self._made, self._made + 1))
             unconfirmed.append(append)
             return [append]
         most = max(self._per_chunk, MOST_TOGETHER) if together and self._streams else self._per_chunk
@@ -96,7 +104,7 @@ class Chunker:
         return list(islice(unconfirmed, limit))
 
     def _append(self, chunk: Chunk) -> Append:
-        return Append(self.job.delivery.token, chunk, checkpoint=not self._streams)
+        return Append(self._token, chunk, checkpoint=not self._streams)
 
     def _has_untold_end(self) -> bool:
         return any(
@@ -185,7 +193,7 @@ class Chunker:
             self._ended.add(choice_index)
         pieces = choice.stream.pieces[start:stop]
         return Chunk(
-            job_id=self.job.job_id,
+            job_id=self._job_id,
             index=index,
             token_ids=tuple(choice.stream.token_ids[start:stop]),
             text="".join(pieces),
@@ -193,20 +201,32 @@ class Chunker:
             choice=choice_index,
             logprobs=None if choice.logprobs is None else tuple(choice.logprobs[start:stop]),
             finish_reason=finish_reason,
-            attempt=self.job.delivery.attempt,
+            attempt=self._attempt,
             usage=self._answer.usage_at_start() if index == 0 else None,
             place=start if len(self._positions) > 1 else None,
+        )
+
+    def _make_last(self, stream: TextStream) -> Chunk:
+        """As `_make`, of the newest token of a lone choice that goes on."""
+        index = self._made
+        self._made = self._positions[0] = index + 1
+        return Chunk(
+            job_id=self._job_id,
+            index=index,
+            token_ids=(stream.token_ids[-1],),
+            text=stream.pieces[-1],
+            attempt=self._attempt,
         )
 
     def _make_end(self, choice_index: int) -> Chunk:
         choice = self._answer.choices[choice_index]
         self._ended.add(choice_index)
         return Chunk(
-            job_id=self.job.job_id,
+            job_id=self._job_id,
             index=self._made,
             text=choice.stream.rest,
             choice=choice_index,
             finish_reason=choice.finish_reason,
-            attempt=self.job.delivery.attempt,
+            attempt=self._attempt,
             place=self._positions[choice_index],
         )

@@ -70,12 +70,18 @@ class PublishReport:
     lost: list[str] = field(default_factory=list)
 
 
-@dataclass(slots=True, eq=False)
 class _Running:
-    job: Admitted
-    chunker: Chunker
-    error: JobError | None = None
-    is_cancelled: bool = False
+    """A job that is published; what every token asks for stands here, as it is."""
+
+    __slots__ = ("answer", "chunker", "error", "is_cancelled", "job", "job_id")
+
+    def __init__(self, job: Admitted, limits: PublishLimits) -> None:
+        self.job = job
+        self.job_id = job.job_id
+        self.answer = job.answer
+        self.chunker = Chunker(job, limits.checkpoint_tokens, limits.chunk_tokens)
+        self.error: JobError | None = None
+        self.is_cancelled = False
 
 
 class Publisher:
@@ -106,8 +112,7 @@ class Publisher:
 
     def open(self, job: Admitted) -> None:
         """From now on the job's events are published. The publisher owns its answer."""
-        limits = self._limits
-        self._running[job.job_id] = _Running(job, Chunker(job, limits.checkpoint_tokens, limits.chunk_tokens))
+        self._running[job.job_id] = _Running(job, self._limits)
 
     def close(self, job_id: str) -> None:
         """Forget a job (given back, lost); its events are ignored from now on."""
@@ -146,11 +151,13 @@ class Publisher:
             if running is not None:
                 self._take(running, event, report)
                 touched[event.request_id] = running
+        due, gathering = self._due, self._gathering
         for job_id, running in touched.items():
             if running.chunker.is_due:
-                self._due.setdefault(job_id, running)
-                self._gathering.pop(job_id, None)
-            elif job_id not in self._due:
+                due.setdefault(job_id, running)
+                if gathering:
+                    gathering.pop(job_id, None)
+            elif job_id not in due:
                 self._gather(job_id, running)
         self._end_gathering(time.monotonic() - self._limits.chunk_wait_s)
         if self._due and time.monotonic() >= self._retry_at:
@@ -175,7 +182,7 @@ class Publisher:
             self._due.setdefault(oldest[0], self._running[oldest[0]])
 
     def _take(self, running: _Running, event: TokenEvent, report: PublishReport) -> None:
-        answer, job_id = running.job.answer, event.request_id
+        answer, job_id = running.answer, event.request_id
         if event.finish_reason is FinishReason.ERROR and self._concerns(running, event):
             code = event.error_code or "engine_error"
             running.error = JobError(code, event.error or "the engine failed", retryable=code == "engine_error")
@@ -193,7 +200,8 @@ class Publisher:
             return
         if not answer.order:
             self._note_first(running, event)
-        choice.preemptions = max(choice.preemptions, event.preemptions)
+        if event.preemptions > choice.preemptions:
+            choice.preemptions = event.preemptions
         if answer.push(event.choice, event.token_ids, event.logprobs):
             if event.finish_reason is None:
                 report.cancel.append(CancelOrder(job_id, FinishReason.STOP, event.choice))
@@ -204,27 +212,27 @@ class Publisher:
         """An error of a choice that its stop string has ended already is nothing to the job. A refusal of the
         whole request names choice 0, even where an earlier attempt finished that.
         """
-        is_running = running.job.answer.choices[event.choice].finish_reason is None
+        is_running = running.answer.choices[event.choice].finish_reason is None
         return is_running or event.choice in running.job.generation.done
 
     def _note_first(self, running: _Running, event: TokenEvent) -> None:
-        answer = running.job.answer
+        answer = running.answer
         answer.cached_tokens = min(event.num_cached_tokens, answer.prompt_tokens)
         if event.token_ids:
             answer.ttft_ms = max(0, self._now_ms() - running.job.delivery.created_ms)
 
     def _finish(self, touched: dict[str, _Running], report: PublishReport) -> None:
         for job_id, running in touched.items():
-            if running.job.answer.is_finished and self._running.get(job_id) is running:
+            if running.answer.is_finished and self._running.get(job_id) is running:
                 self.close(job_id)
                 report.finished.append(
                     conclude(
                         running.job.delivery,
-                        JobStatus.FAILED if running.error else running.job.answer.status,
+                        JobStatus.FAILED if running.error else running.answer.status,
                         worker_id=self._worker_id,
                         now_ms=self._now_ms(),
                         request=running.job.request,
-                        answer=running.job.answer,
+                        answer=running.answer,
                         error=running.error,
                         model=self._model,
                     )
@@ -292,12 +300,13 @@ class Publisher:
 
     def _settle_due(self, owners: list[_Running]) -> None:
         """Jobs that were served go to the end of the line, or out of it."""
+        due = self._due
         for running in dict.fromkeys(owners):
-            job_id = running.job.job_id
-            if self._due.get(job_id) is running:
-                del self._due[job_id]
+            job_id = running.job_id
+            if due.get(job_id) is running:
+                del due[job_id]
                 if running.chunker.is_due:
-                    self._due[job_id] = running
+                    due[job_id] = running
 
     def _postpone(self, error: Exception) -> None:
         pause = RETRY_PAUSES_S[min(self._failures, len(RETRY_PAUSES_S) - 1)]

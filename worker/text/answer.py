@@ -67,12 +67,13 @@ class Answer:
         choice = self.choices[index]
         if choice.finish_reason is not None:
             return False
+        stream, order = choice.stream, self.order
         for i, token_id in enumerate(token_ids):
-            choice.stream.push(token_id)
-            self.order.append(index)
+            stream.push(token_id)
+            order.append(index)
             if choice.logprobs is not None and logprobs is not None:
                 choice.logprobs.append(logprobs[i])
-            if choice.stream.stopped:
+            if stream.stopped:
                 choice.finish_reason = FinishReason.STOP
                 return True
         return False

@@ -8,7 +8,7 @@ bytes; any other decoder is asked about a short window of tokens. It knows no st
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 REPLACEMENT = "\ufffd"
@@ -28,16 +28,17 @@ class Detokenizer(Protocol):
 class ByteLevelDetokenizer:
     """For byte-level BPE (GPT-2, Llama 3, Qwen, SmolLM2): tokens are byte strings, together they are UTF-8."""
 
-    def __init__(self, piece: Callable[[int], bytes]) -> None:
+    def __init__(self, piece: Callable[[int], bytes], plain: Mapping[int, str] | None = None) -> None:
+        """`plain`: the text of tokens known to be ASCII. Most are, and the decoder is dear."""
         self._piece = piece
+        self._plain = plain if plain is not None else {}
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._is_between = True  # two characters, not within one
 
     def push(self, token_id: int) -> str:
-        piece = self._piece(token_id)
-        if self._is_between and piece.isascii():  # most are, and the decoder is dear
-            return piece.decode("ascii")
-        text = self._decoder.decode(piece)
+        if self._is_between and (plain := self._plain.get(token_id)) is not None:
+            return plain
+        text = self._decoder.decode(self._piece(token_id))
         self._is_between = not self._decoder.getstate()[0]
         return text
 

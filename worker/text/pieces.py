@@ -49,16 +49,19 @@ class ByteLevelPieces:
     token_of: Callable[[int], str | None]
     special: frozenset[int]
     _known: dict[int, bytes] = field(default_factory=dict)
+    _plain: dict[int, str] = field(default_factory=dict)  # those of the known that are ASCII
 
     def piece(self, token_id: int) -> bytes:
         found = self._known.get(token_id)
         if found is None:
             token = None if token_id in self.special else self.token_of(token_id)
             found = self._known[token_id] = b"" if token is None else token_bytes(token)
+            if found.isascii():
+                self._plain[token_id] = found.decode("ascii")
         return found
 
     def detokenizer(self) -> Detokenizer:
-        return ByteLevelDetokenizer(self.piece)
+        return ByteLevelDetokenizer(self.piece, self._plain)
 
     def token_bytes(self, token_id: int) -> bytes:
         return self.piece(token_id)

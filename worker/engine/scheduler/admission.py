@@ -31,13 +31,8 @@ def num_for_urgent(state: State) -> int:
     """
     if state.config.policy is not SchedulingPolicy.PRIORITY:
         return 0
-    taken = sum(
-        sequence.priority >= PREEMPTING_GAP and not is_protected(sequence)
-        for running in (state.decoding, state.prefilling)
-        for sequence in running
-    )
     free = max(0, state.config.max_num_seqs - state.num_running)
-    return max(0, free + taken - state.queue.num_below(1))
+    return max(0, free + state.num_yielding - state.queue.num_below(1))
 
 
 class Verdict(Enum):

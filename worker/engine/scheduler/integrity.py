@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from worker.engine.kv.manager import KVManager
+from worker.engine.scheduler.preemption import yields_to_urgent
 from worker.engine.scheduler.state import DECODING, FINISHED, OFFLOADED, PREFILLING, WAITING, State
 from worker.engine.sequence import Sequence
 
@@ -41,6 +42,8 @@ def _check_lists(state: State) -> None:
         f"queue {len(state.queue)}, marked {waiting}, by state {by_status[WAITING]} + {by_status[OFFLOADED]}",
     )
     _require(state.num_offloaded == by_status[OFFLOADED], "the count of offloaded sequences is off")
+    yielding = sum(map(yields_to_urgent, [*state.decoding, *state.prefilling]))
+    _require(state.num_yielding == yielding, "the count of sequences that yield to urgent ones is off")
     _require(state.num_running <= state.config.max_num_seqs, "more sequences run than may")
     known = [sequence for siblings in state.requests.values() for sequence in siblings]
     _require(set(known) == set(sequences) and len(known) == len(sequences), "requests and places differ")

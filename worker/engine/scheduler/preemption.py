@@ -43,6 +43,11 @@ def is_protected(sequence: Sequence) -> bool:
     return sequence.preemptions >= PROTECTED_AFTER
 
 
+def yields_to_urgent(sequence: Sequence) -> bool:
+    """May the most urgent class take its place? It says the same for as long as the sequence runs."""
+    return sequence.priority >= PREEMPTING_GAP and not is_protected(sequence)
+
+
 def victims_first(candidates: Iterable[Sequence], places: dict[Sequence, Place], rule: Rule) -> list[Sequence]:
     """The candidates, whoever is to be preempted first in front."""
     by_rule = _RULES[rule]

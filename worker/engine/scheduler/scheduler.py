@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
+from typing import Any
 
 from schemas.generation import FinishReason
 from worker.engine.config import CacheConfig, EngineConfig
@@ -191,21 +192,25 @@ class Scheduler:
             free_urgent=num_for_urgent(state),
         )
 
-    def snapshot(self, *, steps: int = 0, failed_steps: int = 0, busy_s: float = 0.0) -> EngineStats:
-        """The counters and the gauges of now; the engine counts the steps."""
+    def snapshot(self, **of_engine: Any) -> EngineStats:
+        """The counters and the gauges of now; what the engine counts itself goes in as it is named there."""
         state, kv = self._state, self.kv
+        usable = free = findable = evicted = 0
+        for pool in kv.pools:
+            usable += pool.num_usable
+            free += pool.num_free
+            findable += pool.num_findable
+            evicted += pool.evicted
         return EngineStats(
             **state.counters.as_dict(),
-            steps=steps,
-            failed_steps=failed_steps,
-            busy_s=busy_s,
+            **of_engine,
             num_running=state.num_running,
             num_waiting=len(state.queue),
             num_offloaded=state.num_offloaded,
-            blocks_total=sum(pool.num_usable for pool in kv.pools),
-            blocks_free=sum(pool.num_free for pool in kv.pools),
-            blocks_cached=sum(pool.num_findable for pool in kv.pools),
-            evicted_blocks=sum(pool.evicted for pool in kv.pools),
+            blocks_total=usable,
+            blocks_free=free,
+            blocks_cached=findable,
+            evicted_blocks=evicted,
             blocks_swapped_out=kv.tier.swapped_out,
             blocks_swapped_in=kv.tier.swapped_in,
         )

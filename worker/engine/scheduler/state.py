@@ -21,6 +21,7 @@ from worker.engine.kv.manager import KVManager
 from worker.engine.kv.moves import StepMoves
 from worker.engine.plan import StepPlan
 from worker.engine.scheduler.counters import Counters
+from worker.engine.scheduler.preemption import yields_to_urgent
 from worker.engine.scheduler.queues import Place, WaitingQueue
 from worker.engine.sequence import Sequence, SequenceStatus
 from worker.engine.types import TokenEvent
@@ -52,6 +53,7 @@ class State:
     next_step: int = 0
     next_ticket: int = 0
     num_offloaded: int = 0
+    num_yielding: int = 0  # running sequences whose places the most urgent class may take
     num_over: int = 0  # of the deadlines: those of sequences that have ended
     adapters: Counter[str] = field(default_factory=Counter)  # of running sequences
 
@@ -82,6 +84,7 @@ class State:
             self.num_offloaded -= 1
         sequence.status = PREFILLING
         self.prefilling.append(sequence)
+        self.num_yielding += yields_to_urgent(sequence)
         if sequence.adapter:
             self.adapters[sequence.adapter] += 1
 
@@ -98,6 +101,7 @@ class State:
             self.prefilling.remove(sequence)
         else:
             return
+        self.num_yielding -= yields_to_urgent(sequence)
         if sequence.adapter:
             self.adapters[sequence.adapter] -= 1
             if not self.adapters[sequence.adapter]:
