@@ -9,7 +9,7 @@ async with AsyncClient("redis://localhost:6379/0", queue="smollm2-135m-instruct"
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -19,7 +19,19 @@ from api_client import programs, queue_programs, queue_state, scripts
 from api_client.base import ClientBase, ClientOptions, translate
 from api_client.cancellation import heeding_cancellation
 from api_client.connections import SERVER_TROUBLE, connect_async
-from api_client.effects import Commands, Effect, Listen, LookUp, Program, Receive, RunScript, Signal, Sleep, Tell
+from api_client.effects import (
+    Commands,
+    Effect,
+    Follow,
+    Listen,
+    LookUp,
+    Program,
+    Receive,
+    RunScript,
+    Signal,
+    Sleep,
+    Tell,
+)
 from api_client.errors import JobFailed, QueueUnavailable
 from api_client.hub import ChannelHub, HubSubscription
 from api_client.queue_programs import DeadJob
@@ -165,8 +177,11 @@ class AsyncClient(ClientBase):
             while (effect := performer.step(program)) is not None:
                 if isinstance(effect, Tell):
                     yield effect.value
-                elif isinstance(effect, Receive):
-                    performer.answer = await performer.receive(effect.timeout)
+                elif isinstance(effect, Follow):
+                    receive, timeout, value_of = performer.receiver(), effect.timeout, effect.value_of
+                    while (value := value_of(message := await receive(timeout))) is not None:
+                        yield value
+                    performer.answer = message
                 else:
                     await performer.perform(effect)
         finally:
@@ -200,19 +215,15 @@ class _Performer:
             return None
 
     async def perform(self, effect: Effect) -> None:
-        if isinstance(effect, Receive):
-            self.answer = await self.receive(effect.timeout)
-            return
         try:
             with heeding_cancellation():
                 self.answer = await self._perform(effect)
         except SERVER_TROUBLE as error:
             self._trouble = translate(error)
 
-    def receive(self, timeout: float) -> Awaitable[bytes | Signal | None]:
-        """For every chunk. It waits for a future of ours, which loses no cancellation."""
+    def receiver(self) -> Callable[[float], Awaitable[bytes | Signal | None]]:
         assert self._subscription is not None, "a program listens before it receives"
-        return self._subscription.receive(timeout)
+        return self._subscription.receive
 
     async def _perform(self, effect: Effect) -> Any:
         match effect:
@@ -226,6 +237,8 @@ class _Performer:
                 await self.close()
                 self._subscription = await self._hub.subscribe(channel)
                 return None
+            case Receive(timeout):
+                return await self.receiver()(timeout)
             case LookUp(job_id):
                 return await asyncio.to_thread(self._client.look_up, job_id) if self._client.has_database else None
             case Sleep(seconds):

@@ -20,7 +20,7 @@ import redis
 from api_client import programs, queue_programs, queue_state, scripts
 from api_client.base import ClientBase, ClientOptions, translate
 from api_client.connections import SERVER_TROUBLE, connect
-from api_client.effects import Commands, Effect, Listen, LookUp, Program, Receive, RunScript, Sleep, Tell
+from api_client.effects import Commands, Effect, Follow, Listen, LookUp, Program, Receive, RunScript, Sleep, Tell
 from api_client.errors import JobFailed, QueueUnavailable
 from api_client.queue_programs import DeadJob
 from api_client.queue_state import QueueState
@@ -170,7 +170,11 @@ class Client(ClientBase):
                     yield effect.value
                     continue
                 try:
-                    answer = performer.perform(effect)
+                    if isinstance(effect, Follow):
+                        while (value := effect.value_of(answer := performer.receive(effect.timeout))) is not None:
+                            yield value
+                    else:
+                        answer = performer.perform(effect)
                 except SERVER_TROUBLE as error:
                     trouble = translate(error)
         finally:
@@ -197,13 +201,16 @@ class _Performer:
                 self._subscription = Subscription(self._redis, channel)
                 return None
             case Receive(timeout):
-                assert self._subscription is not None, "a program listens before it receives"
-                return self._subscription.receive(timeout)
+                return self.receive(timeout)
             case LookUp(job_id):
                 return self._client.look_up(job_id)
             case Sleep(seconds):
                 return time.sleep(seconds)
         raise TypeError(f"no such effect: {effect!r}")
+
+    def receive(self, timeout: float) -> bytes | None:
+        assert self._subscription is not None, "a program listens before it receives"
+        return self._subscription.receive(timeout)
 
     def _commands(self, commands: Sequence[tuple[scripts.Argument, ...]], tolerant: bool) -> Sequence[Any]:
         if not commands:

@@ -6,12 +6,10 @@ An effect that fails because of the server is thrown back into the program as Qu
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, TypeAlias, TypeVar
-
-import msgspec
 
 from api_client.scripts import Argument, Script
 
@@ -43,10 +41,21 @@ class Listen:
     channel: str
 
 
-class Receive(msgspec.Struct, frozen=True):  # one for every chunk, as is Tell: dataclasses take longer to make
+@dataclass(frozen=True, slots=True)
+class Receive:
     """Answer: the next message's bytes; None after `timeout` seconds; MISSED when messages may have been lost."""
 
     timeout: float
+
+
+@dataclass(frozen=True, slots=True)
+class Follow:
+    """Receive, and hand what `value_of` makes of each message to the user as Tell does, for as long as it makes
+    something: the way of every token. Answer: the first message of which it makes None, or what Receive answers.
+    """
+
+    timeout: float
+    value_of: Callable[[Any], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +70,8 @@ class Sleep:
     seconds: float
 
 
-class Tell(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Tell:
     """Hand this value to the user, who may take his time."""
 
     value: Any
@@ -71,5 +81,5 @@ class Signal(Enum):
     MISSED = auto()
 
 
-Effect: TypeAlias = RunScript | Commands | Listen | Receive | LookUp | Sleep | Tell
+Effect: TypeAlias = RunScript | Commands | Listen | Receive | Follow | LookUp | Sleep | Tell
 Program: TypeAlias = Generator[Effect, Any, T]

@@ -38,7 +38,7 @@ class HubSubscription:
     receiver waited for when it was set, and is set again if somebody waits for longer by then.
     """
 
-    def __init__(self, hub: ChannelHub, channel: str) -> None:
+    def __init__(self, hub: ChannelHub, channel: bytes) -> None:
         self.channel = channel
         self._hub = hub
         self._loop = asyncio.get_running_loop()
@@ -49,11 +49,13 @@ class HubSubscription:
         self._rings_at = math.inf  # when it rings; never without one
 
     def deliver(self, message: bytes | Signal) -> None:
-        if len(self._messages) >= MAX_WAITING:
-            self._messages.clear()
+        messages, waiter = self._messages, self._waiter
+        if len(messages) >= MAX_WAITING:
+            messages.clear()
             message = Signal.MISSED
-        self._messages.append(message)
-        self._wake()
+        messages.append(message)
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     async def receive(self, timeout: float) -> bytes | Signal | None:
         """The next message; None after `timeout` seconds; MISSED when some may have been lost."""
@@ -83,15 +85,11 @@ class HubSubscription:
 
     def _ring(self) -> None:
         self._timer, self._rings_at = None, math.inf
-        if self._waiter is None:
+        if self._waiter is None or self._waiter.done():
             return
         if self._loop.time() < self._wait_until:
             self._set_timer()
         else:
-            self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
 
@@ -115,14 +113,14 @@ class _Session:
         self._trouble: Exception | None = None
         self.is_stale = False  # it lacks a channel: to be replaced
 
-    async def open(self, channels: list[str]) -> None:
+    async def open(self, channels: list[bytes]) -> None:
         subscribe = self._pubsub.ssubscribe if self._prefix else self._pubsub.subscribe
         async with self._lock:
             await self._pubsub.connect()
             self._wire = Wire.over(self._pubsub.connection, self._take, self._end)
             await subscribe(*channels)
 
-    async def tell(self, channel: str, is_wanted: Callable[[], bool]) -> None:
+    async def tell(self, channel: bytes, is_wanted: Callable[[], bool]) -> None:
         """Subscribe or unsubscribe, as it is wanted when the turn comes: the last word counts."""
         async with self._lock:
             verb = f"{self._prefix}{'' if is_wanted() else 'UN'}SUBSCRIBE"
@@ -157,12 +155,13 @@ class _Session:
                         await part.aclose()
 
     def _take(self, reply: Any) -> None:
-        if isinstance(reply, Exception):
+        if isinstance(reply, list):
+            if not self._hand_on(reply):
+                self._over.set()
+        elif isinstance(reply, Exception):
             self._end(reply)
-        elif reply is None:  # it waits for ever: this is what the library makes of a peer that is gone (ETIMEDOUT)
+        else:  # it waits for ever: None is what the library makes of a peer that is gone (ETIMEDOUT)
             self._end(ConnectionError("the connection is lost"))
-        elif not self._hand_on(reply):
-            self._over.set()
 
     def _end(self, trouble: Exception) -> None:
         if not self._over.is_set():
@@ -176,26 +175,27 @@ class ChannelHub:
     def __init__(self, client: redis.asyncio.Redis) -> None:
         self._client: Any = client
         self._is_cluster = isinstance(self._client, redis.asyncio.cluster.RedisCluster)
-        self._subscribers: dict[str, set[HubSubscription]] = {}
-        self._confirmed: dict[str, asyncio.Event] = {}
+        self._subscribers: dict[bytes, set[HubSubscription]] = {}
+        self._confirmed: dict[bytes, asyncio.Event] = {}
         self._session: _Session | None = None
         self._reader: asyncio.Task[None] | None = None
         self._trouble: Exception | None = None
 
     async def subscribe(self, channel: str) -> HubSubscription:
         """Returns when the server has confirmed. Raises QueueUnavailable."""
-        subscription = HubSubscription(self, channel)
-        is_first = channel not in self._subscribers
-        self._subscribers.setdefault(channel, set()).add(subscription)
+        name = channel.encode()
+        subscription = HubSubscription(self, name)
+        is_first = name not in self._subscribers
+        self._subscribers.setdefault(name, set()).add(subscription)
         try:
             if is_first:
-                self._confirmed[channel] = asyncio.Event()
+                self._confirmed[name] = asyncio.Event()
             if self._reader is None:
                 self._trouble = None
                 self._reader = asyncio.create_task(self._run(), name="channel-hub")
             elif is_first and self._session is not None:
-                await self._session.tell(channel, lambda: channel in self._subscribers)
-            await self._wait_confirmed(channel)
+                await self._session.tell(name, lambda: name in self._subscribers)
+            await self._wait_confirmed(name)
         except BaseException:
             await self.forget(subscription)
             raise
@@ -221,7 +221,7 @@ class ChannelHub:
         self._confirmed.clear()
         await self._stop_reader()
 
-    async def _wait_confirmed(self, channel: str) -> None:
+    async def _wait_confirmed(self, channel: bytes) -> None:
         if not await wait_at_most(self._confirmed[channel], _CONFIRM_S):
             raise QueueUnavailable(f"cannot subscribe: {self._trouble or 'no answer'}") from self._trouble
 
@@ -255,7 +255,7 @@ class ChannelHub:
             # All channels of a queue are in one slot. Its node may have changed since.
             await client.initialize()  # else its close() would believe that nothing is open
             await client.nodes_manager.initialize()
-            node = client.get_node_from_key(next(iter(self._subscribers), ""))
+            node = client.get_node_from_key(next(iter(self._subscribers), b""))
             if node is None:
                 raise QueueUnavailable("no cluster node serves the queue's slot")
             client = owned = redis.asyncio.Redis(host=str(node.host), port=int(node.port), **_node_options(node))
@@ -283,7 +283,7 @@ class ChannelHub:
 
     def _hand_on(self, message: list[Any]) -> bool:
         """False: the slot has moved, connect anew."""
-        kind, channel = message[0], message[1].decode()
+        kind, channel = message[0], message[1]
         if kind in (b"message", b"smessage"):
             for subscription in self._subscribers.get(channel, ()):
                 subscription.deliver(message[2])

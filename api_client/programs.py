@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from api_client.cursor import StreamCursor
-from api_client.effects import Commands, Listen, LookUp, Program, Receive, RunScript, Sleep, Tell
+from api_client.effects import Commands, Follow, Listen, LookUp, Program, Receive, RunScript, Sleep, Tell
 from api_client.errors import (
     ConfigurationError,
     IdempotencyConflict,
@@ -156,9 +156,10 @@ class _Patience:
             raise ResultTimeout(self._job_id, self._timeout)
         return min(self._view.idle_s, left)
 
-    def progress(self) -> None:
+    def progress(self, silence_s: float = 0.0) -> None:
+        """Something came; it has been silent for so long since."""
         if self._timeout is not None:
-            self._since = time.monotonic()
+            self._since = time.monotonic() - silence_s
 
     def all_well(self) -> None:
         self.was_connected, self._failures, self._trouble_since = True, 0, None
@@ -181,20 +182,21 @@ def follow(view: QueueView, job_id: str, starting_after: int, timeout: float | N
     """Tells every chunk after the first `starting_after` tokens once. `timeout`: the longest silence."""
     cursor = StreamCursor(job_id, starting_after)
     patience = _Patience(view, job_id, timeout)
-    always = Receive(view.idle_s) if timeout is None else None
     while not cursor.is_over:
         try:
             yield Listen(view.keys.chunks(job_id))
             yield from _catch_up(view, cursor, patience)
             while not cursor.is_over:
-                message = yield always or Receive(patience.turn())
+                turn, before = patience.turn(), cursor.next_index
+                message = yield Follow(turn, lambda message: _plainly_next(cursor, message))
+                if cursor.next_index > before:
+                    patience.progress(silence_s=turn if message is None else 0.0)
                 chunk = _chunk_of(message)
                 told = cursor.accept(chunk) if chunk is not None else None
                 if told is None:
                     yield from _look_again(view, cursor, patience, was_silent=message is None)
                     continue
-                if timeout is not None:
-                    patience.progress()
+                patience.progress()
                 for chunk in told:
                     yield Tell(chunk)
         except (QueueUnavailable, JobNotFound) as trouble:
@@ -219,6 +221,11 @@ def _chunk_of(message: object) -> Chunk | None:
         return decode_chunk(message) if isinstance(message, bytes) else None
     except DecodeError:
         return None
+
+
+def _plainly_next(cursor: StreamCursor, message: object) -> Chunk | None:
+    chunk = _chunk_of(message)
+    return chunk if chunk is not None and cursor.takes(chunk) else None
 
 
 def _catch_up(view: QueueView, cursor: StreamCursor, patience: _Patience) -> Program[None]:
