@@ -35,6 +35,8 @@ class StreamCursor:
     lost its last moments believes the log to end, may make the lost tokens again in another order.
     """
 
+    __slots__ = ("_ended", "_has_hole", "_silent_until", "_told", "is_over", "is_torn", "job_id", "next_index")
+
     def __init__(self, job_id: str, starting_after: int = 0) -> None:
         self.job_id = job_id
         self.next_index = 0

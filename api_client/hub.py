@@ -38,6 +38,8 @@ class HubSubscription:
     receiver waited for when it was set, and is set again if somebody waits for longer by then.
     """
 
+    __slots__ = ("_hub", "_loop", "_messages", "_rings_at", "_timer", "_wait_until", "_waiter", "channel")
+
     def __init__(self, hub: ChannelHub, channel: bytes) -> None:
         self.channel = channel
         self._hub = hub

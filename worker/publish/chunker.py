@@ -28,6 +28,11 @@ class Chunker:
                        (unconfirmed)
     """
 
+    __slots__ = (
+        "_answer", "_attempt", "_ended", "_fixed", "_job_id", "_lone", "_made", "_per_chunk", "_positions", "_row",
+        "_streams", "_tells_each", "_tells_ends", "_token", "_unconfirmed",
+    )  # fmt: skip
+
     def __init__(self, job: Admitted, checkpoint_tokens: int = CHECKPOINT_TOKENS, chunk_tokens: int = 1) -> None:
         self._answer = job.answer
         self._job_id, self._token, self._attempt = job.job_id, job.delivery.token, job.delivery.attempt

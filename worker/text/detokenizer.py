@@ -28,6 +28,8 @@ class Detokenizer(Protocol):
 class ByteLevelDetokenizer:
     """For byte-level BPE (GPT-2, Llama 3, Qwen, SmolLM2): tokens are byte strings, together they are UTF-8."""
 
+    __slots__ = ("_decoder", "_is_between", "_piece", "_plain")
+
     def __init__(self, piece: Callable[[int], bytes], plain: Mapping[int, str] | None = None) -> None:
         """`plain`: the text of tokens known to be ASCII. Most are, and the decoder is dear."""
         self._piece = piece

@@ -22,6 +22,10 @@ class TextStream:
     are nothing to it.
     """
 
+    __slots__ = (
+        "_detokenizer", "_has_stops", "_is_closed", "_min_tokens", "_stops", "pieces", "rest", "stopped", "token_ids",
+    )  # fmt: skip
+
     def __init__(self, detokenizer: Detokenizer, stop: Iterable[str] = (), min_tokens: int = 0) -> None:
         self._detokenizer = detokenizer
         self._stops = StopFinder(stop)
