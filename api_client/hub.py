@@ -45,33 +45,39 @@ class HubSubscription:
         self._hub = hub
         self._loop = asyncio.get_running_loop()
         self._messages: deque[bytes | Signal] = deque()
-        self._waiter: asyncio.Future[None] | None = None
+        self._waiter: asyncio.Future[bytes | Signal | None] | None = None
         self._wait_until = 0.0  # the loop's time
         self._timer: asyncio.TimerHandle | None = None
         self._rings_at = math.inf  # when it rings; never without one
 
     def deliver(self, message: bytes | Signal) -> None:
-        messages, waiter = self._messages, self._waiter
+        waiter, messages = self._waiter, self._messages
+        if waiter is not None and not waiter.done():  # as a rule; then no message waits
+            waiter.set_result(message)
+            return
         if len(messages) >= MAX_WAITING:
             messages.clear()
             message = Signal.MISSED
         messages.append(message)
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
 
     async def receive(self, timeout: float) -> bytes | Signal | None:
         """The next message; None after `timeout` seconds; MISSED when some may have been lost."""
-        if not self._messages:
-            loop = self._loop
-            self._wait_until = loop.time() + timeout
-            if self._rings_at > self._wait_until:
-                self._set_timer()
-            self._waiter = loop.create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        return self._messages.popleft() if self._messages else None
+        if self._messages:
+            return self._messages.popleft()
+        loop = self._loop
+        self._wait_until = loop.time() + timeout
+        if self._rings_at > self._wait_until:
+            self._set_timer()
+        waiter = self._waiter = loop.create_future()
+        try:
+            message = await waiter
+        except asyncio.CancelledError:
+            if not waiter.cancelled() and (message := waiter.result()) is not None:  # it came at the same time
+                self._messages.appendleft(message)
+            raise
+        finally:
+            self._waiter = None
+        return self._messages.popleft() if message is None and self._messages else message
 
     async def close(self) -> None:
         if self._timer is not None:
@@ -177,7 +183,7 @@ class ChannelHub:
     def __init__(self, client: redis.asyncio.Redis) -> None:
         self._client: Any = client
         self._is_cluster = isinstance(self._client, redis.asyncio.cluster.RedisCluster)
-        self._subscribers: dict[bytes, set[HubSubscription]] = {}
+        self._subscribers: dict[bytes, tuple[HubSubscription, ...]] = {}
         self._confirmed: dict[bytes, asyncio.Event] = {}
         self._session: _Session | None = None
         self._reader: asyncio.Task[None] | None = None
@@ -187,8 +193,9 @@ class ChannelHub:
         """Returns when the server has confirmed. Raises QueueUnavailable."""
         name = channel.encode()
         subscription = HubSubscription(self, name)
-        is_first = name not in self._subscribers
-        self._subscribers.setdefault(name, set()).add(subscription)
+        others = self._subscribers.get(name, ())
+        is_first = not others
+        self._subscribers[name] = (*others, subscription)
         try:
             if is_first:
                 self._confirmed[name] = asyncio.Event()
@@ -205,11 +212,12 @@ class ChannelHub:
 
     async def forget(self, subscription: HubSubscription) -> None:
         channel = subscription.channel
-        subscribers = self._subscribers.get(channel)
-        if not subscribers:
+        subscribers = self._subscribers.get(channel, ())
+        if subscription not in subscribers:
             return
-        subscribers.discard(subscription)
-        if subscribers:
+        others = tuple(other for other in subscribers if other is not subscription)
+        if others:
+            self._subscribers[channel] = others
             return
         del self._subscribers[channel]
         self._confirmed.pop(channel, None)

@@ -1,0 +1,67 @@
+"""One subscription's mailbox: order, silence, a receiver that goes away, one that is too slow."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from api_client.effects import Signal
+from api_client.hub import MAX_WAITING, ChannelHub, HubSubscription
+
+
+def subscription() -> HubSubscription:
+    return HubSubscription(ChannelHub(None), b"channel")  # type: ignore[arg-type]  # no connection is asked for
+
+
+async def test_messages_come_in_order_whether_somebody_waits_or_not() -> None:
+    mailbox = subscription()
+    first = asyncio.create_task(mailbox.receive(5))
+    await asyncio.sleep(0)
+    for number in range(4):  # the first goes to who waits, the others come before he has run
+        mailbox.deliver(b"%d" % number)
+    assert await first == b"0"
+    assert [await mailbox.receive(5) for _ in range(3)] == [b"1", b"2", b"3"]
+
+
+async def test_silence_is_told_and_costs_no_message() -> None:
+    mailbox = subscription()
+    assert await mailbox.receive(0.02) is None
+    waiting = asyncio.create_task(mailbox.receive(0.02))
+    await asyncio.sleep(0.01)
+    mailbox.deliver(b"late, but not too late")
+    assert await waiting == b"late, but not too late"
+    assert await mailbox.receive(0.02) is None
+
+
+@pytest.mark.parametrize("more", [[], [b"b", b"c"]])
+async def test_a_message_for_a_receiver_that_is_cancelled_meanwhile_is_the_next_one_s(more: list[bytes]) -> None:
+    mailbox = subscription()
+    receiver = asyncio.create_task(mailbox.receive(5))
+    await asyncio.sleep(0)
+    mailbox.deliver(b"a")
+    for message in more:
+        mailbox.deliver(message)
+    receiver.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await receiver
+    assert [await mailbox.receive(5) for _ in range(1 + len(more))] == [b"a", *more]
+
+
+async def test_a_cancelled_wait_takes_nothing_from_the_next() -> None:
+    mailbox = subscription()
+    receiver = asyncio.create_task(mailbox.receive(5))
+    await asyncio.sleep(0)
+    receiver.cancel()
+    mailbox.deliver(b"a")
+    with pytest.raises(asyncio.CancelledError):
+        await receiver
+    assert await mailbox.receive(5) == b"a"
+
+
+async def test_who_is_too_slow_is_told_that_he_missed_some() -> None:
+    mailbox = subscription()
+    for number in range(MAX_WAITING + 2):
+        mailbox.deliver(b"%d" % number)
+    assert await mailbox.receive(5) is Signal.MISSED
+    assert await mailbox.receive(5) == b"%d" % (MAX_WAITING + 1)

@@ -1,0 +1,122 @@
+"""A connection whose replies are handed on where they are read: whole, in order, and one end."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from redis.exceptions import ConnectionError, InvalidResponse, NoScriptError, ResponseError
+
+from api_client.connections import Link, connect_async
+from api_client.wire import READ_BYTES, Wire
+from tests.support.valkey import ValkeyServer
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.redis
+
+
+class Heard:
+    def __init__(self) -> None:
+        self.replies: list[Any] = []
+        self.ends: list[Exception] = []
+
+    async def until(self, replies: int = 0, ends: int = 0) -> None:
+        await until(lambda: len(self.replies) >= replies and len(self.ends) >= ends)
+
+
+@asynccontextmanager
+async def wired(url: str) -> AsyncIterator[tuple[Wire, Heard, Any]]:
+    """A wire over one of the library's connections, what it told, and the client."""
+    client, heard = connect_async(url, Link()), Heard()
+    connection = await client.connection_pool.get_connection()
+    try:
+        wire = Wire.over(connection, heard.replies.append, heard.ends.append)
+        assert wire is not None
+        yield wire, heard, client
+    finally:
+        await connection.disconnect()
+        await client.connection_pool.release(connection)
+        await client.aclose()
+
+
+async def test_replies_come_in_the_order_of_the_commands_and_whole(redis_url: str) -> None:
+    async with wired(redis_url) as (wire, heard, _):
+        large = b"x" * (3 * READ_BYTES + 1)
+        wire.send("ECHO", large)
+        for number in range(100):
+            wire.send("ECHO", number)
+        await heard.until(replies=101)
+        assert heard.replies == [large, *(b"%d" % number for number in range(100))]
+        assert not heard.ends
+
+
+async def test_an_error_that_the_server_reports_is_a_reply(redis_url: str) -> None:
+    async with wired(redis_url) as (wire, heard, _):
+        wire.send("EVALSHA", "0" * 40, 0)
+        wire.send("NONSENSE")
+        wire.send("ECHO", "a")
+        await heard.until(replies=3)
+        assert isinstance(heard.replies[0], NoScriptError)
+        assert isinstance(heard.replies[1], ResponseError)
+        assert heard.replies[2] == b"a"
+
+
+async def test_it_ends_once_and_nothing_can_be_sent_then(make_valkey: Callable[..., ValkeyServer]) -> None:
+    server = make_valkey(persistent=False)
+    async with wired(server.url) as (wire, heard, _):
+        server.halt(signal.SIGKILL)
+        await heard.until(ends=1)
+        with pytest.raises(ConnectionError):
+            wire.send("PING")
+        wire.end(ValueError("a second one"))
+        await asyncio.sleep(0.05)
+        assert len(heard.ends) == 1
+        assert isinstance(heard.ends[0], ConnectionError)
+
+
+async def test_nothing_is_handed_on_after_an_end(redis_url: str) -> None:
+    """Where the first reply of several that came together is the end for its owner."""
+    async with wired(redis_url) as (wire, heard, _):
+
+        def only_one(reply: Any) -> None:
+            heard.replies.append(reply)
+            wire.end(ValueError("enough"))
+
+        wire._on_reply = only_one
+        wire.send("ECHO", "a")
+        wire.send("ECHO", "b")
+        await heard.until(ends=1)
+        await asyncio.sleep(0.05)
+        assert heard.replies == [b"a"]
+
+
+async def test_bytes_that_are_no_replies_end_it() -> None:
+    async def speak_nonsense(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(speak_nonsense, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    _, writer = await asyncio.open_connection("127.0.0.1", port)
+    heard = Heard()
+    try:
+        Wire(writer.transport, ResponseError, heard.replies.append, heard.ends.append)
+        await heard.until(ends=1)
+        assert isinstance(heard.ends[0], InvalidResponse)
+        assert not heard.replies
+    finally:
+        writer.close()
+        server.close()
+
+
+async def test_a_connection_without_a_transport_is_left_to_the_library() -> None:
+    fakeredis = pytest.importorskip("fakeredis")
+    client = fakeredis.FakeAsyncRedis()
+    connection = await client.connection_pool.get_connection()
+    assert Wire.over(connection, lambda _: None, lambda _: None) is None
+    await client.connection_pool.release(connection)
+    await client.aclose()
