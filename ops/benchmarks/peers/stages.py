@@ -58,11 +58,12 @@ class TimedHub(ChannelHub):
     def __init__(self, client: Any) -> None:
         super().__init__(client)
         self._messages: list[tuple[float, bytes]] = []
+        self._pass_on = super()._hand_on  # looked up once: it is called for every token
 
     def _hand_on(self, message: list[Any]) -> bool:
         if message[0] == b"message":
             self._messages.append((time.monotonic(), message[2]))
-        return super()._hand_on(message)
+        return self._pass_on(message)
 
     def passages(self) -> dict[str, Passage]:
         found: dict[str, Passage] = defaultdict(dict)
