@@ -93,7 +93,9 @@ class Observer:
                 self._metrics.inter_token.of(priority).observe(gap, num_tokens)
         if gap is not None:
             self.token_s.add(gap)
-        self._count_steps(frame.stats)
+        self.tokens.add(self.tokens.total + sum(alike.values()))
+        if frame.stats is not None:
+            self._count_steps(frame.stats)
 
     def left(self, job_ids: Iterable[str], reason: str) -> None:
         """These jobs are out of this worker's hands, without an end: why, in a word."""
@@ -175,7 +177,6 @@ class Observer:
         if steps:
             self._metrics.step_seconds.of().observe((stats.busy_s - before.busy_s) / steps, steps)
             self._metrics.step_tokens.of().observe((stats.computed_tokens - before.computed_tokens) / steps, steps)
-        self.tokens.add(self.tokens.total + max(0, stats.generated_tokens - before.generated_tokens))
 
     def _tell(self, timeline: Timeline, item: Finished | None, left: str) -> str | None:
         if item is not None and timeline.first_ns and timeline.request is not None:

@@ -188,7 +188,7 @@ class Service:
     async def _pump(self) -> None:
         assert self._host is not None
         async for frame in self._host.frames():
-            self.health.stats = frame.stats
+            self.health.stats = frame.stats or self.health.stats
             if frame.events or self._publisher.has_pending:
                 for number, part in enumerate(in_turn(frame.events, self._urgent, self._events_at_once)):
                     if number:

@@ -148,7 +148,8 @@ def _as_one(frames: list[Frame]) -> Frame:
     if len(frames) == 1:
         return frames[0]
     events = tuple(event for frame in frames for event in frame.events)
-    return msgspec.structs.replace(frames[-1], events=events, ended_s=frames[0].ended_s)
+    stats = next((frame.stats for frame in reversed(frames) if frame.stats is not None), None)
+    return msgspec.structs.replace(frames[-1], events=events, stats=stats, ended_s=frames[0].ended_s)
 
 
 class EngineProcess(_Reports):

@@ -27,15 +27,24 @@ from worker.engine.types import GenerationRequest
 from worker.engine.warm_up import warm_up
 
 IDLE_REPORT_S = 0.5
+STATS_EVERY_S = 0.1
 
 
 class EngineLoop:
     """Owns the engine on its thread. `emit` must not block for long: it is called between steps."""
 
-    def __init__(self, engine: Engine, mailbox: Mailbox, emit: Callable[[Report], None]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        mailbox: Mailbox,
+        emit: Callable[[Report], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._engine = engine
         self._mailbox = mailbox
         self._emit = emit
+        self._clock = clock
+        self._stats_due_s = 0.0  # on that clock
 
     def run(self) -> None:
         """Warm up, say Ready, then until a Stop command, or until the device is lost (which is reported as Broken)."""
@@ -59,9 +68,11 @@ class EngineLoop:
         if not self._apply(commands):
             return False
         events = tuple(self._engine.step())
-        ended_s = time.monotonic()
-        engine = self._engine
-        self._emit(Frame(events=events, capacity=engine.capacity(), stats=engine.stats(), ended_s=ended_s))
+        ended_s = self._clock()
+        engine, stats = self._engine, None
+        if ended_s >= self._stats_due_s or not engine.has_work:
+            stats, self._stats_due_s = engine.stats(), ended_s + STATS_EVERY_S
+        self._emit(Frame(events=events, capacity=engine.capacity(), stats=stats, ended_s=ended_s))
         return True
 
     def _apply(self, commands: list[Command]) -> bool:

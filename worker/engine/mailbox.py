@@ -56,11 +56,12 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
 
 
 class Frame(msgspec.Struct, frozen=True, kw_only=True, tag="frame"):
-    """One step's events, and the state after it."""
+    """One step's events, and the state after it. Short steps go without figures, which would be a tenth of the frame;
+    what is told next counts them all."""
 
     events: tuple[TokenEvent, ...]
     capacity: Capacity
-    stats: EngineStats
+    stats: EngineStats | None = None
     ended_s: float = 0.0  # when the step ended, on the machine's monotonic clock
 
 

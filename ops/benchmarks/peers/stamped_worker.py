@@ -75,7 +75,7 @@ class StampingHost(EngineProcess):
         async for frame in super().frames():
             self.notes.frame(frame)
             yield frame
-            is_idle = not frame.stats.num_running
+            is_idle = frame.stats is not None and not frame.stats.num_running
             if is_idle and was_idle:
                 self.notes.write()
             was_idle = is_idle

@@ -1,0 +1,53 @@
+"""What a frame says beside a step's events."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from worker.engine.loop import STATS_EVERY_S, EngineLoop
+from worker.engine.mailbox import Frame, Mailbox, Report
+from worker.engine.types import Capacity, EngineStats
+
+CAPACITY = Capacity(free_sequences=1, free_blocks=1, waiting=0, running=1, block_size=16, max_model_len=64)
+
+
+class Steps:
+    """An engine with so many steps to do, each of which takes as long as is said."""
+
+    def __init__(self, seconds: list[float]) -> None:
+        self._seconds = list(seconds)
+        self.now = 0.0
+        self.done = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._seconds)
+
+    def step(self) -> list[Any]:
+        self.now += self._seconds.pop(0)
+        self.done += 1
+        return []
+
+    def capacity(self) -> Capacity:
+        return CAPACITY
+
+    def stats(self) -> EngineStats:
+        return EngineStats(steps=self.done)
+
+
+def steps_told(seconds: list[float]) -> list[int | None]:
+    """Of each frame: how many steps its figures count, None where it has none."""
+    engine, told = Steps(seconds), list[Report]()
+    loop = EngineLoop(engine, Mailbox(), told.append, clock=lambda: engine.now)  # type: ignore[arg-type]
+    while engine.has_work:
+        assert loop._turn()
+    return [frame.stats.steps if frame.stats is not None else None for frame in told if isinstance(frame, Frame)]
+
+
+def test_short_steps_share_figures_and_the_last_has_them_always() -> None:
+    short = STATS_EVERY_S / 4
+    assert steps_told([short] * 7) == [1, None, None, None, 5, None, 7]
+
+
+def test_each_long_step_has_its_own() -> None:
+    assert steps_told([STATS_EVERY_S * 2] * 3) == [1, 2, 3]
