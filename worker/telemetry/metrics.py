@@ -48,8 +48,14 @@ class Metrics:
             "inter_token_latency_seconds", "Time between a request's tokens, as published", _PER_TOKEN, "priority"
         )
         # the engine's steps
-        self.step_seconds = self._tallies("engine_step_seconds", "Time of an engine step; of short ones within a tenth of a second, their mean", _PER_TOKEN)
-        self.step_tokens = self._tallies("iteration_tokens_total", "Tokens computed in an engine step; likewise", _BATCH)
+        self.step_seconds = self._tallies(
+            "engine_step_seconds",
+            "Time of an engine step; of short ones within a tenth of a second, their mean",
+            _PER_TOKEN,
+        )
+        self.step_tokens = self._tallies(
+            "iteration_tokens_total", "Tokens computed in an engine step; likewise", _BATCH
+        )
         # the queue, Redis and SQL
         self.jobs = self._counter("jobs_finished_total", "Jobs recorded, by how they ended", ("status", "priority"))
         self.claims = self._counter("claims_total", "Claims, by whether they brought jobs", ("outcome",))
