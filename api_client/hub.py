@@ -122,11 +122,12 @@ class _Session:
         self.is_stale = False  # it lacks a channel: to be replaced
 
     async def open(self, channels: list[bytes]) -> None:
-        subscribe = self._pubsub.ssubscribe if self._prefix else self._pubsub.subscribe
         async with self._lock:
             await self._pubsub.connect()
-            self._wire = Wire.over(self._pubsub.connection, self._take, self._end)
-            await subscribe(*channels)
+            connection = self._pubsub.connection
+            self._wire = Wire.over(connection, self._take, self._end)
+            # Not the library's `subscribe`: it may look after the connection's health first, and wait for a reply.
+            await connection.send_command(f"{self._prefix}SUBSCRIBE", *channels, check_health=False)
 
     async def tell(self, channel: bytes, is_wanted: Callable[[], bool]) -> None:
         """Subscribe or unsubscribe, as it is wanted when the turn comes: the last word counts."""

@@ -80,6 +80,22 @@ async def test_early_late_and_second_subscribers_see_every_token_once(client: An
     assert (result.status, result.token_ids) == (JobStatus.SUCCEEDED, tuple(range(40)))
 
 
+@pytest.mark.parametrize(
+    ("options", "idle_s"), [("health_check_interval=1", 1.1), ("protocol=2", 0), ("protocol=3", 0)]
+)
+async def test_streams_do_not_mind_how_the_library_s_connections_are_set(
+    queue: Queue, redis_url: str, options: str, idle_s: float
+) -> None:
+    async with AsyncClient(f"{redis_url}?{options}", queue=QUEUE) as client:
+        job = await client.submit(prompt="x", max_tokens=30)
+        await asyncio.sleep(idle_s)
+        reading = asyncio.create_task(collect(client, job))
+        await asyncio.sleep(0.1)
+        async with playing(queue):
+            async with asyncio.timeout(4):  # sooner than a look at the log would be
+                assert_told(await reading, 30)
+
+
 @pytest.mark.parametrize("moment", ["before", "during", "after"])
 async def test_a_reader_with_a_cursor_sees_the_rest(client: Any, queue: Queue, moment: str) -> None:
     job = await client.submit(prompt="x", max_tokens=30)

@@ -110,6 +110,16 @@ async def test_a_reply_that_nobody_waited_for_is_not_the_next_call_s(make_valkey
         assert await line.call(ECHO, KEY, "e") == b"e"
 
 
+async def test_what_the_server_tells_unasked_is_no_call_s_reply(redis_url: str) -> None:
+    async with held(redis_url) as (line, client):
+        await line.call(ECHO, KEY, "a")
+        assert line._line is not None
+        await line._line.ask("CLIENT", "TRACKING", "ON", "BCAST")  # it is told of every key that changes
+        for number in range(5):
+            await client.set(f"key{number}", number, ex=60)
+            assert await line.call(ECHO, KEY, str(number)) == str(number).encode()
+
+
 async def test_a_call_s_time_counts_from_its_own_beginning(make_valkey: Callable[..., ValkeyServer]) -> None:
     """The timer was set by an earlier one."""
     server = make_valkey(persistent=False)

@@ -11,13 +11,16 @@ import asyncio
 from collections import deque
 from typing import Any, cast
 
+import hiredis
 import redis.asyncio
-from redis.exceptions import ConnectionError, NoScriptError
+from redis.exceptions import ConnectionError, InvalidResponse, NoScriptError
 
 from api_client.cancellation import heeding_cancellation
 from api_client.connections import SERVER_TROUBLE
 from api_client.scripts import Argument, Script, call_async
 from api_client.wire import Wire
+
+_NOTICE: Any = getattr(hiredis, "PushNotification", ())  # what a server tells unasked, with RESP3
 
 
 class HeldConnection:
@@ -97,6 +100,11 @@ class _Line:
         return reply
 
     def _answer(self, reply: Any) -> None:
+        if isinstance(reply, _NOTICE):
+            return
+        if not self._waiting:
+            self._over(InvalidResponse("a reply to nothing that was asked"))
+            return
         _, waiter = self._waiting.popleft()
         if waiter.done():
             return
@@ -107,13 +115,17 @@ class _Line:
 
     def _ring(self, timeout_s: float) -> None:
         self._timer = None
-        if not self._waiting or self._wire is None:
+        if not self._waiting:
             return
         due = self._waiting[0][0] + timeout_s
         if due <= self._loop.time():
-            self._wire.end(TimeoutError(f"no reply within {timeout_s:g} s"))
+            self._over(TimeoutError(f"no reply within {timeout_s:g} s"))
         else:
             self._timer = self._loop.call_at(due, self._ring, timeout_s)
+
+    def _over(self, error: Exception) -> None:
+        if self._wire is not None:
+            self._wire.end(error)
 
     def _end(self, error: Exception) -> None:
         self.is_over = True
