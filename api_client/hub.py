@@ -157,6 +157,8 @@ class _Session:
             raise self._trouble
 
     async def close(self) -> None:
+        if self._wire is not None:
+            self._wire.end(ConnectionError("closed"))
         async with self._lock:
             for part in (self._pubsub, self._owned):
                 with contextlib.suppress(*SERVER_TROUBLE):

@@ -6,6 +6,7 @@ wherever something is missing. Pub/sub may lose anything at any time; the log, t
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -156,10 +157,9 @@ class _Patience:
             raise ResultTimeout(self._job_id, self._timeout)
         return min(self._view.idle_s, left)
 
-    def progress(self, silence_s: float = 0.0) -> None:
-        """Something came; it has been silent for so long since."""
+    def progress(self) -> None:
         if self._timeout is not None:
-            self._since = time.monotonic() - silence_s
+            self._since = time.monotonic()
 
     def all_well(self) -> None:
         self.was_connected, self._failures, self._trouble_since = True, 0, None
@@ -182,15 +182,13 @@ def follow(view: QueueView, job_id: str, starting_after: int, timeout: float | N
     """Tells every chunk after the first `starting_after` tokens once. `timeout`: the longest silence."""
     cursor = StreamCursor(job_id, starting_after)
     patience = _Patience(view, job_id, timeout)
+    plainly_next = functools.partial(_plainly_next, cursor, patience)
     while not cursor.is_over:
         try:
             yield Listen(view.keys.chunks(job_id))
             yield from _catch_up(view, cursor, patience)
             while not cursor.is_over:
-                turn, before = patience.turn(), cursor.next_index
-                message = yield Follow(turn, lambda message: _plainly_next(cursor, message))
-                if cursor.next_index > before:
-                    patience.progress(silence_s=turn if message is None else 0.0)
+                message = yield Follow(patience.turn(), plainly_next)
                 chunk = _chunk_of(message)
                 told = cursor.accept(chunk) if chunk is not None else None
                 if told is None:
@@ -223,9 +221,12 @@ def _chunk_of(message: object) -> Chunk | None:
         return None
 
 
-def _plainly_next(cursor: StreamCursor, message: object) -> Chunk | None:
+def _plainly_next(cursor: StreamCursor, patience: _Patience, message: object) -> Chunk | None:
     chunk = _chunk_of(message)
-    return chunk if chunk is not None and cursor.takes(chunk) else None
+    if chunk is None or not cursor.takes(chunk):
+        return None
+    patience.progress()
+    return chunk
 
 
 def _catch_up(view: QueueView, cursor: StreamCursor, patience: _Patience) -> Program[None]:

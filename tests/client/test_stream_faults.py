@@ -51,6 +51,23 @@ async def test_cut_connections_leave_no_seam(faulty: tuple[Any, FaultProxy], que
         assert_told(await reading, 150)
 
 
+async def test_a_cut_in_a_long_stream_is_no_silence(faulty: tuple[Any, FaultProxy], queue: Queue) -> None:
+    """The time limit counts from the last token, not from the beginning."""
+    client, proxy = faulty
+    job = await queue.submit(max_tokens=150)
+
+    async def read() -> list[Chunk]:
+        return [chunk async for chunk in client.stream(job, timeout=0.8)]
+
+    async with playing(queue, pause_s=0.01):
+        reading = asyncio.create_task(read())
+        await asyncio.sleep(1.1)
+        proxy.cut(refuse=True)
+        await asyncio.sleep(0.2)
+        proxy.heal()
+        assert_told(await reading, 150)
+
+
 async def test_a_server_out_of_reach_for_a_while_leaves_no_seam(faulty: tuple[Any, FaultProxy], queue: Queue) -> None:
     client, proxy = faulty
     job = await queue.submit(max_tokens=60)
