@@ -103,7 +103,7 @@ class _Line:
         if isinstance(reply, _NOTICE):
             return
         if not self._waiting:
-            self._over(InvalidResponse("a reply to nothing that was asked"))
+            self._break(InvalidResponse("a reply to nothing that was asked"))
             return
         _, waiter = self._waiting.popleft()
         if waiter.done():
@@ -119,11 +119,11 @@ class _Line:
             return
         due = self._waiting[0][0] + timeout_s
         if due <= self._loop.time():
-            self._over(TimeoutError(f"no reply within {timeout_s:g} s"))
+            self._break(TimeoutError(f"no reply within {timeout_s:g} s"))
         else:
             self._timer = self._loop.call_at(due, self._ring, timeout_s)
 
-    def _over(self, error: Exception) -> None:
+    def _break(self, error: Exception) -> None:
         if self._wire is not None:
             self._wire.end(error)
 
