@@ -3,11 +3,13 @@
 import asyncio
 import threading
 import time
+from collections.abc import AsyncIterator
 
 import pytest
 
+from tests.support.waiting import until
 from worker.errors import StoreUnavailable
-from worker.record.connection import in_thread, normalised, open_engine
+from worker.record.connection import Threads, normalised, open_engine
 
 
 @pytest.mark.parametrize("url", ["postgres://u:p@h/db", "postgresql://u:p@h/db", "postgresql+psycopg://u:p@h/db"])
@@ -29,15 +31,38 @@ def test_sqlite_is_durable_and_lets_readers_read(sqlite_url: str) -> None:
     engine.dispose()
 
 
-async def test_a_call_that_takes_too_long_is_left_behind() -> None:
-    answered = threading.Event()
+def num_threads() -> int:
+    return sum(thread.name == "sql" for thread in threading.enumerate())
+
+
+@pytest.fixture
+async def threads() -> AsyncIterator[Threads]:
+    """None of them is left after a test."""
+    before, made = num_threads(), Threads()
+    yield made
+    made.close()
+    await until(lambda: num_threads() == before)
+
+
+async def test_one_thread_serves_calls_that_follow_one_another(threads: Threads) -> None:
+    served = {await threads.run(threading.get_ident, 5.0) for _ in range(20)}
+    assert len(served) == 1
+    both = threading.Barrier(2)  # who waits for the other has a thread of his own
+    await asyncio.gather(*(threads.run(lambda: both.wait(30), 60.0) for _ in range(2)))
+
+
+async def test_a_call_that_takes_too_long_is_left_behind(threads: Threads) -> None:
+    answered, before = threading.Event(), num_threads()
     with pytest.raises(StoreUnavailable, match="did not answer within"):
-        await in_thread(lambda: answered.wait(60), 0.05)
+        await threads.run(lambda: answered.wait(60), 0.05)
+    assert await threads.run(lambda: 2, 5.0) == 2
+    assert num_threads() == before + 2
     answered.set()
+    await until(lambda: num_threads() == before + 1)
 
 
-async def test_a_cancellation_that_meets_the_answer_is_not_swallowed() -> None:
-    task = asyncio.create_task(in_thread(lambda: 1, 5.0))
+async def test_a_cancellation_that_meets_the_answer_is_not_swallowed(threads: Threads) -> None:
+    task = asyncio.create_task(threads.run(lambda: 1, 5.0))
     await asyncio.sleep(0)
     time.sleep(0.1)  # noqa: ASYNC251 - the thread ends while the loop stands: its answer is queued
     asyncio.get_running_loop().call_soon(task.cancel)
@@ -45,9 +70,10 @@ async def test_a_cancellation_that_meets_the_answer_is_not_swallowed() -> None:
         await task
 
 
-async def test_errors_come_back_to_the_caller() -> None:
+async def test_errors_come_back_to_the_caller(threads: Threads) -> None:
     def fail() -> None:
         raise LookupError("no")
 
     with pytest.raises(LookupError):
-        await in_thread(fail, 5.0)
+        await threads.run(fail, 5.0)
+    assert await threads.run(lambda: 2, 5.0) == 2

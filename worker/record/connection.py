@@ -1,6 +1,6 @@
 """Opens the SQL store: URL forms, SQLite's write-ahead log, PostgreSQL's timeouts; and threads with an end.
 
-Drivers block, so each call runs in a thread of its own that is abandoned when it takes too long: a frozen
+Drivers block, so calls run in threads, and one that takes too long is abandoned with its thread: a frozen
 server then costs a thread, not the worker. A late commit of an abandoned call is harmless, since inserts
 ignore what is there.
 """
@@ -8,6 +8,7 @@ ignore what is there.
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -76,34 +77,63 @@ def _open_sqlite(url: URL) -> Engine:
     return engine
 
 
-async def in_thread(call: Callable[[], T], timeout_s: float) -> T:
-    """Raises StoreUnavailable when the call takes longer; then its thread is left to itself."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
+class Threads:
+    """For calls that block. A thread that is through waits for the next call, since making one costs a third of a
+    transaction; one that took too long is left to itself, and ends when it comes back.
+    """
 
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)  # type: ignore[arg-type]
+    def __init__(self) -> None:
+        self._idle: list[_Thread] = []  # the event loop's alone
 
-    def run() -> None:
-        result: T | None = None
-        error: BaseException | None = None
+    async def run(self, call: Callable[[], T], timeout_s: float) -> T:
+        """Raises StoreUnavailable when the call takes longer."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+        thread = self._idle.pop() if self._idle else _Thread()
+
+        def settle(result: T | None, error: BaseException | None) -> None:
+            if future.done():  # nobody waits any more
+                thread.end()
+                return
+            self._idle.append(thread)
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(result)  # type: ignore[arg-type]
+
+        def run() -> None:
+            result: T | None = None
+            error: BaseException | None = None
+            try:
+                result = call()
+            except BaseException as caught:  # travels to the awaiting task
+                error = caught
+            try:
+                loop.call_soon_threadsafe(settle, result, error)
+            except RuntimeError:  # the loop has ended while we were away
+                thread.end()
+
+        thread.calls.put(run)
         try:
-            result = call()
-        except BaseException as caught:  # travels to the awaiting task
-            error = caught
-        try:
-            loop.call_soon_threadsafe(settle, result, error)
-        except RuntimeError:  # the loop has ended while we were away
-            return
+            async with asyncio.timeout(timeout_s):  # not wait_for: Python 3.11's can swallow a cancellation
+                return await future
+        except TimeoutError as error:
+            raise StoreUnavailable(f"the SQL store did not answer within {timeout_s:g} s") from error
 
-    threading.Thread(target=run, name="sql", daemon=True).start()
-    try:
-        async with asyncio.timeout(timeout_s):  # not wait_for: Python 3.11's can swallow a cancellation
-            return await future
-    except TimeoutError as error:
-        raise StoreUnavailable(f"the SQL store did not answer within {timeout_s:g} s") from error
+    def close(self) -> None:
+        """Those that wait end; those that are away end when they come back."""
+        while self._idle:
+            self._idle.pop().end()
+
+
+class _Thread:
+    def __init__(self) -> None:
+        self.calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._serve, name="sql", daemon=True).start()
+
+    def end(self) -> None:
+        self.calls.put(None)
+
+    def _serve(self) -> None:
+        while (call := self.calls.get()) is not None:
+            call()

@@ -21,7 +21,7 @@ from schemas.codec import DecodeError, decode_result
 from schemas.result import JobResult, JobStatus
 from worker.errors import SchemaOutdated, StoreUnavailable
 from worker.jobs import Finished
-from worker.record.connection import LOCK_TIMEOUT_S, STATEMENT_TIMEOUT_S, in_thread, open_engine
+from worker.record.connection import LOCK_TIMEOUT_S, STATEMENT_TIMEOUT_S, Threads, open_engine
 from worker.record.faults import Verdict, sentence_of, verdict_of
 from worker.record.rows import JobRow
 from worker.record.standing import Standing, standing
@@ -64,6 +64,7 @@ class ResultStore:
         answer_timeout_s: float = _ANSWER_TIMEOUT_S,
     ) -> None:
         self._engine = engine or open_engine(url)
+        self._threads = Threads()
         self._queue = queue
         self._with_prompts = with_prompts
         self._answer_timeout_s = answer_timeout_s
@@ -76,12 +77,12 @@ class ResultStore:
         latest = {item.result.job_id: item for item in sorted(finished, key=lambda item: item.token)}
         rows = [JobRow.of(item, queue=self._queue, with_prompt=self._with_prompts) for item in latest.values()]
         rows.sort(key=lambda row: row.job_id)  # two writers that lock in one order cannot deadlock
-        return await in_thread(lambda: self._record(rows), self._answer_timeout_s)
+        return await self._threads.run(lambda: self._record(rows), self._answer_timeout_s)
 
     async def find(self, ids: Sequence[str]) -> dict[str, JobResult]:
         """What is recorded of these jobs of this queue for good; the dead may be redriven. Raises StoreUnavailable."""
         try:
-            return await in_thread(lambda: self._find(ids), _LOOK_UP_TIMEOUT_S)
+            return await self._threads.run(lambda: self._find(ids), _LOOK_UP_TIMEOUT_S)
         except StoreUnavailable:
             raise
         except Exception as error:
@@ -90,7 +91,7 @@ class ResultStore:
     async def check(self) -> None:
         """Raises StoreUnavailable, or SchemaOutdated when `tokenmill db upgrade` has to run first."""
         try:
-            state = await in_thread(self._standing, self._answer_timeout_s)
+            state = await self._threads.run(self._standing, self._answer_timeout_s)
         except StoreUnavailable:
             raise
         except Exception as error:
@@ -102,7 +103,10 @@ class ResultStore:
             )
 
     async def close(self) -> None:
-        await in_thread(self._engine.dispose, self._answer_timeout_s)
+        try:
+            await self._threads.run(self._engine.dispose, self._answer_timeout_s)
+        finally:
+            self._threads.close()
 
     def _find(self, ids: Sequence[str]) -> dict[str, JobResult]:
         chosen = and_(jobs.c.id.in_(ids), jobs.c.queue == self._queue, jobs.c.state != JobStatus.DEAD.value)
