@@ -38,10 +38,10 @@ class HeldConnection:
         """As `api_client.scripts.call_async`: one round trip, two when the server has lost the script. Raises what that
         raises, and TimeoutError."""
         line = self._line
-        if line is None or line.is_over:
+        if self._has_lines and (line is None or line.is_over):
             line = await self._open()
-            if line is None:
-                return await call_async(self._client, script, key, *arguments)
+        if line is None:
+            return await call_async(self._client, script, key, *arguments)
         try:
             return await line.ask("EVALSHA", script.sha, 1, key, *arguments)
         except NoScriptError:

@@ -103,5 +103,7 @@ def _watched(settings: Settings, watch: TasksWatch) -> Iterator[None]:
 
 async def _check(settings: Settings) -> None:
     store = ResultStore(settings.database_url)
-    await store.check()
-    await store.close()
+    try:
+        await store.check()
+    finally:
+        await store.close()
