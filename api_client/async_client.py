@@ -178,9 +178,10 @@ class AsyncClient(ClientBase):
                 if isinstance(effect, Tell):
                     yield effect.value
                 elif isinstance(effect, Follow):
-                    receive, timeout, value_of = performer.receiver(), effect.timeout, effect.value_of
-                    while (value := value_of(message := await receive(timeout))) is not None:
-                        yield value
+                    receive, timeout, told_by = performer.receiver(), effect.timeout, effect.told_by
+                    while (values := told_by(message := await receive(timeout))) is not None:
+                        for value in values:
+                            yield value
                     performer.answer = message
                 else:
                     await performer.perform(effect)

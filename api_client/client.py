@@ -171,8 +171,8 @@ class Client(ClientBase):
                     continue
                 try:
                     if isinstance(effect, Follow):
-                        while (value := effect.value_of(answer := performer.receive(effect.timeout))) is not None:
-                            yield value
+                        while (values := effect.told_by(answer := performer.receive(effect.timeout))) is not None:
+                            yield from values
                     else:
                         answer = performer.perform(effect)
                 except SERVER_TROUBLE as error:

@@ -52,24 +52,17 @@ class StreamCursor:
         """The log entry to read from; entries at the cursor itself may be ends without a token."""
         return f"{self.next_index}-0" if self.next_index and not self.is_torn else "-"
 
-    def takes(self, chunk: Chunk) -> bool:
-        """Is it just the next one, to be told as it is? As a rule it is, and counts as told then."""
+    def accept(self, chunk: Chunk) -> list[Chunk] | None:
+        """The chunk as it is to be told (nothing, if it was told before); None when something before it is missing."""
+        if self.is_over:
+            return []
         if (
             chunk.index == self.next_index >= self._silent_until
             and chunk.place is None
             and chunk.status is None
             and chunk.token_ids
-            and not self.is_over
-        ):
+        ):  # as a rule
             self._advance(chunk, 0)
-            return True
-        return False
-
-    def accept(self, chunk: Chunk) -> list[Chunk] | None:
-        """The chunk as it is to be told (nothing, if it was told before); None when something before it is missing."""
-        if self.is_over:
-            return []
-        if self.takes(chunk):
             return [chunk]
         if chunk.index > self.next_index:
             return None

@@ -6,7 +6,7 @@ An effect that fails because of the server is thrown back into the program as Qu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, TypeAlias, TypeVar
@@ -50,12 +50,12 @@ class Receive:
 
 @dataclass(frozen=True, slots=True)
 class Follow:
-    """Receive, and hand what `value_of` makes of each message to the user as Tell does, for as long as it makes
-    something: the way of every token. Answer: the first message of which it makes None, or what Receive answers.
+    """Receive, and hand the values that `told_by` makes of each message to the user as Tell does, until it makes None
+    of one: the way of every token. Answer: that message, or what else Receive answers.
     """
 
     timeout: float
-    value_of: Callable[[Any], Any]
+    told_by: Callable[[Any], Sequence[Any] | None]
 
 
 @dataclass(frozen=True, slots=True)

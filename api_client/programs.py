@@ -182,13 +182,13 @@ def follow(view: QueueView, job_id: str, starting_after: int, timeout: float | N
     """Tells every chunk after the first `starting_after` tokens once. `timeout`: the longest silence."""
     cursor = StreamCursor(job_id, starting_after)
     patience = _Patience(view, job_id, timeout)
-    plainly_next = functools.partial(_plainly_next, cursor, patience)
+    told_by = functools.partial(_told_by, cursor, patience)
     while not cursor.is_over:
         try:
             yield Listen(view.keys.chunks(job_id))
             yield from _catch_up(view, cursor, patience)
             while not cursor.is_over:
-                message = yield Follow(patience.turn(), plainly_next)
+                message = yield Follow(patience.turn(), told_by)
                 chunk = _chunk_of(message)
                 told = cursor.accept(chunk) if chunk is not None else None
                 if told is None:
@@ -221,12 +221,13 @@ def _chunk_of(message: object) -> Chunk | None:
         return None
 
 
-def _plainly_next(cursor: StreamCursor, patience: _Patience, message: object) -> Chunk | None:
+def _told_by(cursor: StreamCursor, patience: _Patience, message: object) -> list[Chunk] | None:
+    """What of it is news; None where something is missing before it, and at the job's end."""
     chunk = _chunk_of(message)
-    if chunk is None or not cursor.takes(chunk):
-        return None
-    patience.progress()
-    return chunk
+    told = cursor.accept(chunk) if chunk is not None and not chunk.is_last else None
+    if told is not None:
+        patience.progress()
+    return told
 
 
 def _catch_up(view: QueueView, cursor: StreamCursor, patience: _Patience) -> Program[None]:

@@ -38,6 +38,14 @@ async def held(url: str, timeout_s: float = 5.0) -> AsyncIterator[tuple[HeldConn
         await client.aclose()
 
 
+@asynccontextmanager
+async def held_on(server: ValkeyServer, timeout_s: float = 5.0) -> AsyncIterator[HeldConnection]:
+    """On a server of the test's own, and open."""
+    async with held(server.url, timeout_s) as (line, _):
+        await line.call(ECHO, KEY, "a")
+        yield line
+
+
 async def num_clients(client: Any) -> int:
     return len([entry for entry in await client.client_list() if entry["cmd"] != "client|list"])
 
@@ -77,8 +85,7 @@ async def test_a_connection_that_was_cut_while_idle_is_replaced(redis_url: str) 
 
 async def test_a_connection_that_is_cut_fails_the_calls_under_way(make_valkey: Callable[..., ValkeyServer]) -> None:
     server = make_valkey(persistent=False)
-    async with held(server.url) as (line, _):
-        await line.call(ECHO, KEY, "a")
+    async with held_on(server) as line:
         server.freeze()
         calls = [asyncio.create_task(line.call(ECHO, KEY, str(number))) for number in range(3)]
         await asyncio.sleep(0.05)
@@ -91,8 +98,7 @@ async def test_a_connection_that_is_cut_fails_the_calls_under_way(make_valkey: C
 async def test_a_reply_that_nobody_waited_for_is_not_the_next_call_s(make_valkey: Callable[..., ValkeyServer]) -> None:
     """Neither after a cancelled call nor after one that took too long."""
     server = make_valkey(persistent=False)
-    async with held(server.url, timeout_s=0.3) as (line, _):
-        await line.call(ECHO, KEY, "a")
+    async with held_on(server, timeout_s=0.3) as line:
         server.freeze()
         cancelled = asyncio.create_task(line.call(ECHO, KEY, "b"))
         await asyncio.sleep(0.05)
@@ -123,8 +129,7 @@ async def test_what_the_server_tells_unasked_is_no_call_s_reply(redis_url: str) 
 async def test_a_call_s_time_counts_from_its_own_beginning(make_valkey: Callable[..., ValkeyServer]) -> None:
     """The timer was set by an earlier one."""
     server = make_valkey(persistent=False)
-    async with held(server.url, timeout_s=0.4) as (line, _):
-        await line.call(ECHO, KEY, "a")
+    async with held_on(server, timeout_s=0.4) as line:
         await asyncio.sleep(0.3)
         server.freeze()
         late = asyncio.create_task(line.call(ECHO, KEY, "b"))
@@ -137,8 +142,7 @@ async def test_a_call_s_time_counts_from_its_own_beginning(make_valkey: Callable
 
 async def test_a_restarted_server_is_found_again(make_valkey: Callable[..., ValkeyServer]) -> None:
     server = make_valkey(persistent=False)
-    async with held(server.url) as (line, _):
-        await line.call(ECHO, KEY, "a")
+    async with held_on(server) as line:
         server.restart()
         with pytest.raises(SERVER_TROUBLE):
             await line.call(ECHO, KEY, "b")

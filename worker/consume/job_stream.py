@@ -95,7 +95,7 @@ class JobStream:
 
     async def open(self) -> None:
         """Check the server, load the scripts, set the queue's limits, and give back what a namesake left behind."""
-        async with _translated():
+        with _translated():
             await check_server(self._client)
         await self._call(scripts.RESIGN, self.worker_id, "orphan")
         options = self.options
@@ -109,7 +109,7 @@ class JobStream:
         }
         given = {name: value for name, value in limits.items() if value}
         if given:
-            async with _translated():
+            with _translated():
                 await self._client.hset(self.keys.meta, mapping=cast("Mapping[Any, Any]", given))
 
     # ── taking ──
@@ -156,7 +156,7 @@ class JobStream:
         if not items:
             return []
         reply = await self._call(scripts.APPEND, round(self.options.log_ttl_s), _packed(items))
-        outcome = [(AppendReply.OK, item.chunk.index + len(item.chunk.token_ids)) for item in items]
+        outcome = [(AppendReply.OK, item.chunk.end) for item in items]
         for place, word, end in zip(reply[::3], reply[1::3], reply[2::3], strict=True):
             outcome[place] = (AppendReply(word.decode()), int(end))
         if not reply:
@@ -239,7 +239,7 @@ class JobStream:
 
     async def depth(self) -> QueueDepth:
         """The backlog, for metrics and autoscaling: one command."""
-        async with _translated():
+        with _translated():
             raw = cast("dict[bytes, bytes]", await self._client.hgetall(self.keys.meta))
         return read_depth(raw)
 
@@ -258,15 +258,16 @@ class JobStream:
             while True:
                 attempt += 1
                 try:
-                    if script is scripts.APPEND:
-                        reply = await self._append_line.call(script, self.keys.meta, *self._head, *arguments)
-                    else:
-                        reply = await call_async(self._client, script, self.keys.meta, *self._head, *arguments)
+                    with _translated():
+                        if script is scripts.APPEND:
+                            reply = await self._append_line.call(script, self.keys.meta, *self._head, *arguments)
+                        else:
+                            reply = await call_async(self._client, script, self.keys.meta, *self._head, *arguments)
                     is_done = True
                     return reply
-                except (*SERVER_TROUBLE, TimeoutError) as error:
+                except RedisUnavailable:
                     if attempt == attempts:
-                        raise _unavailable(error) from error
+                        raise
         finally:
             self.on_call(script.name, time.perf_counter() - started, attempt, is_done)
 
@@ -309,16 +310,12 @@ def _finish_arguments(job: Finished) -> tuple[Argument, ...]:
 class _translated:
     """Trouble with the server, in our own tree."""
 
-    async def __aenter__(self) -> None:
+    def __enter__(self) -> None:
         return None
 
-    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, (*SERVER_TROUBLE, TimeoutError)) and not isinstance(error, RedisUnavailable):
-            raise _unavailable(error) from error
-
-
-def _unavailable(error: BaseException) -> RedisUnavailable:
-    return RedisUnavailable(f"Redis: {type(error).__name__}: {error}")
+            raise RedisUnavailable(f"Redis: {type(error).__name__}: {error}") from error
 
 
 async def check_server(client: redis.asyncio.Redis) -> None:
