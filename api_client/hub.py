@@ -17,7 +17,7 @@ from typing import Any
 import redis.asyncio
 import redis.asyncio.cluster
 
-from api_client.cancellation import end_task, heeding_cancellation, wait_at_most
+from api_client.cancellation import end_task, wait_at_most
 from api_client.connections import SERVER_TROUBLE
 from api_client.effects import Signal
 from api_client.errors import QueueUnavailable
@@ -28,7 +28,6 @@ log = logging.getLogger(__name__)
 MAX_WAITING = 4_096  # messages of one subscriber; one that is slower reads the log instead
 _CONFIRM_S = 5.0
 _PAUSES_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
-_POLL_S = 30.0
 
 
 class HubSubscription:
@@ -119,7 +118,6 @@ class _Session:
         self._wire: Wire | None = None
         self._over = asyncio.Event()
         self._trouble: Exception | None = None
-        self.is_stale = False  # it lacks a channel: to be replaced
 
     async def open(self, channels: list[bytes]) -> None:
         async with self._lock:
@@ -130,7 +128,8 @@ class _Session:
             await connection.send_command(f"{self._prefix}SUBSCRIBE", *channels, check_health=False)
 
     async def tell(self, channel: bytes, is_wanted: Callable[[], bool]) -> None:
-        """Subscribe or unsubscribe, as it is wanted when the turn comes: the last word counts."""
+        """Subscribe or unsubscribe, as it is wanted when the turn comes: the last word counts. A session that cannot be
+        told is over."""
         async with self._lock:
             verb = f"{self._prefix}{'' if is_wanted() else 'UN'}SUBSCRIBE"
             connection = self._pubsub.connection
@@ -138,21 +137,16 @@ class _Session:
                 if connection is None or not connection.is_connected:
                     raise ConnectionError("not connected")
                 await connection.send_command(verb, channel, check_health=False)
-            except (*SERVER_TROUBLE, AttributeError):  # the last: the library lost the socket under our hands
-                self.is_stale = True
+            except (*SERVER_TROUBLE, AttributeError) as error:  # the last: the library lost the socket under our hands
+                self._end(ConnectionError(f"{verb} could not be sent: {error}"))
 
     async def read(self) -> None:
         """Until the connection must be made anew. Raises SERVER_TROUBLE when it is lost."""
-        while self._wire is None and not self._over.is_set():
-            connection = self._pubsub.connection
-            if connection is None:
-                raise ConnectionError("the connection is lost")
-            self._take(
-                await connection.read_response(
-                    disable_decoding=True, timeout=math.inf, disconnect_on_error=False, push_request=True
-                )
-            )
-        await self._over.wait()
+        listener = asyncio.create_task(self._listen(), name="channel-listener") if self._wire is None else None
+        try:
+            await self._over.wait()
+        finally:
+            await end_task(listener)
         if self._trouble is not None:
             raise self._trouble
 
@@ -164,6 +158,18 @@ class _Session:
                 with contextlib.suppress(*SERVER_TROUBLE):
                     if part is not None:
                         await part.aclose()
+
+    async def _listen(self) -> None:
+        """As the library reads, where there is no wire."""
+        try:
+            while not self._over.is_set():
+                self._take(
+                    await self._pubsub.connection.read_response(
+                        disable_decoding=True, timeout=math.inf, disconnect_on_error=False, push_request=True
+                    )
+                )
+        except (*SERVER_TROUBLE, AttributeError) as error:  # the last: it is closed
+            self._end(ConnectionError(f"the connection is lost: {error}"))
 
     def _take(self, reply: Any) -> None:
         if isinstance(reply, list):
@@ -250,7 +256,7 @@ class ChannelHub:
             try:
                 session = await self._connect()
                 failures = 0
-                await self._read(session, me)
+                await session.read()
             except SERVER_TROUBLE as error:
                 self._trouble = error
                 log.debug("pub/sub connection: %s", error)
@@ -286,13 +292,6 @@ class ChannelHub:
             for subscription in subscribers:
                 subscription.deliver(Signal.MISSED)
         return session
-
-    async def _read(self, session: _Session, me: asyncio.Task[None] | None) -> None:
-        while self._reader is me and self._subscribers and not session.is_stale:
-            with contextlib.suppress(TimeoutError), heeding_cancellation():
-                async with asyncio.timeout(_POLL_S):  # one for many messages: only to look whether it is stale
-                    await session.read()
-                    return
 
     def _hand_on(self, message: list[Any]) -> bool:
         """False: the slot has moved, connect anew."""

@@ -49,6 +49,10 @@ class Wire(asyncio.BufferedProtocol):
             return cls(transport, make_error, on_reply, on_end)
         return None
 
+    @property
+    def is_over(self) -> bool:
+        return self._on_end is None
+
     def send(self, *command: Argument) -> None:
         """Raises ConnectionError where the connection has ended."""
         if self._on_end is None:

@@ -1,10 +1,13 @@
-"""One subscription's mailbox: order, silence, a receiver that goes away, one that is too slow."""
+"""One subscription's mailbox: order, silence, a receiver that goes away, one too slow; a connection that fails."""
 
 from __future__ import annotations
 
 import asyncio
 
 import pytest
+import redis.asyncio
+from redis.asyncio.connection import AbstractConnection
+from redis.exceptions import ConnectionError
 
 from api_client.effects import Signal
 from api_client.hub import MAX_WAITING, ChannelHub, HubSubscription
@@ -65,3 +68,33 @@ async def test_who_is_too_slow_is_told_that_he_missed_some() -> None:
         mailbox.deliver(b"%d" % number)
     assert await mailbox.receive(5) is Signal.MISSED
     assert await mailbox.receive(5) == b"%d" % (MAX_WAITING + 1)
+
+
+@pytest.mark.redis
+async def test_a_channel_that_the_connection_did_not_take_is_asked_for_on_the_next(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = redis.asyncio.Redis.from_url(redis_url)
+    hub = ChannelHub(client)
+    send = AbstractConnection.send_command
+    refused: list[object] = []
+
+    async def refuse_once(self: AbstractConnection, *command: object, **options: object) -> None:
+        if b"second" in command and not refused:
+            refused.append(command)
+            raise ConnectionError("cut")
+        await send(self, *command, **options)
+
+    monkeypatch.setattr(AbstractConnection, "send_command", refuse_once)
+    try:
+        first = await hub.subscribe("first")
+        assert await first.receive(5) is Signal.MISSED  # what came before it was subscribed
+        second = await hub.subscribe("second")
+        assert refused
+        assert await first.receive(5) is Signal.MISSED
+        assert await second.receive(5) is Signal.MISSED
+        await client.publish("second", b"there")
+        assert await second.receive(5) == b"there"
+    finally:
+        await hub.close()
+        await client.aclose()

@@ -86,7 +86,10 @@ class _Line:
         self._waiting: deque[tuple[float, asyncio.Future[Any]]] = deque()  # since when
         self._timer: asyncio.TimerHandle | None = None
         self._wire = Wire.over(connection, self._answer, self._end)
-        self.is_over = self._wire is None
+
+    @property
+    def is_over(self) -> bool:
+        return self._wire is None or self._wire.is_over
 
     def ask(self, *command: Argument) -> asyncio.Future[Any]:
         """Raises ConnectionError where it is over."""
@@ -128,7 +131,6 @@ class _Line:
             self._wire.end(error)
 
     def _end(self, error: Exception) -> None:
-        self.is_over = True
         if self._timer is not None:
             self._timer.cancel()
         for _, waiter in self._waiting:

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from typing import Any
 
+import msgspec
+
 from schemas.generation import FinishReason, SamplingParams
 from worker.engine.config import EngineConfig
 from worker.engine.faults import is_device_lost, refusal_event, sentence_of
@@ -315,7 +317,8 @@ class Engine:
 
     def stats(self) -> EngineStats:
         captured, replayed = self.runner.graph_counts
-        return self.scheduler.snapshot(
+        return msgspec.structs.replace(
+            self.scheduler.snapshot(),
             steps=self._steps,
             failed_steps=self._failed_steps,
             busy_s=self._busy_s,

@@ -182,7 +182,7 @@ def test_capacity_and_statistics_tell_what_is_there() -> None:
     loop.step()
     capacity = loop.scheduler.capacity()
     assert (capacity.free_sequences, capacity.free_blocks, capacity.waiting, capacity.running) == (0, 14, 1, 2)
-    stats = loop.scheduler.snapshot(steps=1)
+    stats = loop.scheduler.snapshot()
     assert (stats.num_running, stats.num_waiting, stats.blocks_total, stats.blocks_free) == (2, 1, 20, 14)
     assert (stats.prompt_tokens, stats.computed_tokens, stats.generated_tokens) == (27, 18, 2)
     loop.run()

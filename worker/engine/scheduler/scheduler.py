@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
-from typing import Any
 
 from schemas.generation import FinishReason
 from worker.engine.config import CacheConfig, EngineConfig
@@ -192,8 +191,8 @@ class Scheduler:
             free_urgent=num_for_urgent(state),
         )
 
-    def snapshot(self, **of_engine: Any) -> EngineStats:
-        """The counters and the gauges of now; what the engine counts itself goes in as it is named there."""
+    def snapshot(self) -> EngineStats:
+        """The counters and the gauges of now, without what the engine counts itself."""
         state, kv = self._state, self.kv
         usable = free = findable = evicted = 0
         for pool in kv.pools:
@@ -203,7 +202,6 @@ class Scheduler:
             evicted += pool.evicted
         return EngineStats(
             **state.counters.as_dict(),
-            **of_engine,
             num_running=state.num_running,
             num_waiting=len(state.queue),
             num_offloaded=state.num_offloaded,
