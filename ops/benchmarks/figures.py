@@ -66,6 +66,8 @@ def stage_figures(measured: Round) -> dict[str, float]:
     """Where a chunk's latency goes: per stage, and what the queue server needs for one script call."""
     figures = {}
     for stage, seconds in measured.stages.items():
+        if not seconds:
+            continue
         figures[f"stage_{stage}_p50_ms"] = 1e3 * percentile(seconds, 0.5)
         figures[f"stage_{stage}_p99_ms"] = 1e3 * percentile(seconds, 0.99)
     if measured.script_s is not None and measured.script_calls:

@@ -6,10 +6,12 @@ import pytest
 
 from ops.benchmarks.figures import stage_figures
 from ops.benchmarks.peers.protocol import Round
-from ops.benchmarks.peers.stages import Notes, latencies
+from ops.benchmarks.peers.stages import Notes, is_noted, latencies
 
 LINES = """\
 submit 9.5 a
+step 10.0 1 1
+step 11.0 2 3
 token 10.0 10.25 a 1
 append 10.5 a 1
 token 11.0 11.25 a 2
@@ -25,8 +27,10 @@ def test_notes_of_a_round_begin_where_it_began(tmp_path: Path) -> None:
     assert notes.submits == {"a": 9.5}
     assert (dict(notes.ends), dict(notes.frames)) == ({"a": {1: 10.0, 2: 11.0}}, {"a": {1: 10.25, 2: 11.25}})
     assert dict(notes.appends) == {"a": {1: 10.5, 2: 11.5}}  # what was sent again was late the first time
-    assert notes.are_complete(["a"], [2])
-    assert not notes.are_complete(["a"], [3])
+    assert notes.steps == {10.0: 1, 11.0: 2}
+    assert notes.are_complete({"a": 2}, 4)
+    assert not notes.are_complete({"a": 3}, 4)
+    assert not notes.are_complete({"a": 2}, 5)
 
 
 def test_stages_add_up_to_the_whole_way(tmp_path: Path) -> None:
@@ -39,3 +43,9 @@ def test_stages_add_up_to_the_whole_way(tmp_path: Path) -> None:
     figures = stage_figures(Round(1.0, [], [], [], stages=stages, script_calls=4, script_s=0.002))
     assert figures["stage_server_p50_ms"] == pytest.approx(2000)
     assert figures["script_ms"] == pytest.approx(0.5)
+
+
+def test_one_job_in_so_many_is_noted() -> None:
+    jobs = [f"job-{number}" for number in range(400)]
+    assert all(is_noted(job, 1) for job in jobs)
+    assert 60 < sum(is_noted(job, 4) for job in jobs) < 140

@@ -2,28 +2,36 @@
 
     step's end ──frame──▶ I/O process ──chunk──▶ append called ──server──▶ subscriber's connection ──told──▶ its task
 
-All processes of a benchmark are on one machine and read one monotonic clock.
+All processes of a benchmark are on one machine and read one monotonic clock. Of one job in so many each of them notes
+its tokens: which, both sides know by the job's id.
 """
 
 import time
+import zlib
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from api_client import AsyncClient
-from api_client.hub import ChannelHub
+from api_client.hub import ChannelHub, HubSubscription
 from ops.benchmarks.figures import STAGES
 from schemas.codec import decode_chunk
 
 Passage = dict[int, float]  # tokens so far → when
 
 
+def is_noted(job: str, one_in: int) -> bool:
+    return zlib.crc32(job.encode()) % one_in == 0
+
+
 @dataclass(slots=True)
 class Notes:
-    """What the worker wrote, per job."""
+    """What the worker wrote: the sequences of each step, by its end, and the rest per job."""
 
+    steps: dict[float, int] = field(default_factory=dict)
+    num_tokens: int = 0  # of all jobs
     submits: dict[str, float] = field(default_factory=dict)
     ends: dict[str, Passage] = field(default_factory=lambda: defaultdict(dict))
     frames: dict[str, Passage] = field(default_factory=lambda: defaultdict(dict))
@@ -40,6 +48,9 @@ class Notes:
             match line.split(" "):
                 case ["submit", when, job]:
                     notes.submits.setdefault(job, float(when))
+                case ["step", ended, sequences, tokens]:
+                    notes.steps[float(ended)] = int(sequences)
+                    notes.num_tokens += int(tokens)
                 case ["token", ended, when, job, count]:
                     notes.ends[job].setdefault(int(count), float(ended))
                     notes.frames[job].setdefault(int(count), float(when))
@@ -47,21 +58,30 @@ class Notes:
                     notes.appends[job].setdefault(int(count), float(when))
         return notes
 
-    def are_complete(self, jobs: Iterable[str], lengths: Iterable[int]) -> bool:
-        wanted = dict(zip(jobs, lengths, strict=True))
-        return all(count in self.frames[job] and count in self.appends[job] for job, count in wanted.items())
+    def are_complete(self, lengths: Mapping[str, int], num_tokens: int) -> bool:
+        """`lengths` of the jobs that are noted, `num_tokens` of all."""
+        return self.num_tokens >= num_tokens and all(
+            count in self.frames[job] and count in self.appends[job] for job, count in lengths.items()
+        )
 
 
 class TimedHub(ChannelHub):
-    """Notes when each message came; they are decoded when the round is over."""
+    """Notes when each message of a noted job came; they are decoded when the round is over."""
 
-    def __init__(self, client: Any) -> None:
+    def __init__(self, client: Any, one_in: int) -> None:
         super().__init__(client)
+        self._one_in = one_in
+        self._noted: set[bytes] = set()  # channels
         self._messages: list[tuple[float, bytes]] = []
         self._pass_on = super()._hand_on  # looked up once: it is called for every token
 
+    async def subscribe(self, channel: str) -> HubSubscription:
+        if is_noted(channel.rpartition(":")[2], self._one_in):
+            self._noted.add(channel.encode())
+        return await super().subscribe(channel)
+
     def _hand_on(self, message: list[Any]) -> bool:
-        if message[0] == b"message":
+        if message[1] in self._noted and message[0] == b"message":
             self._messages.append((time.monotonic(), message[2]))
         return self._pass_on(message)
 
@@ -74,9 +94,9 @@ class TimedHub(ChannelHub):
 
 
 class TimedClient(AsyncClient):
-    def __init__(self, url: str, *, queue: str, database: str) -> None:
+    def __init__(self, url: str, *, queue: str, database: str, one_in: int) -> None:
         super().__init__(url, queue=queue, database=database)
-        self.hub = self._hub = TimedHub(self._redis)
+        self.hub = self._hub = TimedHub(self._redis, one_in)
 
 
 def latencies(notes: Notes, heard: dict[str, Passage], told: dict[str, Passage]) -> tuple[list[float], dict[str, Any]]:

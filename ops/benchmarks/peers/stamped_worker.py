@@ -1,11 +1,13 @@
-"""A whole worker that notes when each token passed: its step's end, its frame in the I/O process, its append's call.
+"""A whole worker that notes when tokens passed: their step's end, their frame in the I/O process, their append's call.
 
-Notes are kept as they come (a reference to what passed, and the time) and written as lines to a file when the engine
-has been idle for a frame, so that they cost the measured path next to nothing: the last answers are on their way yet
-when it has just become so. Settings come from the environment, as for any worker;
-the file's name is the argument. Lines, all times monotonic seconds of the machine's one clock:
+Of one job in so many, and as little as will do: what is kept of every token makes the worker slower, more by the
+memory that is never warm than by the time to write it. Notes become lines of a file when the engine has been idle for
+a frame: the last answers are on their way yet when it has just become so. Settings come from the environment, as for
+any worker; the file's name and the number are the arguments. Lines, all times monotonic seconds of the machine's one
+clock:
 
-    submit <time> <job>                     the engine is handed the job
+    submit <time> <job>                     the engine is handed the job; of every job
+    step <end> <sequences> <tokens>         so many got so many; of every step
     token <step's end> <time> <job> <tokens so far>
     append <time> <job> <tokens so far>     its chunk is made; the script's call begins
 """
@@ -13,10 +15,11 @@ the file's name is the argument. Lines, all times monotonic seconds of the machi
 import asyncio
 import sys
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import TextIO
 
+from ops.benchmarks.peers.stages import is_noted
 from worker.app import Worker
 from worker.consume.job_stream import JobStream
 from worker.engine.host import EngineProcess
@@ -30,36 +33,47 @@ from worker.telemetry import configure_logging
 class Notes:
     """Of one worker; `write` forgets what it has written."""
 
-    def __init__(self, file: TextIO) -> None:
+    def __init__(self, file: TextIO, one_in: int) -> None:
         self._file = file
-        self._frames: list[tuple[float, Frame]] = []
-        self._appends: list[tuple[float, list[Append]]] = []
-        self._so_far: dict[str, int] = {}
+        self._one_in = one_in
+        self._so_far: dict[str, int] = {}  # tokens of the jobs that are noted
+        self._steps: list[tuple[float, int, int]] = []
+        self._tokens: list[tuple[float, float, str, int]] = []
+        self._appends: list[tuple[float, str, int]] = []
 
     def submitted(self, requests: Iterable[GenerationRequest], now: float) -> None:
-        self._file.writelines(f"submit {now} {request.request_id}\n" for request in requests)
+        for request in requests:
+            job = request.request_id
+            self._file.write(f"submit {now} {job}\n")
+            if is_noted(job, self._one_in):
+                self._so_far[job] = 0
 
     def frame(self, frame: Frame) -> None:
-        self._frames.append((time.monotonic(), frame))
+        now, so_far = time.monotonic(), self._so_far
+        num_sequences = num_tokens = 0
+        for event in frame.events:
+            if event.token_ids:
+                num_sequences += 1
+                num_tokens += len(event.token_ids)
+                if (job := event.request_id) in so_far:
+                    so_far[job] += len(event.token_ids)
+                    self._tokens.append((frame.ended_s, now, job, so_far[job]))
+        if num_tokens:
+            self._steps.append((frame.ended_s, num_sequences, num_tokens))
 
     def append(self, items: list[Append]) -> None:
-        self._appends.append((time.monotonic(), items))
+        now, so_far = time.monotonic(), self._so_far
+        for item in items:
+            if (job := item.chunk.job_id) in so_far:
+                self._appends.append((now, job, item.chunk.end))
 
     def write(self) -> None:
-        self._file.writelines(self._token_lines())
-        for now, items in self._appends:
-            self._file.writelines(f"append {now} {item.chunk.job_id} {item.chunk.end}\n" for item in items)
+        self._file.writelines(f"step {end} {sequences} {tokens}\n" for end, sequences, tokens in self._steps)
+        self._file.writelines(f"token {end} {now} {job} {count}\n" for end, now, job, count in self._tokens)
+        self._file.writelines(f"append {now} {job} {count}\n" for now, job, count in self._appends)
         self._file.flush()
-        self._frames.clear()
-        self._appends.clear()
-
-    def _token_lines(self) -> Iterator[str]:
-        for now, frame in self._frames:
-            for event in frame.events:
-                if event.token_ids:
-                    count = self._so_far.get(event.request_id, 0) + len(event.token_ids)
-                    self._so_far[event.request_id] = count
-                    yield f"token {frame.ended_s} {now} {event.request_id} {count}\n"
+        for lines in (self._steps, self._tokens, self._appends):
+            lines.clear()
 
 
 class StampingHost(EngineProcess):
@@ -93,7 +107,7 @@ def main() -> int:
     settings = load_settings()
     configure_logging(settings.log_level, settings.log_format)
     with Path(sys.argv[1]).open("a", encoding="ascii", buffering=1 << 20) as file:
-        notes = Notes(file)
+        notes = Notes(file, int(sys.argv[2]))
 
         def make_host() -> StampingHost:
             host = StampingHost(settings.engine_config(), cache_dir=settings.cache_dir)

@@ -13,8 +13,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO, Self
@@ -23,7 +22,7 @@ from api_client import AsyncClient
 from ops.benchmarks.disturbance import cpu_seconds
 from ops.benchmarks.figures import percentile, stage_figures
 from ops.benchmarks.peers.protocol import EngineOptions, Round, serve
-from ops.benchmarks.peers.stages import Notes, TimedClient, latencies
+from ops.benchmarks.peers.stages import Notes, TimedClient, is_noted, latencies
 from ops.benchmarks.workload_files import WorkloadRequest
 from worker.embedded import EmbeddedValkey
 from worker.record import migrate
@@ -31,10 +30,30 @@ from worker.tether import Tether
 
 QUEUE = "bench"
 START_TIMEOUT_S = 300.0
+NOTED_ONE_IN = 4  # jobs; of all of them, the notes cost half a percent of the tokens
+
+
+class Reading:
+    """What one subscriber saw: its tokens, the first's and the last's time, and of a noted job when it had how many."""
+
+    def __init__(self, job: str, is_noted: bool) -> None:
+        self.job = job
+        self.tokens: list[int] = []
+        self.first_s = self.last_s = 0.0  # monotonic
+        self.times: dict[int, float] | None = {} if is_noted else None
+
+    def take(self, tokens: Sequence[int], now: float) -> None:
+        if not self.tokens:
+            self.first_s = now
+        self.tokens += tokens
+        self.last_s = now
+        if self.times is not None:
+            self.times[len(self.tokens)] = now
 
 
 class WholeWay:
-    def __init__(self, options: EngineOptions, log: BinaryIO | None = None) -> None:
+    def __init__(self, options: EngineOptions, log: BinaryIO | None = None, one_in: int = NOTED_ONE_IN) -> None:
+        self._one_in = one_in  # job a token's way is noted
         self._undo = ExitStack()
         folder = Path(self._undo.enter_context(tempfile.TemporaryDirectory(prefix="tokenmill-bench-")))
         self._notes = folder / "notes"
@@ -44,7 +63,7 @@ class WholeWay:
         self._database = f"sqlite:///{folder / 'results.db'}"
         migrate.upgrade(self._database)
         settings = os.environ | self._settings(options)
-        command = [sys.executable, "-m", "ops.benchmarks.peers.stamped_worker", str(self._notes)]
+        command = [sys.executable, "-m", "ops.benchmarks.peers.stamped_worker", str(self._notes), str(one_in)]
         self._worker = Tether(command, at_death=signal.SIGKILL, env=settings, output=log or sys.stderr.buffer)
         self._undo.callback(self._worker.end, signal.SIGTERM)
         self._rounds = 0
@@ -58,7 +77,7 @@ class WholeWay:
     def model_free(cls, model: str, log: BinaryIO) -> Self:
         """Around an engine that computes nothing; what the worker says goes to `log`."""
         options = EngineOptions(model=model, max_sequences=256, max_batch_tokens=8192, pool_tokens=1 << 18)
-        return cls(options, log)
+        return cls(options, log, one_in=1)
 
     def _settings(self, options: EngineOptions) -> dict[str, str]:
         fields: Mapping[str, object] = {
@@ -122,7 +141,7 @@ class WholeWay:
     async def _run(self, requests: tuple[WorkloadRequest, ...], tenant: str) -> Round:
         calls_before, seconds_before = self._scripts()
         offset = self._notes.stat().st_size
-        async with TimedClient(self._valkey.url, queue=QUEUE, database=self._database) as client:
+        async with TimedClient(self._valkey.url, queue=QUEUE, database=self._database, one_in=self._one_in) as client:
             cpu_before, started = self._cpu(), time.monotonic()
             jobs = await client.submit_many(
                 {
@@ -134,22 +153,33 @@ class WholeWay:
                 }
                 for request in requests
             )
-            readings = await asyncio.gather(*(_subscribe(client, str(job)) for job in jobs))
+            readings = await asyncio.gather(*(self._subscribe(client, str(job)) for job in jobs))
             wall_s = time.monotonic() - started
             cpu_s = {part: seconds - cpu_before[part] for part, seconds in self._cpu().items()}
-        notes = self._read_notes(offset, [str(job) for job in jobs], [len(reading.tokens) for reading in readings])
+        notes = self._read_notes(offset, readings)
         calls, seconds = self._scripts()
         done = _round(started, wall_s, readings, notes)
         done.cpu_s = cpu_s
         done.script_calls, done.script_s = calls - calls_before, seconds - seconds_before
-        told = {reading.job: reading.times for reading in readings}
+        told = {reading.job: reading.times for reading in readings if reading.times is not None}
         done.latency_s, done.stages = latencies(notes, client.hub.passages(), told)
         return done
 
-    def _read_notes(self, offset: int, jobs: list[str], lengths: list[int]) -> Notes:
+    async def _subscribe(self, client: AsyncClient, job: str) -> Reading:
+        reading = Reading(job, is_noted(job, self._one_in))
+        async for chunk in client.stream(job):
+            if chunk.token_ids:
+                reading.take(chunk.token_ids, time.monotonic())
+            if chunk.error is not None:
+                raise RuntimeError(f"a job failed: {chunk.error.message}")
+        return reading
+
+    def _read_notes(self, offset: int, readings: list[Reading]) -> Notes:
         """The file is written a moment after the last chunk."""
         deadline = time.monotonic() + 10.0
-        while not (notes := Notes.read(self._notes, offset)).are_complete(jobs, lengths):
+        lengths = {reading.job: len(reading.tokens) for reading in readings if reading.times is not None}
+        num_tokens = sum(len(reading.tokens) for reading in readings)
+        while not (notes := Notes.read(self._notes, offset)).are_complete(lengths, num_tokens):
             if time.monotonic() > deadline:
                 raise RuntimeError("the worker's notes are not complete")
             time.sleep(0.05)
@@ -176,36 +206,13 @@ def _plain_requests(count: int, tokens: int) -> tuple[WorkloadRequest, ...]:
     return tuple(WorkloadRequest(prompt=tuple(range(97, 113)), max_tokens=tokens) for _ in range(count))
 
 
-class Reading:
-    """What one subscriber saw: its tokens, and when it had how many."""
-
-    def __init__(self, job: str) -> None:
-        self.job = job
-        self.tokens: list[int] = []
-        self.times: dict[int, float] = {}
-
-
-async def _subscribe(client: AsyncClient, job: str) -> Reading:
-    reading = Reading(job)
-    async for chunk in client.stream(job):
-        if chunk.token_ids:
-            reading.tokens += chunk.token_ids
-            reading.times[len(reading.tokens)] = time.monotonic()
-        if chunk.error is not None:
-            raise RuntimeError(f"a job failed: {chunk.error.message}")
-    return reading
-
-
 def _round(started: float, wall_s: float, readings: list[Reading], notes: Notes) -> Round:
-    steps: Counter[float] = Counter()
-    for passage in notes.ends.values():
-        steps.update(passage.values())
     return Round(
         wall_s=wall_s,
         tokens=[reading.tokens for reading in readings],
-        first_s=[min(reading.times.values()) - started for reading in readings],
-        last_s=[max(reading.times.values()) - started for reading in readings],
-        batch_sizes=list(steps.values()),
+        first_s=[reading.first_s - started for reading in readings],
+        last_s=[reading.last_s - started for reading in readings],
+        batch_sizes=list(notes.steps.values()),
         engine_s=[notes.submits[reading.job] - started for reading in readings],
     )
 
