@@ -40,6 +40,13 @@ class Delivery:
     attempt: int
     alone: bool = False  # suspected of crashing the engine: to be run by itself
 
+    @property
+    def request_id(self) -> str:
+        """What the engine calls it. A job that was lost and claimed again is another request: what the engine still
+        says of the first is nothing to the second.
+        """
+        return f"{self.job_id}/{self.token}"
+
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
@@ -56,6 +63,10 @@ class Admitted:
     @property
     def job_id(self) -> str:
         return self.delivery.job_id
+
+    @property
+    def request_id(self) -> str:
+        return self.generation.request_id
 
 
 class Append(msgspec.Struct, frozen=True, gc=False):  # one for every token: a dataclass takes ten times as long to make

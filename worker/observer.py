@@ -41,7 +41,8 @@ class Observer:
         self._tracing = tracing
         self._queue, self._worker_id = queue, worker_id
         self._clock_ns = clock_ns
-        self._timelines: dict[str, Timeline] = {}
+        self._timelines: dict[str, Timeline] = {}  # by job
+        self._running: dict[str, Timeline] = {}  # of these, by what the engine calls it
         self._stats = EngineStats()
         self.tokens = Rate()
         self.first_token_s, self.token_s, self.queue_s = Recent(), Recent(), Recent()
@@ -55,6 +56,7 @@ class Observer:
     def claimed(self, deliveries: Sequence[Delivery]) -> None:
         now = self._clock_ns()
         for delivery in deliveries:
+            self._take_out(delivery.job_id)
             self._timelines[delivery.job_id] = Timeline(delivery, now)
             self._metrics.deliveries.labels(delivery.verdict, str(delivery.deliveries > 1).lower()).inc()
 
@@ -63,6 +65,7 @@ class Observer:
         for job in jobs:
             timeline = self._timelines.get(job.job_id)
             if timeline is not None:
+                self._running[job.request_id] = timeline
                 timeline.request, timeline.started_ns = job.request, now
                 timeline.kind = job.request.priority.value, job.request.tenant
             if job.request.tenant not in self._tenant_rates:
@@ -75,8 +78,8 @@ class Observer:
         alike: dict[tuple[tuple[str, str], int, int], int] = {}  # (kind, token before, tokens at once): tokens in all
         for event in frame.events:
             count = len(event.token_ids)
-            timeline = self._timelines.get(event.request_id) if count else None
-            if timeline is None or timeline.request is None:
+            timeline = self._running.get(event.request_id) if count else None
+            if timeline is None:
                 continue
             timeline.tokens += count
             last = timeline.last_ns.get(event.choice, 0)
@@ -100,7 +103,7 @@ class Observer:
     def left(self, job_ids: Iterable[str], reason: str) -> None:
         """These jobs are out of this worker's hands, without an end: why, in a word."""
         for job_id in job_ids:
-            timeline = self._timelines.pop(job_id, None)
+            timeline = self._take_out(job_id)
             if timeline is not None:
                 self._metrics.left.labels(reason).inc()
                 self._tell(timeline, None, reason)
@@ -112,7 +115,7 @@ class Observer:
             result = item.result
             priority = item.request.priority.value if item.request is not None else ""
             self._metrics.request_finished(result, priority)
-            timeline = self._timelines.pop(result.job_id, None)
+            timeline = self._take_out(result.job_id)
             trace_id = None
             if timeline is not None:
                 timeline.request = timeline.request or item.request
@@ -141,7 +144,7 @@ class Observer:
     def forget_all_but(self, held: Container[str]) -> None:
         """Jobs that SQL knew already end without being recorded: their timelines go here."""
         for job_id in [job_id for job_id in self._timelines if job_id not in held]:
-            del self._timelines[job_id]
+            self._take_out(job_id)
 
     def tenants(self) -> dict[str, TenantLoad]:
         """Of those that have jobs here or had tokens a moment ago; the busiest."""
@@ -159,6 +162,12 @@ class Observer:
         return {name: loads[name] for name in busiest[:MAX_TENANTS]}
 
     # ── inside ──
+
+    def _take_out(self, job_id: str) -> Timeline | None:
+        timeline = self._timelines.pop(job_id, None)
+        if timeline is not None:
+            self._running.pop(timeline.delivery.request_id, None)
+        return timeline
 
     def _first_token(self, timeline: Timeline, now: int) -> None:
         timeline.first_ns = now

@@ -51,7 +51,9 @@ class Quarantine:
         return size <= min(tightest, self.limit(delivery))
 
     def ended(self, job_id: str) -> None:
-        self._running.pop(job_id, None)
+        """It is out of this worker's hands, whether it ran or was still held back."""
+        if self._running.pop(job_id, None) is None and self._held:
+            self._held = deque(delivery for delivery in self._held if delivery.job_id != job_id)
 
     def clear(self) -> list[Delivery]:
         """Forget all; returns what was held (to be released)."""

@@ -43,7 +43,6 @@ class Health:
     engine_ready: bool = False
     engine_restarts: int = 0
     stats: EngineStats = field(default_factory=EngineStats)
-    draining: bool = False
 
 
 class Service:
@@ -70,7 +69,7 @@ class Service:
         self._quarantine = Quarantine(max_num_seqs)
         self._events_at_once = max(EVENTS_AT_ONCE, max_num_seqs)  # one step's are never parted
         self._held: dict[str, Delivery] = {}  # every job in hand: claimed and not yet finished or given back
-        self._in_engine: set[str] = set()
+        self._in_engine: set[str] = set()  # request ids
         self._urgent: set[str] = set()  # of these, the most urgent class's
         self._retries: list[RetryOrder] = []
         self._host: EngineHost | None = None
@@ -123,29 +122,37 @@ class Service:
         for outcome in await self._finalizer.recall(outcomes):
             if isinstance(outcome, Finished):
                 await self._finish(outcome)
-            elif self._held.get(outcome.job_id) is outcome.delivery:  # not lost or given back meanwhile
+            elif self._is_held(outcome.delivery):
                 admitted.append(outcome)
         if not self.health.engine_ready:  # it died meanwhile; these never reached it
             await self._release([job.delivery for job in admitted], crash=False)
             return
         for job in admitted:
             self._publisher.open(job)
-            self._in_engine.add(job.job_id)
+            self._in_engine.add(job.request_id)
             if not job.generation.priority:
-                self._urgent.add(job.job_id)
+                self._urgent.add(job.request_id)
         if admitted:
             self._watcher.started(admitted)
             self._host.submit(job.generation for job in admitted)
 
     async def _finish(self, finished: Finished) -> None:
-        self._forget(finished.result.job_id)
+        delivery = self._held.get(finished.result.job_id)
+        if delivery is not None and delivery.token == finished.token:
+            self._forget(delivery)
         await self._finalizer.submit(finished)
 
-    def _forget(self, job_id: str) -> None:
-        self._held.pop(job_id, None)
-        self._in_engine.discard(job_id)
-        self._urgent.discard(job_id)
-        self._quarantine.ended(job_id)
+    def _is_held(self, delivery: Delivery) -> bool:
+        """Not lost or given back meanwhile, also not to be claimed again."""
+        return self._held.get(delivery.job_id) is delivery
+
+    def _forget(self, delivery: Delivery) -> None:
+        if not self._is_held(delivery):
+            return
+        del self._held[delivery.job_id]
+        self._in_engine.discard(delivery.request_id)
+        self._urgent.discard(delivery.request_id)
+        self._quarantine.ended(delivery.job_id)
         if not self._held:
             self._idle.set()
 
@@ -161,6 +168,7 @@ class Service:
                 await self._pump()
             except EngineDied as death:
                 self.health.engine_ready = False
+                self.health.stats = EngineStats()
                 if self._host is not None:
                     await self._host.kill()
                 if self._stopping.is_set():  # it was stopped while it started
@@ -205,8 +213,9 @@ class Service:
         for finished in report.finished:
             await self._finish(finished)
         for cancel in report.cancel:
-            self.cancel(cancel.job_id, cancel.reason, cancel.choice)
-        self.drop(report.lost)
+            self._stop_generating(cancel.request_id, cancel.reason, cancel.choice)
+        for delivery in report.lost:
+            self._drop(delivery)
         self._retries += report.retry
 
     async def _give_back_retries(self) -> None:
@@ -214,19 +223,18 @@ class Service:
         with contextlib.suppress(RedisUnavailable):
             while self._retries:
                 order = self._retries[0]
-                delivery = self._held.get(order.job_id)
-                if delivery is not None:
-                    await self._stream.retry(order.job_id, delivery.token, order.delay_ms, order.reason)
-                    self._forget(order.job_id)
-                    self._watcher.left([order.job_id], "retry")
+                delivery = order.delivery
+                if self._is_held(delivery):
+                    await self._stream.retry(delivery.job_id, delivery.token, order.delay_ms, order.reason)
+                    self._leave([delivery], "retry")
                 self._retries.pop(0)
 
     # ── ends that come from outside ──
 
-    def cancel(self, job_id: str, reason: FinishReason = FinishReason.CANCELLED, choice: int | None = None) -> None:
+    def cancel(self, job_id: str) -> None:
         """Stop generating; the job ends through its last event, with the text that it has."""
-        if self._host is not None:
-            self._host.cancel(job_id, reason, choice)
+        if (delivery := self._held.get(job_id)) is not None:
+            self._stop_generating(delivery.request_id)
 
     def cancel_all(self, job_ids: Iterable[str]) -> None:
         for job_id in job_ids:
@@ -235,12 +243,27 @@ class Service:
     def drop(self, job_ids: Iterable[str]) -> None:
         """These jobs are another worker's now: stop at once and write nothing more."""
         for job_id in job_ids:
-            if job_id in self._held:
-                log.warning("job %s is held by another worker now: dropped", job_id)
-            self.cancel(job_id)
-            self._publisher.close(job_id)
-            self._forget(job_id)
-            self._watcher.left([job_id], "lost")
+            if (delivery := self._held.get(job_id)) is not None:
+                self._drop(delivery)
+
+    def _drop(self, delivery: Delivery) -> None:
+        self._stop_generating(delivery.request_id)
+        self._publisher.close(delivery.request_id)
+        if self._is_held(delivery):
+            log.warning("job %s is held by another worker now: dropped", delivery.job_id)
+            self._leave([delivery], "lost")
+
+    def _stop_generating(
+        self, request_id: str, reason: FinishReason = FinishReason.CANCELLED, choice: int | None = None
+    ) -> None:
+        if self._host is not None:
+            self._host.cancel(request_id, reason, choice)
+
+    def _leave(self, deliveries: Sequence[Delivery], reason: str) -> None:
+        """They go on elsewhere."""
+        for delivery in deliveries:
+            self._forget(delivery)
+        self._watcher.left([delivery.job_id for delivery in deliveries], reason)
 
     def drop_all(self) -> None:
         """The lease ran out (the process was frozen): nothing in hand is ours any more."""
@@ -249,8 +272,8 @@ class Service:
     async def _give_back_suspects(self) -> None:
         """After the engine's death: what was in it is suspected, what waited is not."""
         self._quarantine.clear()
-        suspects = [d for d in self._held.values() if d.job_id in self._in_engine]
-        innocents = [d for d in self._held.values() if d.job_id not in self._in_engine]
+        suspects = [d for d in self._held.values() if d.request_id in self._in_engine]
+        innocents = [d for d in self._held.values() if d.request_id not in self._in_engine]
         while not self._stopping.is_set():
             try:
                 await self._release(suspects, crash=True)
@@ -262,12 +285,10 @@ class Service:
     async def _release(self, deliveries: list[Delivery], *, crash: bool) -> None:
         """Give jobs back to the queue with their logs. Raises RedisUnavailable; may be repeated."""
         for delivery in deliveries:
-            self._publisher.close(delivery.job_id)
+            self._publisher.close(delivery.request_id)
         if deliveries:
             await self._stream.release([(d.job_id, d.token, crash) for d in deliveries])
-        for delivery in deliveries:
-            self._forget(delivery.job_id)
-        self._watcher.left([delivery.job_id for delivery in deliveries], "crash" if crash else "handed_over")
+        self._leave(deliveries, "crash" if crash else "handed_over")
 
     async def _pause(self, seconds: float) -> None:
         await wait_at_most(self._stopping, seconds)
@@ -276,7 +297,6 @@ class Service:
 
     async def drain(self, grace_s: float, hurry: asyncio.Event) -> None:
         """Let running jobs end within the grace period (or until `hurry`); hand the rest over mid-sentence."""
-        self.health.draining = True
         waits = [asyncio.create_task(self._idle.wait()), asyncio.create_task(hurry.wait())]
         await asyncio.wait(waits, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
         for task in waits:
@@ -295,8 +315,8 @@ class Service:
                 await self._act_on(await self._publisher.flush())
                 deliveries = list(self._held.values())
                 for delivery in deliveries:
-                    self._publisher.close(delivery.job_id)
-                    self.cancel(delivery.job_id)
+                    self._publisher.close(delivery.request_id)
+                    self._stop_generating(delivery.request_id)
                 await self._release(deliveries, crash=False)
         except (RedisUnavailable, TimeoutError) as error:
             log.warning("the jobs are free when the lease has run out, for Redis does not answer: %s", error)

@@ -63,7 +63,7 @@ async def test_a_chat_becomes_the_tokens_that_the_template_gives():
     assert isinstance(admitted, Admitted)
     generation = admitted.generation
     assert generation.prompt_ids == await smollm2().encode_chat(chat)
-    assert (generation.request_id, generation.priority, generation.tenant) == ("job", 2, "acme")
+    assert (generation.request_id, generation.priority, generation.tenant) == ("job/1", 2, "acme")
     assert generation.cache_salt == "acme"
     assert generation.deadline == (CREATED_MS + 9_000) / 1000
     assert (generation.resumed, generation.done) == ((), ())

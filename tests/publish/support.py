@@ -102,23 +102,31 @@ async def admit(
     log: tuple[Chunk, ...] = (),
     stream: bool = True,
     retry: RetryPolicy | None = None,
+    token: int = 1,
     **params,
 ) -> Admitted:
     """A job with the prompt "hi" (two tokens of the byte-level tokenizer)."""
     request = JobRequest(
         job_id=job_id, prompt="hi", stream=stream, retry=retry or RetryPolicy(), params=SamplingParams(**params)
     )
-    admitted = await Admission(byte_level(), MODEL, clock=Clock()).admit(delivery_of(request, log))
+    admitted = await Admission(byte_level(), MODEL, clock=Clock()).admit(delivery_of(request, log, token=token))
     assert isinstance(admitted, Admitted), admitted
     return admitted
 
 
-def event(text: str | bytes = "", job_id: str = "job", choice: int = 0, end: FinishReason | None = None, **fields):
-    """The bytes of `text` are the tokens; an answer that ends with EOS ends so: `end=STOP`."""
+def event(
+    text: str | bytes = "",
+    job_id: str = "job",
+    choice: int = 0,
+    end: FinishReason | None = None,
+    token: int = 1,
+    **fields,
+):
+    """The bytes of `text` are the tokens; an answer that ends with EOS ends so: `end=STOP`. Of the delivery `token`."""
     ids = tuple(text.encode() if isinstance(text, str) else text)
     if end is FinishReason.STOP:
         ids = (*ids, EOS)
-    return TokenEvent(request_id=job_id, choice=choice, token_ids=ids, finish_reason=end, **fields)
+    return TokenEvent(request_id=f"{job_id}/{token}", choice=choice, token_ids=ids, finish_reason=end, **fields)
 
 
 def logprobs(*values: float) -> tuple[TokenLogprob, ...]:

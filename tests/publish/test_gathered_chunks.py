@@ -127,7 +127,7 @@ async def test_a_closed_job_waits_for_nothing(log):
     publisher = publisher_of(log, wait_s=0)
     publisher.open(await admit())
     await publisher.handle([event("a")])
-    publisher.close("job")
+    publisher.close("job/1")
     assert not publisher.has_pending
     assert (await publisher.flush()).finished == []
 

@@ -71,7 +71,7 @@ async def test_a_stop_string_ends_the_choice_and_orders_the_engine_to_stop_it(pu
     publisher.open(await admit(stop=("\n\n",)))
     await publisher.handle([event("ab\n")])
     report = await publisher.handle([event("\nccc")])  # accepted drafts behind the stop string
-    assert report.cancel == [CancelOrder("job", STOP, 0)]
+    assert report.cancel == [CancelOrder("job/1", STOP, 0)]
     [finished] = report.finished
     assert (finished.result.text, finished.result.status) == ("ab", JobStatus.SUCCEEDED)
     assert finished.result.token_ids == tuple(b"ab\n\n") == log.token_ids("job")
@@ -113,7 +113,7 @@ async def test_choices_share_one_index_and_end_one_by_one(publisher, log):
     publisher.open(await admit(n=3, stop=("!",)))
     await publisher.handle([event("a", choice=0), event("bb", choice=1), event("c", choice=2)])
     report = await publisher.handle([event("!zz", choice=1), event("d", choice=0, end=LENGTH)])
-    assert report.cancel == [CancelOrder("job", STOP, 1)]
+    assert report.cancel == [CancelOrder("job/1", STOP, 1)]
     assert report.finished == []
     report = await publisher.handle([event("zz", choice=1), event("", choice=2, end=FinishReason.EXPIRED)])
     [finished] = report.finished
@@ -153,12 +153,13 @@ ONCE = RetryPolicy(max_attempts=1)
 
 
 async def test_an_error_that_may_pass_is_given_back_by_the_jobs_policy(publisher, log):
-    publisher.open(await admit(retry=RetryPolicy(max_attempts=2, backoff_ms=70)))
+    job = await admit(retry=RetryPolicy(max_attempts=2, backoff_ms=70))
+    publisher.open(job)
     await publisher.handle([event("ab")])
     report = await publisher.handle([event("", end=FinishReason.ERROR, error="boom", error_code="engine_error")])
-    assert report.retry == [RetryOrder("job", 70, "boom")]
+    assert report.retry == [RetryOrder(job.delivery, 70, "boom")]
     assert report.finished == []
-    assert "job" not in publisher
+    assert "job/1" not in publisher
     assert [c.finish_reason for c in log.chunks["job"]] == [None, None]  # the log stays open for the next attempt
 
 
@@ -182,7 +183,7 @@ async def test_an_error_of_one_choice_stops_the_others(publisher):
     publisher.open(await admit(n=2, retry=ONCE))
     await publisher.handle([event("a", choice=0), event("b", choice=1)])
     report = await publisher.handle([event("", choice=1, end=FinishReason.ERROR, error="boom")])
-    assert report.cancel == [CancelOrder("job", FinishReason.ERROR, None)]
+    assert report.cancel == [CancelOrder("job/1", FinishReason.ERROR, None)]
     assert [c.text for c in report.finished[0].result.choices] == ["a", "b"]
 
 
@@ -238,7 +239,7 @@ async def test_a_resumed_job_goes_on_where_its_log_ends(publisher, log):
     await publisher.handle([event("ab", choice=0, num_cached_tokens=1), event("x", choice=1)])
     before = tuple(log.chunks["job"])
 
-    publisher.close("job")
+    publisher.close("job/1")
     resumed = await admit(n=2, stop=("cd",), log=before)
     assert resumed.generation.resumed == (tuple(b"ab"), tuple(b"x"))
     publisher.open(resumed)

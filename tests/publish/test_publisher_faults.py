@@ -29,8 +29,8 @@ async def test_a_job_that_is_anothers_is_dropped_at_once(publisher, log):
         publisher.open(await admit(job_id))
     log.lost.add("gone")
     report = await publisher.handle([event("abc", "gone"), event("x", "mine")])
-    assert report.lost == ["gone"]
-    assert "gone" not in publisher
+    assert [delivery.job_id for delivery in report.lost] == ["gone"]
+    assert "gone/1" not in publisher
     assert log.text("mine") == "x"
     assert (await publisher.handle([event("d", "gone", end=LENGTH)])).finished == []
     assert len(log.calls) == 1
@@ -40,7 +40,7 @@ async def test_a_job_lost_with_its_last_token_is_not_finished(publisher, log):
     publisher.open(await admit())
     log.lost.add("job")
     report = await publisher.handle([event("a", end=LENGTH)])
-    assert (report.finished, report.lost) == ([], ["job"])
+    assert (report.finished, [delivery.job_id for delivery in report.lost]) == ([], ["job"])
 
 
 async def test_a_cancel_that_the_log_tells_is_passed_on_once(publisher, log):
@@ -48,7 +48,7 @@ async def test_a_cancel_that_the_log_tells_is_passed_on_once(publisher, log):
     log.cancelled.add("job")
     first = await publisher.handle([event("ab")])
     second = await publisher.handle([event("c")])
-    assert (first.cancel, second.cancel) == ([CancelOrder("job", FinishReason.CANCELLED)], [])
+    assert (first.cancel, second.cancel) == ([CancelOrder("job/1", FinishReason.CANCELLED)], [])
     [finished] = (await publisher.handle([event("", end=FinishReason.CANCELLED)])).finished
     assert (finished.result.status, finished.result.text) == (JobStatus.CANCELLED, "abc")
 
@@ -157,7 +157,7 @@ async def test_a_job_closed_during_the_call_is_left_alone(log):
 
     class Closing(FakeLog):
         async def append(self, items):
-            publisher.close("job")
+            publisher.close("job/1")
             return await super().append(items)
 
     publisher._log = Closing()
@@ -183,7 +183,7 @@ async def test_a_job_opened_anew_during_the_call_is_another_job():
     log.again = await admit()
     report = await publisher.handle([event("a", end=LENGTH)])
     assert report.finished == []
-    assert "job" in publisher
+    assert "job/1" in publisher
     log.again = None
     [finished] = (await publisher.handle([event("b", end=LENGTH)])).finished
     assert finished.result.text == "b"
@@ -242,3 +242,36 @@ async def test_text_that_was_held_back_while_the_log_was_away_is_told_all_the_sa
     assert texts == [choice.text for choice in finished.result.choices]
     assert texts[0] == "ax"
     assert cursor.is_over
+
+
+FAILURE = {"end": FinishReason.ERROR, "error": "boom", "error_code": "engine_error"}
+
+
+async def test_what_the_engine_still_says_of_a_lost_delivery_is_nothing_to_the_next(publisher, log):
+    publisher.open(await admit())
+    await publisher.handle([event("ab")])
+    publisher.close("job/1")
+    publisher.open(await admit(log=tuple(log.chunks["job"]), token=2))
+    report = await publisher.handle([event("X"), event("", end=FinishReason.CANCELLED)])
+    assert (report.finished, log.text("job")) == ([], "ab")
+    [finished] = (await publisher.handle([event("cd", end=LENGTH, token=2)])).finished
+    assert (finished.result.text, finished.token) == ("abcd", 2)
+
+
+async def test_a_job_that_is_to_be_tried_again_leaves_no_tokens_gathering(log):
+    publisher = Publisher(log, limits=PublishLimits(chunk_tokens=4, chunk_wait_s=0), clock=Clock())
+    publisher.open(await admit())
+    await publisher.handle([event("a")])
+    report = await publisher.handle([event("b"), event("", **FAILURE)])
+    assert len(report.retry) == 1
+    assert not publisher.has_pending
+    assert (await publisher.flush()).finished == []
+    assert log.text("job") == "a"
+
+
+async def test_a_job_that_failed_while_the_log_was_away_waits_for_it_no_more(publisher, log):
+    publisher.open(await admit())
+    log.is_down = True
+    await publisher.handle([event("a")])
+    assert len((await publisher.handle([event("b"), event("", **FAILURE)])).retry) == 1
+    assert (publisher.has_pending, publisher.num_unlogged) == (False, 0)

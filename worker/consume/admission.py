@@ -136,7 +136,7 @@ class Admission:
         done = tuple(i for i, choice in enumerate(answer.choices) if choice.finish_reason is not None)
         resumed = tuple(tuple(choice.stream.token_ids) for choice in answer.choices) if answer.num_tokens else ()
         return GenerationRequest(
-            request_id=delivery.job_id,
+            request_id=delivery.request_id,
             prompt_ids=prompt_ids,
             params=msgspec.structs.replace(  # text is not its business
                 params, seed=seed, max_tokens=max_tokens, stop=(), lora=adapter

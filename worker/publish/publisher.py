@@ -19,7 +19,7 @@ from schemas.generation import FinishReason
 from schemas.result import JobError, JobStatus
 from worker.engine.types import TokenEvent
 from worker.errors import Unavailable
-from worker.jobs import Admitted, Append, AppendReply, ChunkLog, Finished
+from worker.jobs import Admitted, Append, AppendReply, ChunkLog, Delivery, Finished
 from worker.outcome import conclude
 from worker.publish.chunker import CHECKPOINT_TOKENS, Chunker
 
@@ -44,9 +44,9 @@ class PublishLimits:
 
 @dataclass(frozen=True, slots=True)
 class CancelOrder:
-    """The engine must stop this choice (None: every choice) of the job."""
+    """The engine must stop this choice (None: every choice) of the request."""
 
-    job_id: str
+    request_id: str
     reason: FinishReason
     choice: int | None = None
 
@@ -55,7 +55,7 @@ class CancelOrder:
 class RetryOrder:
     """The job failed in a way that may not happen again: it goes on, from where its log ends, after a pause."""
 
-    job_id: str
+    delivery: Delivery
     delay_ms: int
     reason: str
 
@@ -67,17 +67,17 @@ class PublishReport:
     retry: list[RetryOrder] = field(default_factory=list)
     finished: list[Finished] = field(default_factory=list)
     cancel: list[CancelOrder] = field(default_factory=list)
-    lost: list[str] = field(default_factory=list)
+    lost: list[Delivery] = field(default_factory=list)
 
 
 class _Running:
     """A job that is published; what every token asks for stands here, as it is."""
 
-    __slots__ = ("answer", "chunker", "error", "is_cancelled", "job", "job_id")
+    __slots__ = ("answer", "chunker", "error", "is_cancelled", "job", "request_id")
 
     def __init__(self, job: Admitted, limits: PublishLimits) -> None:
         self.job = job
-        self.job_id = job.job_id
+        self.request_id = job.request_id
         self.answer = job.answer
         self.chunker = Chunker(job, limits.checkpoint_tokens, limits.chunk_tokens)
         self.error: JobError | None = None
@@ -101,7 +101,7 @@ class Publisher:
         self._model = model
         self._limits = limits or PublishLimits()
         self._clock = clock
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, _Running] = {}  # by request, here and below: a job may be claimed again
         self._due: dict[str, _Running] = {}  # those with something to append, longest waiting first
         self._gathering: dict[str, float] = {}  # those whose chunk is not full: since when, oldest first
         self._failures = 0  # of the log, in a row
@@ -112,16 +112,16 @@ class Publisher:
 
     def open(self, job: Admitted) -> None:
         """From now on the job's events are published. The publisher owns its answer."""
-        self._running[job.job_id] = _Running(job, self._limits)
+        self._running[job.request_id] = _Running(job, self._limits)
 
-    def close(self, job_id: str) -> None:
+    def close(self, request_id: str) -> None:
         """Forget a job (given back, lost); its events are ignored from now on."""
-        self._running.pop(job_id, None)
-        self._due.pop(job_id, None)
-        self._gathering.pop(job_id, None)
+        self._running.pop(request_id, None)
+        self._due.pop(request_id, None)
+        self._gathering.pop(request_id, None)
 
-    def __contains__(self, job_id: str) -> bool:
-        return job_id in self._running
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._running
 
     def __len__(self) -> int:
         return len(self._running)
@@ -151,14 +151,16 @@ class Publisher:
             if running is not None:
                 self._take(running, event, report)
                 touched[event.request_id] = running
+        for order in report.retry:  # it is closed: what is left of it goes with its next delivery
+            touched.pop(order.delivery.request_id, None)
         due, gathering = self._due, self._gathering
-        for job_id, running in touched.items():
+        for request_id, running in touched.items():
             if running.chunker.is_due:
-                due.setdefault(job_id, running)
+                due.setdefault(request_id, running)
                 if gathering:
-                    gathering.pop(job_id, None)
-            elif job_id not in due:
-                self._gather(job_id, running)
+                    gathering.pop(request_id, None)
+            elif request_id not in due:
+                self._gather(running)
         self._end_gathering(time.monotonic() - self._limits.chunk_wait_s)
         if self._due and time.monotonic() >= self._retry_at:
             await self._append(report, together=self._failures > 0 or _of_several_steps(events, len(touched)))
@@ -171,9 +173,9 @@ class Publisher:
         self._end_gathering(math.inf)
         return await self.handle(())
 
-    def _gather(self, job_id: str, running: _Running) -> None:
+    def _gather(self, running: _Running) -> None:
         if running.job.request.stream and running.chunker.num_waiting:
-            self._gathering.setdefault(job_id, time.monotonic())
+            self._gathering.setdefault(running.request_id, time.monotonic())
 
     def _end_gathering(self, before: float) -> None:
         """Chunks that have waited for more tokens since `before` go as they are."""
@@ -182,16 +184,16 @@ class Publisher:
             self._due.setdefault(oldest[0], self._running[oldest[0]])
 
     def _take(self, running: _Running, event: TokenEvent, report: PublishReport) -> None:
-        answer, job_id = running.answer, event.request_id
+        answer, request_id = running.answer, event.request_id
         if event.finish_reason is FinishReason.ERROR and self._concerns(running, event):
             code = event.error_code or "engine_error"
             running.error = JobError(code, event.error or "the engine failed", retryable=code == "engine_error")
             if len(answer.choices) > 1:
-                report.cancel.append(CancelOrder(job_id, FinishReason.ERROR))
+                report.cancel.append(CancelOrder(request_id, FinishReason.ERROR))
             order = retry_order(running.job, running.error)
             if order is not None:
                 report.retry.append(order)
-                self.close(job_id)
+                self.close(request_id)
             else:
                 answer.end_all(FinishReason.ERROR)
             return
@@ -204,7 +206,7 @@ class Publisher:
             choice.preemptions = event.preemptions
         if answer.push(event.choice, event.token_ids, event.logprobs):
             if event.finish_reason is None:
-                report.cancel.append(CancelOrder(job_id, FinishReason.STOP, event.choice))
+                report.cancel.append(CancelOrder(request_id, FinishReason.STOP, event.choice))
         elif event.finish_reason is not None:
             answer.end(event.choice, event.finish_reason, with_last_token=bool(event.token_ids))
 
@@ -222,9 +224,9 @@ class Publisher:
             answer.ttft_ms = max(0, self._now_ms() - running.job.delivery.created_ms)
 
     def _finish(self, touched: dict[str, _Running], report: PublishReport) -> None:
-        for job_id, running in touched.items():
-            if running.answer.is_finished and self._running.get(job_id) is running:
-                self.close(job_id)
+        for request_id, running in touched.items():
+            if running.answer.is_finished and self._running.get(request_id) is running:
+                self.close(request_id)
                 report.finished.append(
                     conclude(
                         running.job.delivery,
@@ -281,32 +283,34 @@ class Publisher:
             if reply is AppendReply.OK and not rewound:
                 running.chunker.confirm()
                 continue
-            job_id = item.chunk.job_id
-            if running in rewound or self._running.get(job_id) is not running:
+            request_id = running.request_id
+            if running in rewound or self._running.get(request_id) is not running:
                 continue
             if reply is AppendReply.LOST:
-                self.close(job_id)
-                report.lost.append(job_id)
+                self.close(request_id)
+                report.lost.append(running.job.delivery)
             elif reply is AppendReply.GAP:
                 rewound.add(running)
-                log.warning("the log of job %s ends at %d, not at %d: sent again", job_id, end, item.chunk.index)
+                log.warning(
+                    "the log of job %s ends at %d, not at %d: sent again", item.chunk.job_id, end, item.chunk.index
+                )
                 running.chunker.seek(end)
             else:
                 running.chunker.confirm()
                 if reply is AppendReply.CANCELLED and not running.is_cancelled:
                     running.is_cancelled = True
-                    report.cancel.append(CancelOrder(job_id, FinishReason.CANCELLED))
+                    report.cancel.append(CancelOrder(request_id, FinishReason.CANCELLED))
         self._settle_due(owners)
 
     def _settle_due(self, owners: list[_Running]) -> None:
         """Jobs that were served go to the end of the line, or out of it."""
         due = self._due
         for running in dict.fromkeys(owners):
-            job_id = running.job_id
-            if due.get(job_id) is running:
-                del due[job_id]
+            request_id = running.request_id
+            if due.get(request_id) is running:
+                del due[request_id]
                 if running.chunker.is_due:
-                    due[job_id] = running
+                    due[request_id] = running
 
     def _postpone(self, error: Exception) -> None:
         pause = RETRY_PAUSES_S[min(self._failures, len(RETRY_PAUSES_S) - 1)]
@@ -322,7 +326,7 @@ def retry_order(job: Admitted, error: JobError) -> RetryOrder | None:
     if not error.retryable or attempt >= policy.max_attempts:
         return None
     delay_ms = min(policy.max_backoff_ms, policy.backoff_ms * 2 ** min(attempt - 1, 30))
-    return RetryOrder(job.job_id, delay_ms, error.message)
+    return RetryOrder(job.delivery, delay_ms, error.message)
 
 
 def _of_several_steps(events: Sequence[TokenEvent], num_jobs: int) -> bool:

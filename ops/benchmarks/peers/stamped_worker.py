@@ -30,23 +30,29 @@ from worker.settings import load_settings
 from worker.telemetry import configure_logging
 
 
+def job_of(request_id: str) -> str:
+    return request_id.rpartition("/")[0]
+
+
 class Notes:
     """Of one worker; `write` forgets what it has written."""
 
     def __init__(self, file: TextIO, one_in: int) -> None:
         self._file = file
         self._one_in = one_in
-        self._so_far: dict[str, int] = {}  # tokens of the jobs that are noted
+        self._so_far: dict[str, int] = {}  # tokens of the requests that are noted
+        self._noted: set[str] = set()  # their jobs
         self._steps: list[tuple[float, int, int]] = []
         self._tokens: list[tuple[float, float, str, int]] = []
         self._appends: list[tuple[float, str, int]] = []
 
     def submitted(self, requests: Iterable[GenerationRequest], now: float) -> None:
         for request in requests:
-            job = request.request_id
+            job = job_of(request.request_id)
             self._file.write(f"submit {now} {job}\n")
             if is_noted(job, self._one_in):
-                self._so_far[job] = 0
+                self._so_far[request.request_id] = 0
+                self._noted.add(job)
 
     def frame(self, frame: Frame) -> None:
         now, so_far = time.monotonic(), self._so_far
@@ -55,21 +61,23 @@ class Notes:
             if event.token_ids:
                 num_sequences += 1
                 num_tokens += len(event.token_ids)
-                if (job := event.request_id) in so_far:
-                    so_far[job] += len(event.token_ids)
-                    self._tokens.append((frame.ended_s, now, job, so_far[job]))
+                if (request := event.request_id) in so_far:
+                    so_far[request] += len(event.token_ids)
+                    self._tokens.append((frame.ended_s, now, request, so_far[request]))
         if num_tokens:
             self._steps.append((frame.ended_s, num_sequences, num_tokens))
 
     def append(self, items: list[Append]) -> None:
-        now, so_far = time.monotonic(), self._so_far
+        now, noted = time.monotonic(), self._noted
         for item in items:
-            if (job := item.chunk.job_id) in so_far:
+            if (job := item.chunk.job_id) in noted:
                 self._appends.append((now, job, item.chunk.end))
 
     def write(self) -> None:
         self._file.writelines(f"step {end} {sequences} {tokens}\n" for end, sequences, tokens in self._steps)
-        self._file.writelines(f"token {end} {now} {job} {count}\n" for end, now, job, count in self._tokens)
+        self._file.writelines(
+            f"token {end} {now} {job_of(request)} {count}\n" for end, now, request, count in self._tokens
+        )
         self._file.writelines(f"append {now} {job} {count}\n" for now, job, count in self._appends)
         self._file.flush()
         for lines in (self._steps, self._tokens, self._appends):

@@ -1,0 +1,176 @@
+"""Which jobs are in hand: what is lost and claimed again is another request, and nothing of the first clings to it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from api_client.cancellation import end_task
+from schemas.generation import FinishReason
+from schemas.job import JobRequest, RetryPolicy
+from tests.publish.support import MODEL, FakeLog, delivery_of, event
+from tests.support.tokenizers import byte_level
+from worker.consume.admission import Admission
+from worker.engine.mailbox import Frame, Ready
+from worker.engine.types import Capacity, EngineStats, GenerationRequest, TokenEvent
+from worker.errors import RedisUnavailable
+from worker.jobs import Delivery, Finished
+from worker.publish.publisher import Publisher
+from worker.service import Service
+
+CAPACITY = Capacity(
+    free_sequences=4, free_blocks=100, waiting=0, running=0, block_size=16, max_model_len=4096, free_urgent=0
+)
+
+
+class ScriptedHost:
+    """An engine that does what a test says."""
+
+    capacity = CAPACITY
+
+    def __init__(self) -> None:
+        self.submitted: list[str] = []
+        self.cancelled: list[str] = []
+        self._frames: asyncio.Queue[Frame] = asyncio.Queue()
+
+    async def start(self, on_progress: Callable[[str, float], None] | None = None) -> Ready:
+        return Ready(
+            model="tiny", max_model_len=4096, vocab_size=MODEL.vocab_size, eos_token_ids=(), model_path="",
+            description="scripted", capacity=CAPACITY,
+        )  # fmt: skip
+
+    def submit(self, requests: Iterable[GenerationRequest]) -> None:
+        self.submitted += [request.request_id for request in requests]
+
+    def cancel(self, request_id: str, reason: FinishReason, choice: int | None = None) -> None:
+        self.cancelled.append(request_id)
+
+    async def frames(self) -> AsyncIterator[Frame]:
+        while True:
+            yield await self._frames.get()
+            self._frames.task_done()
+
+    async def step(self, *events: TokenEvent) -> None:
+        """Returns when the worker has acted on it."""
+        self._frames.put_nowait(Frame(events=events, capacity=CAPACITY, stats=EngineStats()))
+        await self._frames.join()
+
+    async def stop(self) -> None: ...
+
+    async def kill(self) -> None: ...
+
+
+class Orders:
+    """What a service asks of the queue beside appends."""
+
+    def __init__(self) -> None:
+        self.retried: list[tuple[str, int]] = []
+        self.is_down = False
+
+    async def retry(self, job_id: str, token: int, delay_ms: int, reason: str) -> None:
+        if self.is_down:
+            raise RedisUnavailable("connection refused")
+        self.retried.append((job_id, token))
+
+
+class Record:
+    is_full = False
+
+    def __init__(self) -> None:
+        self.finished: list[Finished] = []
+
+    async def recall(self, outcomes: list[Any]) -> list[Any]:
+        return outcomes
+
+    async def submit(self, finished: Finished) -> None:
+        self.finished.append(finished)
+
+
+class Bench:
+    """A service between parts that a test holds in its hands."""
+
+    def __init__(self) -> None:
+        self.host, self.orders, self.record, self.log = ScriptedHost(), Orders(), Record(), FakeLog()
+        parts: dict[str, Any] = {"stream": self.orders, "finalizer": self.record}
+        self.service = Service(
+            **parts,
+            host_factory=lambda: self.host,
+            admission_factory=self._admission,
+            publisher=Publisher(self.log),
+            max_num_seqs=4,
+        )
+
+    async def _admission(self, ready: Ready) -> Admission:
+        return Admission(byte_level(), MODEL)
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    async with running(Bench()) as found:
+        yield found
+
+
+@asynccontextmanager
+async def running(bench: Bench) -> AsyncIterator[Bench]:
+    engine = asyncio.create_task(bench.service.run_engine())
+    await bench.service.started.wait()
+    try:
+        yield bench
+    finally:
+        await end_task(engine)
+
+
+def delivery(job_id: str, **fields: Any) -> Delivery:
+    retry = RetryPolicy(max_attempts=3, backoff_ms=0)
+    return delivery_of(JobRequest(job_id=job_id, prompt="hi", stream=True, retry=retry), **fields)
+
+
+async def test_a_job_lost_and_claimed_again_hears_nothing_of_its_first_time(bench: Bench) -> None:
+    await bench.service.take([delivery("job")])
+    await bench.host.step(event("ab"))
+    bench.service.drop(["job"])
+    assert bench.host.cancelled == ["job/1"]
+    await bench.service.take([delivery("job", token=2, log=tuple(bench.log.chunks["job"]))])
+    assert bench.host.submitted == ["job/1", "job/2"]
+    await bench.host.step(event("X"))  # the step that was under way
+    await bench.host.step(event("", end=FinishReason.CANCELLED))
+    await bench.host.step(event("cd", end=FinishReason.LENGTH, token=2))
+    (finished,) = bench.record.finished
+    assert (finished.result.text, finished.token) == ("abcd", 2)
+    assert bench.service.num_held == 0
+
+
+async def test_suspects_that_are_lost_hold_nobody_back(bench: Bench) -> None:
+    await bench.service.take([delivery(name, alone=True) for name in "ab"])
+    assert bench.host.submitted == ["a/1"]
+    bench.service.drop(["a", "b"])
+    await bench.host.step()
+    assert bench.service.credits()
+    await bench.service.take([delivery("c")])
+    assert bench.host.submitted == ["a/1", "c/1"]
+
+
+async def test_a_suspect_lost_while_another_runs_is_not_started_when_that_ends(bench: Bench) -> None:
+    await bench.service.take([delivery(name, alone=True) for name in "ab"])
+    bench.service.drop(["b"])
+    await bench.host.step(event("x", "a", end=FinishReason.LENGTH))
+    await bench.host.step()
+    assert bench.host.submitted == ["a/1"]
+    await bench.service.take([delivery("c", alone=True)])
+    assert bench.host.submitted == ["a/1", "c/1"]
+
+
+async def test_an_order_to_try_again_is_for_the_delivery_that_failed(bench: Bench) -> None:
+    await bench.service.take([delivery("job")])
+    bench.orders.is_down = True
+    await bench.host.step(event("", end=FinishReason.ERROR, error="boom", error_code="engine_error"))
+    bench.service.drop(["job"])
+    await bench.service.take([delivery("job", token=2)])
+    bench.orders.is_down = False
+    await bench.host.step()
+    assert bench.orders.retried == []
+    assert bench.service.num_held == 1
