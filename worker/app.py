@@ -179,7 +179,7 @@ class Worker:
 
     async def _run_stages(self) -> None:
         engine = asyncio.create_task(self.service.run_engine(), name="engine")
-        engine.add_done_callback(lambda _task: self._stop.set())
+        engine.add_done_callback(lambda _task: self.end_now())  # what is in hand has nothing to wait for
         async with (
             background(self._finalizer.run(), self._stop),
             background(self._lease.run(), self._stop),

@@ -164,10 +164,10 @@ class Service:
         while not self._stopping.is_set():
             try:
                 await self._start_engine()
-                failures = 0 if self.health.stats.steps else failures
                 await self._pump()
             except EngineDied as death:
                 self.health.engine_ready = False
+                failures = 0 if self.health.stats.steps else failures  # it has worked
                 self.health.stats = EngineStats()
                 if self._host is not None:
                     await self._host.kill()

@@ -6,7 +6,9 @@ import pytest
 
 from schemas.job import RetryPolicy
 from schemas.result import JobStatus
-from tests.support.worker import client_of, database_url, running_worker
+from tests.support.worker import client_of, database_url, running_worker, settings
+from worker.app import Worker
+from worker.publish.publisher import Publisher
 
 pytestmark = pytest.mark.redis
 
@@ -74,3 +76,25 @@ async def _read(client, job, chunks, under_way):
         chunks.append(chunk)
         if chunk.end > 20:
             under_way.set()
+
+
+async def test_a_stage_that_breaks_ends_the_worker_at_once_and_its_jobs_go_on_elsewhere(
+    redis_url, tmp_path, monkeypatch
+):
+    database = database_url(tmp_path)
+    handle = Publisher.handle
+
+    async def break_down(self, events):
+        if any(event.token_ids for event in events):
+            raise KeyError("nobody foresaw this")
+        return await handle(self, events)
+
+    async with client_of(redis_url, database) as client:
+        job = await client.submit(prompt="go on", max_tokens=10, ignore_eos=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(Publisher, "handle", break_down)
+            worker = Worker(settings(redis_url, database, worker_id="broken", drain_seconds=600))
+            with pytest.raises(KeyError, match="nobody foresaw this"):
+                await asyncio.wait_for(worker.serve(), 60)
+        async with running_worker(redis_url, database, worker_id="second"):
+            assert (await client.result(job, timeout=60)).status is JobStatus.SUCCEEDED

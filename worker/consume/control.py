@@ -7,8 +7,9 @@ heartbeat.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import redis.asyncio
 
@@ -53,8 +54,8 @@ class ControlChannel:
         try:
             while True:
                 try:
-                    bell, control = await hub.subscribe(self._bell), await hub.subscribe(self._control)
-                    await asyncio.gather(self._hear_bell(bell), self._hear_orders(control))
+                    async with _subscribed(hub, self._bell) as bell, _subscribed(hub, self._control) as control:
+                        await asyncio.gather(self._hear_bell(bell), self._hear_orders(control))
                 except QueueUnavailable as error:
                     log.debug("control channel: %s", error)
                 await asyncio.sleep(RECONNECT_S)
@@ -86,3 +87,12 @@ class ControlChannel:
                 self._on_drain()
             case Call():
                 await self._on_call()
+
+
+@contextlib.asynccontextmanager
+async def _subscribed(hub: ChannelHub, channel: str) -> AsyncIterator[HubSubscription]:
+    subscription = await hub.subscribe(channel)
+    try:
+        yield subscription
+    finally:
+        await subscription.close()

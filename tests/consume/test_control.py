@@ -1,0 +1,56 @@
+"""The worker's ear: a channel that it may not hear costs no subscription."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import redis.asyncio
+
+from api_client.cancellation import end_task
+from api_client.errors import QueueUnavailable
+from api_client.hub import ChannelHub, HubSubscription
+from schemas.keys import Keys
+from worker.consume import control
+from worker.consume.control import ControlChannel
+
+pytestmark = pytest.mark.redis
+
+
+async def nothing() -> None: ...
+
+
+async def test_one_channel_refused_leaves_no_subscription_of_the_other(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, attempts, open_bells = Keys("q"), asyncio.Semaphore(0), 0
+    subscribe, close = ChannelHub.subscribe, HubSubscription.close
+
+    async def refuse_control(self: ChannelHub, channel: str) -> HubSubscription:
+        nonlocal open_bells
+        if channel == keys.bell:
+            open_bells += 1
+            return await subscribe(self, channel)
+        attempts.release()
+        raise QueueUnavailable("no permissions")
+
+    async def count_close(self: HubSubscription) -> None:
+        nonlocal open_bells
+        open_bells -= 1
+        await close(self)
+
+    monkeypatch.setattr(ChannelHub, "subscribe", refuse_control)
+    monkeypatch.setattr(HubSubscription, "close", count_close)
+    monkeypatch.setattr(control, "RECONNECT_S", 0.01)
+    client = redis.asyncio.Redis.from_url(redis_url)
+    channel = ControlChannel(
+        client, keys, "w", on_bell=lambda: None, on_call=nothing, on_cancel=lambda _: None, on_drain=lambda: None
+    )
+    listening = asyncio.create_task(channel.run())
+    try:
+        for _ in range(3):
+            await asyncio.wait_for(attempts.acquire(), 10)
+        assert open_bells <= 1
+    finally:
+        await end_task(listening)
+        await client.aclose()
