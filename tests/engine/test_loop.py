@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from worker.engine.loop import STATS_EVERY_S, EngineLoop
-from worker.engine.mailbox import Frame, Mailbox, Report
+from worker.engine.loop import IDLE_REPORT_S, STATS_EVERY_S, EngineLoop
+from worker.engine.mailbox import Command, Frame, Mailbox, Report
 from worker.engine.types import Capacity, EngineStats
 
 CAPACITY = Capacity(free_sequences=1, free_blocks=1, waiting=0, running=1, block_size=16, max_model_len=64)
@@ -22,6 +22,10 @@ class Steps:
     @property
     def has_work(self) -> bool:
         return bool(self._seconds)
+
+    @property
+    def only_prepares(self) -> bool:
+        return False
 
     def step(self) -> list[Any]:
         self.now += self._seconds.pop(0)
@@ -51,3 +55,28 @@ def test_short_steps_share_figures_and_the_last_has_them_always() -> None:
 
 def test_each_long_step_has_its_own() -> None:
     assert steps_told([STATS_EVERY_S * 2] * 3) == [1, 2, 3]
+
+
+class Prepares(Steps):
+    """An engine with nothing to do but to wait for a grammar."""
+
+    only_prepares = True
+
+
+def test_an_engine_that_waits_for_a_grammar_tells_no_more_than_that_it_lives() -> None:
+    looks = 1000
+    told: list[Report] = []
+    engine = Prepares([IDLE_REPORT_S / 100] * looks)
+    loop = EngineLoop(engine, NobodyWrites(), told.append, clock=lambda: engine.now)  # type: ignore[arg-type]
+    while engine.has_work:
+        assert loop._turn()
+    assert engine.done == looks
+    assert len(told) == looks // 100
+
+
+class NobodyWrites(Mailbox):
+    """A wait of no time, which must be one."""
+
+    def take_all(self, timeout: float = 0.0) -> list[Command]:
+        assert timeout > 0
+        return []

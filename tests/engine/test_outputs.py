@@ -79,3 +79,16 @@ def test_waiting_ends_at_the_timeout():
     outputs = Outputs()
     outputs.open("a", 1, 1, wants_logprobs=False)
     assert outputs.take_within("a", timeout=0.01) is None
+
+
+def test_a_result_taken_by_its_name_leaves_nothing_behind():
+    outputs = Outputs()
+    for _ in range(3):
+        outputs.open("a", num_prompt_tokens=3, n=1, wants_logprobs=False)
+        assert outputs.take() is None
+        outputs.deliver([event(tokens=[1], reason=FinishReason.LENGTH)])
+        assert outputs.take("a") is not None
+    outputs.open("a", num_prompt_tokens=3, n=1, wants_logprobs=False)
+    outputs.deliver([event(reason=FinishReason.LENGTH)])
+    outputs.discard("a")
+    assert outputs.take() is None

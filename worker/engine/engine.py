@@ -115,9 +115,14 @@ class Engine:
             for prompt, sampling, name in zip(prompts, each, names, strict=True)
         ]
         batch: list[Sequence] = []
-        for request in requests:
-            self._enqueue(request, batch)
-        self._schedule(batch, strict=True)
+        num_preparing = len(self._preparing)
+        try:
+            for request in requests:
+                self._enqueue(request, batch)
+            self._schedule(batch, strict=True)
+        except RequestError:
+            self._preparing.cut(num_preparing)
+            raise
         for request in requests:
             choices = request.params.n
             self._outputs.open(request.request_id, len(request.prompt_ids), choices, request.params.wants_logprobs)
@@ -174,7 +179,16 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._early or self._preparing or self._in_flight or self.scheduler.has_work)
+        return bool(self._preparing or self._can_step)
+
+    @property
+    def only_prepares(self) -> bool:
+        """Until a grammar is compiled or an adapter loaded, a step would do nothing."""
+        return bool(self._preparing) and not self._can_step
+
+    @property
+    def _can_step(self) -> bool:
+        return bool(self._early or self._in_flight or self.scheduler.has_work)
 
     def step(self) -> list[TokenEvent]:
         """Run one iteration and return its events; with nothing to do, return at once.
@@ -258,10 +272,10 @@ class Engine:
     def _take_prepared(self) -> None:
         """Grammars compile and adapters load off the step's path; their requests join when they are done."""
         if self._preparing:
-            ready, refusals = self._preparing.take()
+            ready, ends = self._preparing.take()
             for sequences in ready:
                 self._schedule(sequences)
-            self._early += refusals
+            self._early += ends
 
     # ── reading ──
 
@@ -307,7 +321,7 @@ class Engine:
         return outputs
 
     def _step_or_wait(self) -> None:
-        if not self.step() and self._preparing and not self.scheduler.has_work:
+        if not self.step() and self.only_prepares:
             time.sleep(0.001)
 
     # ── state ──

@@ -32,6 +32,8 @@ class Intake:
         params = request.params
         self._check_prompt(request)
         self._check_params(params)
+        if set(request.done).issuperset(range(params.n)):
+            raise RequestError("every choice of it is done")
         limit = self._resolve_max_tokens(request)
         seed = secrets.randbits(63) if params.seed is None else params.seed & _SEED_MASK
         sequences = []

@@ -27,6 +27,7 @@ from worker.engine.types import GenerationRequest
 from worker.engine.warm_up import warm_up
 
 IDLE_REPORT_S = 0.5
+PREPARING_S = 0.005  # so often it looks whether a grammar or an adapter is there, when nothing else is to be done
 STATS_EVERY_S = 0.1
 
 
@@ -44,7 +45,8 @@ class EngineLoop:
         self._mailbox = mailbox
         self._emit = emit
         self._clock = clock
-        self._stats_due_s = 0.0  # on that clock
+        self._stats_due_s = 0.0  # on that clock, as the next
+        self._report_due_s = 0.0
 
     def run(self) -> None:
         """Warm up, say Ready, then until a Stop command, or until the device is lost (which is reported as Broken)."""
@@ -64,12 +66,16 @@ class EngineLoop:
             self._engine.runner.close()
 
     def _turn(self) -> bool:
-        commands = self._mailbox.take_all(0.0 if self._engine.has_work else IDLE_REPORT_S)
+        engine, stats = self._engine, None
+        only_prepares = engine.only_prepares
+        commands = self._mailbox.take_all(PREPARING_S if only_prepares else 0.0 if engine.has_work else IDLE_REPORT_S)
         if not self._apply(commands):
             return False
-        events = tuple(self._engine.step())
+        events = tuple(engine.step())
         ended_s = self._clock()
-        engine, stats = self._engine, None
+        if only_prepares and not events and ended_s < self._report_due_s:
+            return True
+        self._report_due_s = ended_s + IDLE_REPORT_S
         if ended_s >= self._stats_due_s or not engine.has_work:
             stats, self._stats_due_s = engine.stats(), ended_s + STATS_EVERY_S
         self._emit(Frame(events=events, capacity=engine.capacity(), stats=stats, ended_s=ended_s))

@@ -41,7 +41,7 @@ class Outputs:
 
     def __init__(self) -> None:
         self._requests: dict[str, _Collected] = {}
-        self._finished: deque[str] = deque()
+        self._finished: dict[str, None] = {}  # in the order of their ends
         self._changed = threading.Condition()
 
     def open(self, request_id: str, num_prompt_tokens: int, n: int, wants_logprobs: bool) -> None:
@@ -51,7 +51,7 @@ class Outputs:
 
     def discard(self, request_id: str) -> None:
         with self._changed:
-            self._requests.pop(request_id, None)
+            self._forget(request_id)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
@@ -77,7 +77,7 @@ class Outputs:
         choice.finish_reason, choice.error = event.finish_reason, event.error
         collected.events.append(event)
         if collected.is_finished:
-            self._finished.append(event.request_id)
+            self._finished[event.request_id] = None
 
     def is_finished(self, request_id: str) -> bool:
         return self._requests[request_id].is_finished
@@ -96,14 +96,14 @@ class Outputs:
         """A finished result, removed from the books: of this request, or of whichever finished first."""
         with self._changed:
             if request_id is None:
-                while self._finished:
-                    candidate = self._finished.popleft()
-                    if candidate in self._requests:
-                        return self._build(candidate, self._requests.pop(candidate))
+                if not self._finished:
+                    return None
+                request_id = next(iter(self._finished))
+            elif not self._requests[request_id].is_finished:
                 return None
-            if not self._requests[request_id].is_finished:
-                return None
-            return self._build(request_id, self._requests.pop(request_id))
+            collected = self._requests[request_id]
+            self._forget(request_id)
+            return self._build(request_id, collected)
 
     def take_within(self, request_id: str | None, timeout: float | None) -> GenerationOutput | None:
         """Like take, waiting up to `timeout` seconds (None: for ever) for another thread's steps."""
@@ -114,6 +114,10 @@ class Outputs:
             if found is not None or left <= 0:
                 return found
             self.wait(min(left, 1.0))
+
+    def _forget(self, request_id: str) -> None:
+        self._requests.pop(request_id, None)
+        self._finished.pop(request_id, None)
 
     def _build(self, request_id: str, collected: _Collected) -> GenerationOutput:
         outputs = tuple(

@@ -1,11 +1,13 @@
 """Requests that wait for what they need: a grammar being compiled, an adapter being loaded, both off the step's path.
 
-What is there already costs no wait. A request whose need cannot be met is refused with the reason; the
-others go on. It knows neither grammars nor adapters, only their futures.
+What is there already costs no wait. A request whose need cannot be met is refused with the reason, one whose deadline
+passes meanwhile ends; the others go on. It knows neither grammars nor adapters, only their futures.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -42,11 +44,16 @@ class Needs:
 class Preparing:
     """Each entry holds all choices of one request."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock  # of the deadlines
         self._entries: list[tuple[Needs, list[Sequence]]] = []
 
-    def __bool__(self) -> bool:
-        return bool(self._entries)
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def cut(self, length: int) -> None:
+        """Take back what was added behind the first `length`."""
+        del self._entries[length:]
 
     def add(self, needs: Needs, sequences: list[Sequence]) -> None:
         self._entries.append((needs, sequences))
@@ -58,25 +65,34 @@ class Preparing:
         return [sequences[0].request_id for _, sequences in self._entries]
 
     def take(self) -> tuple[list[list[Sequence]], list[TokenEvent]]:
-        """Requests whose needs are met, and the refusals of those whose cannot be."""
-        ready, refusals = [], []
+        """Requests whose needs are met, and the ends of those whose cannot be or which it is too late for."""
+        now = self._clock()
+        ready: list[list[Sequence]] = []
+        ends: list[TokenEvent] = []
         for entry in list(self._entries):
             needs, sequences = entry
-            if not needs.are_met:
-                continue
-            self._entries.remove(entry)
-            try:
-                needs.settle(sequences)
-            except RequestError as refusal:
-                refusals += [refusal_event(s.request_id, refusal, s.choice) for s in sequences]
-            else:
-                ready.append(sequences)
-        return ready, refusals
+            deadline = sequences[0].deadline
+            if deadline is not None and deadline <= now:
+                self._entries.remove(entry)
+                ends += _ends(sequences, FinishReason.EXPIRED)
+            elif needs.are_met:
+                self._entries.remove(entry)
+                try:
+                    needs.settle(sequences)
+                except RequestError as refusal:
+                    ends += [refusal_event(s.request_id, refusal, s.choice) for s in sequences]
+                else:
+                    ready.append(sequences)
+        return ready, ends
 
     def cancel(self, request_id: str, reason: FinishReason) -> list[TokenEvent]:
-        events = []
+        events: list[TokenEvent] = []
         for entry in list(self._entries):
             if entry[1][0].request_id == request_id:
                 self._entries.remove(entry)
-                events += [TokenEvent(request_id=request_id, choice=s.choice, finish_reason=reason) for s in entry[1]]
+                events += _ends(entry[1], reason)
         return events
+
+
+def _ends(sequences: list[Sequence], reason: FinishReason) -> list[TokenEvent]:
+    return [TokenEvent(request_id=s.request_id, choice=s.choice, finish_reason=reason) for s in sequences]

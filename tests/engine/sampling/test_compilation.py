@@ -87,6 +87,18 @@ def test_one_that_takes_too_long_is_given_up_and_others_go_on() -> None:
         time.sleep(0.01)
 
 
+def test_those_that_wait_behind_too_many_stuck_are_refused() -> None:
+    slow = Slow()
+    compiler = make(slow, timeout_s=0.1, max_threads=1, max_stuck=2)
+    futures = [compiler.compile(regex(f"slow {i}")) for i in range(6)]
+    messages = [str(future.exception(60)) for future in futures]
+    assert ["took more than" in message for message in messages] == [True, True, False, False, False, False]
+    assert all("too many grammars" in message for message in messages[2:])
+    assert len(slow.calls) == 2
+    for gate in slow.gates.values():
+        gate.set()
+
+
 def test_only_so_many_run_at_once() -> None:
     slow = Slow()
     compiler = make(slow, max_threads=2)

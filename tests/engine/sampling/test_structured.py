@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from schemas.generation import ResponseFormat, SamplingParams
 from tests.engine.sampling.helpers import CPU, ToyModel, generate_a_step_late, plan_item
 from worker.engine.sampling import GrammarCompiler, Sampler
+from worker.engine.sampling import structured as structured_output
 from worker.engine.sequence import Sequence
 
 WORDS = [b'{"', b'": ', b", ", b"true", b"null", b"name", b"12", b'"}', b"[[", b"abc", "é".encode(), b"\n  "]
@@ -214,3 +215,23 @@ def test_release_forgets_the_matcher(compiler: GrammarCompiler) -> None:
     sampler.release(sequence)
     sampler.release(sequence)
     assert len(sampler._grammars) == 0
+
+
+def test_a_grammar_that_holds_up_every_step_fails_alone(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(structured_output, "TOKEN_LIMIT_S", 0.01)
+    ambiguous = structured(ResponseFormat(grammar="root ::= s\ns ::= s s | s s s | [a-z]"))
+    plain = structured(ResponseFormat(regex="[a-z]{1,2000}"))
+    sampler, letters = make_sampler(compiler), torch.full((2, WIDTH), -100.0)
+    letters[:, ord("a") : ord("z")] = 0.0
+    errors: dict[int, str] = {}
+    for _ in range(500):
+        items = [plan_item(ambiguous), plan_item(plain)]
+        tokens, _, errors = sampler.sample(letters.clone(), items).finish()
+        if errors:
+            break
+        for sequence, new in zip((ambiguous, plain), tokens, strict=True):
+            sequence.token_ids += new
+    assert list(errors) == [0]
+    assert "too ambiguous" in errors[0]

@@ -18,6 +18,7 @@ from schemas.generation import ResponseFormat, SamplingParams
 from worker.engine.sampling.schema_check import schema_problems
 
 MAX_SOURCE_CHARS = 200_000
+TOO_MANY_STUCK = "too many grammars took too long to compile; try again later"
 _PREFIX = re.compile(r"^\[[0-9:]+\]\s+\S+:\d+:\s*")  # "[12:00:00] /project/cpp/file.cc:17: "
 
 Compile = Callable[[str, str], Any]  # (kind, source) → compiled grammar
@@ -83,7 +84,7 @@ class GrammarCompiler:
                 self._cache.move_to_end(key)
                 return known
             if self._stuck >= self._max_stuck:
-                future.set_exception(GrammarError("too many grammars took too long to compile; try again later"))
+                future.set_exception(GrammarError(TOO_MANY_STUCK))
                 return future
             self._cache[key] = future
             while len(self._cache) > self._max_cached:
@@ -93,6 +94,7 @@ class GrammarCompiler:
         return future
 
     def _start_waiting(self) -> None:
+        """Under the lock, with room for another thread that may never end."""
         while self._waiting and self._running < self._max_threads:
             key, future = self._waiting.popleft()
             self._running += 1
@@ -106,7 +108,16 @@ class GrammarCompiler:
                 self._running -= 1
             if failed:
                 self._cache.pop(key, None)
-            self._start_waiting()
+            refused: list[Future[Any]] = []
+            if self._stuck < self._max_stuck:
+                self._start_waiting()
+            else:
+                for waiting, future in self._waiting:
+                    self._cache.pop(waiting, None)
+                    refused.append(future)
+                self._waiting.clear()
+        for future in refused:
+            future.set_exception(GrammarError(TOO_MANY_STUCK))
 
 
 class _Run:

@@ -10,6 +10,7 @@ logits but those it masks.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from worker.engine.sampling.sampled import Sampled
 from worker.engine.sampling.transfer import to_device
 from worker.engine.sequence import Sequence
 
+TOKEN_LIMIT_S = 0.25  # of a core, to read a token or to say which may follow: a step waits for it
 _CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
 
 
@@ -133,12 +135,14 @@ class Grammars:
 
     def _fill(self, item: ScheduledSequence) -> tuple[Tensor, list[int]]:
         """The masks of an item's rows [1 + drafts, words], and those of its rows at which only the end is allowed.
+        Raises GrammarError. What an ambiguous grammar asks for grows with every token, until all steps wait for it.
 
         Rows behind a draft that the grammar refuses stay open: that draft is never drawn, so they never count.
         """
         import xgrammar
 
-        state = self._caught_up(item)
+        started_s = time.thread_time()
+        state, num_read = self._caught_up(item)
         matcher = state.matcher
         stops = [int(i) for i in matcher.stop_token_ids]
         words = xgrammar.allocate_token_bitmask(1 + len(item.draft_ids), self._vocab_size)
@@ -162,24 +166,28 @@ class Grammars:
             taken += 1
         if taken:
             matcher.rollback(taken)
+        if (time.thread_time() - started_s) / (num_read + len(words)) > TOKEN_LIMIT_S:
+            raise GrammarError(f"its grammar is too ambiguous: one token takes more than {TOKEN_LIMIT_S:g} s to check")
         return words, ends
 
     @property
     def _vocab_size(self) -> int:
         return int(self._compiler.tokenizer_info.vocab_size) if self._compiler else 0
 
-    def _caught_up(self, item: ScheduledSequence) -> _State:
+    def _caught_up(self, item: ScheduledSequence) -> tuple[_State, int]:
+        """And how many tokens that took."""
         sequence = item.sequence
         output = sequence.output_ids + self._in_flight(sequence)
         state = self._states.get(sequence)
         if state is None or state.epoch != sequence.epoch or output[: len(state.accepted)] != state.accepted:
             state = self._states[sequence] = _State(*self._start(sequence), sequence.epoch, [])
-        for token_id in output[len(state.accepted) :]:
+        new = output[len(state.accepted) :]
+        for token_id in new:
             # after its end only end tokens follow (ignore_eos), which the matcher need not see
             if not state.matcher.is_terminated() and not state.matcher.accept_token(token_id):
                 raise GrammarError(f"token {token_id} at output position {len(state.accepted)} is not in the grammar")
             state.accepted.append(token_id)
-        return state
+        return state, len(new)
 
     def _in_flight(self, sequence: Sequence) -> list[int]:
         """The token that a launched step draws, from that step itself: its forward pass is over before ours begins."""
