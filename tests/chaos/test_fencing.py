@@ -53,3 +53,31 @@ async def test_a_frozen_worker_writes_nothing_when_it_wakes(redis_url, tmp_path)
     assert problems == []
     with Redis.from_url(redis_url) as redis:
         assert not [key for key in redis.scan_iter() if b":log:" in key or b":held:" in key]
+
+
+async def test_a_lone_worker_that_wakes_takes_its_job_up_again_and_not_what_its_engine_still_says(redis_url, tmp_path):
+    """The engine's process is not frozen: it goes on with the job's first time while the second is claimed."""
+    database = database_url(tmp_path)
+    worker = WorkerProcess(
+        "lone", redis_url, database, tmp_path / "log", model="synthetic?step_ms=500", drain_seconds=1.0,
+        engine_host="process", **LEASE,
+    )  # fmt: skip
+    asked = LONG | {"max_tokens": 8}
+    try:
+        async with client_of(redis_url, database) as client:
+            job, told = await client.submit(**asked), Told()
+            listening = asyncio.create_task(listen(client, job, told))
+            await heard(told, 2)
+            worker.send(signal.SIGSTOP)
+            await asyncio.sleep(2 * LEASE["lease_seconds"])
+            worker.send(signal.SIGCONT)
+            await client.result(job, timeout=90)
+            await asyncio.wait_for(listening, 90)
+            again = await client.submit(**asked)
+            undisturbed = await client.result(again, timeout=90)
+        worker.send(signal.SIGTERM)
+        assert await worker.wait() == 0
+    finally:
+        worker.end()
+    wanted = Wanted.of(undisturbed)
+    assert violations(database, {job: wanted, again: wanted}, {job: [told]}) == []
