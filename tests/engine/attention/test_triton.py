@@ -92,8 +92,9 @@ def test_a_build_serves_inputs_wherever_they_begin_and_however_wide_the_table_is
 
 def planned(metadata: AttentionMetadata, shape: AttentionShape, num_tokens: int, num_multiprocessors: int = 132) -> int:
     launch = plan_launch(
-        shape, metadata, num_tokens, element_size=2, num_multiprocessors=num_multiprocessors, is_exact=False
-    )
+        shape, metadata, num_tokens,
+        element_size=2, num_multiprocessors=num_multiprocessors, has_warp_groups=True, is_exact=False,
+    )  # fmt: skip
     return launch.num_splits
 
 
@@ -122,7 +123,10 @@ def test_a_program_takes_whole_groups() -> None:
         for max_query_len, num_tokens in ((1, 8), (300, 307)):
             empty = torch.zeros(8, dtype=torch.int32)
             metadata = AttentionMetadata(empty, empty, empty, empty, max_query_len, 4096, 16, None)
-            launch = plan_launch(shape, metadata, num_tokens, element_size=2, num_multiprocessors=132, is_exact=False)
+            launch = plan_launch(
+                shape, metadata, num_tokens,
+                element_size=2, num_multiprocessors=132, has_warp_groups=True, is_exact=False,
+            )  # fmt: skip
             assert launch.block_tokens >= 1
             assert launch.block_tokens * group <= launch.block_rows
             assert launch.block_rows & (launch.block_rows - 1) == 0

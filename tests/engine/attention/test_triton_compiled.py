@@ -24,7 +24,7 @@ from worker.engine.attention.triton_kernels import attend_kernel, write_kernel  
 
 ASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 SIZES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8e4nv": 1}  # bytes
-SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}  # what one program may take
+SHARED_MEMORY = {80: 99 * 1024, 90: 227 * 1024}  # what one program may take; 8.6 and 8.9 run the builds for 8.0
 POINTERS = {"block_table": "*i32", "query_start": "*i32", "seq_lens": "*i32", "limits": "*fp32"}
 ALIGNED = (
     "query",
@@ -50,13 +50,13 @@ pytestmark = [
 ]
 
 
-def planned(shape: AttentionShape, query_len: int, seq_len: int, element: str, cache: str) -> Launch:
+def planned(shape: AttentionShape, query_len: int, seq_len: int, element: str, cache: str, capability: int) -> Launch:
     empty = torch.zeros(1, dtype=torch.int32)
     metadata = AttentionMetadata(empty, empty, empty, empty, query_len, seq_len, 16, None)
-    is_exact = element == "fp32"
     return plan_launch(
-        shape, metadata, query_len, element_size=SIZES[cache], num_multiprocessors=132, is_exact=is_exact
-    )
+        shape, metadata, query_len, element_size=SIZES[cache], num_multiprocessors=132,
+        has_warp_groups=capability == 90, is_exact=element == "fp32",
+    )  # fmt: skip
 
 
 def source_of(
@@ -97,6 +97,7 @@ WIDE = {
     "small": (SMOLLM, 40, 400, "fp16", 0, False, "fp16"),
     "soft-capped prompt": (GEMMA, 600, 600, "bf16", 512, True, "bf16"),
     "soft-capped decode": (GEMMA, 1, 600, "bf16", 512, False, "bf16"),
+    "late chunk": (LLAMA, 40, 8000, "bf16", 0, False, "bf16"),
     "exact": (LLAMA, 64, 64, "fp32", 0, False, "fp32"),
 }
 NARROW = {  # keys and values of 8 bits, which older GPUs do not have
@@ -125,13 +126,14 @@ def test_compiles_without_spilling(
     cache: str,
     tmp_path: Path,
 ) -> None:
-    launch = planned(shape, query_len, seq_len, element, cache)
+    launch = planned(shape, query_len, seq_len, element, cache, capability)
     compiled = triton.compile(
         source_of(shape, launch, element, window, has_sinks, cache),
         target=GPUTarget("cuda", capability, 32),
         options={"num_warps": launch.num_warps, "num_stages": launch.num_stages},
     )
-    assert compiled.metadata.shared <= min(SHARED_MEMORY[capability], 100 * 1024)
+    assert compiled.metadata.shared <= SHARED_MEMORY[capability]
+    assert_loads_are_ahead(compiled.asm["ttgir"])
     assembly = compiled.asm["ptx"]
     if element != "fp32":
         assert "wgmma" in assembly or "mma.sync" in assembly, "no tensor cores"
@@ -142,6 +144,17 @@ def test_compiles_without_spilling(
     spilled = re.search(r"(\d+) bytes spill stores", report)
     assert spilled is not None, report
     assert int(spilled[1]) == 0, report
+
+
+def assert_loads_are_ahead(program: str) -> None:
+    """A tile's keys and values are waited for while the next tile's are under way, each in a buffer of its own."""
+    buffers = [int(count) for count in re.findall(r"local_alloc : \(\) -> !ttg.memdesc<(\d+)x\d+x\d+x", program)]
+    assert len(buffers) == 2, "keys and values"
+    assert min(buffers) >= 2, buffers
+    loop = program[program.index("scf.for") :]
+    waits = re.search(r"ttg.async_wait[^\n]*num = (\d+)", loop[: loop.index("scf.yield")])
+    assert waits is not None, "nothing is loaded asynchronously"
+    assert int(waits[1]) > 0, "each tile waits for its own loads"
 
 
 def test_writing_8_bits_compiles() -> None:

@@ -21,6 +21,7 @@ MAX_HEAD_DIM = 256
 MAX_PARTIAL_BYTES = 64 << 20  # of split-KV results
 TOKENS_A_SPLIT = 256  # a shorter share of a context does not pay for its second pass
 PROGRAMS_A_MULTIPROCESSOR = 2
+NUM_STAGES = 3  # at 2, a tile is loaded once the one before has been used
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +43,14 @@ def plan_launch(
     *,
     element_size: int,
     num_multiprocessors: int,
+    has_warp_groups: bool,
     is_exact: bool,
 ) -> Launch:
     """Few, wide programs for prompts; narrow ones for decodes, and split contexts where those are too few.
 
-    Sizes are chosen from what the compiler reports for compute capability 8.0 and 9.0: no register spills, at most
-    100 KB of shared memory, so that two programs share an H200's multiprocessor and one fits an A100's.
+    Sizes are chosen from what the compiler reports for compute capability 8.0 and 9.0: no register spills, loads of
+    keys and values a tile ahead, shared memory that each device has. An H200's multiprocessor runs one program of a
+    prompt's 128 rows, and three of a decode's.
     """
     group = shape.num_heads // shape.num_kv_heads
     rows = max(16, triton.next_power_of_2(group))
@@ -55,7 +58,8 @@ def plan_launch(
     if not is_decode:  # long chunks fill wide tiles; a mix of many decodes with a chunk would waste them
         rows = max(rows, 128 if num_tokens >= 64 * metadata.num_seqs and shape.head_dim <= 128 else 64)
     head_pad = max(16, triton.next_power_of_2(shape.head_dim))
-    tile_keys = max(16, min(128 if is_decode else 64, 16384 // (head_pad * max(element_size, 2))))  # 8 bits become 16
+    tile_bytes = 16384 if is_decode or has_warp_groups else 8192
+    tile_keys = max(16, min(128 if is_decode else 64, tile_bytes // (head_pad * max(element_size, 2))))  # 8 bits: as 16
     if is_exact:  # float32 without tensor cores: registers bound the tile
         rows = max(16, triton.next_power_of_2(group))
         tile_keys = max(16, min(32, 2048 // head_pad))
@@ -71,20 +75,22 @@ def plan_launch(
         tile_keys=tile_keys,
         num_splits=1 << (max(num_splits, 1).bit_length() - 1),  # the kernel that folds them wants a power of two
         num_warps=8 if rows * head_pad >= 64 * 64 or (is_exact and head_pad > 128) else 4,
-        num_stages=2 if is_exact or shape.head_dim > 128 else 3,
+        num_stages=NUM_STAGES,
     )
 
 
 class TritonAttention(AttentionBackend):
-    """Holds no state but the number of multiprocessors."""
+    """Holds no state but what it knows of the device."""
 
     name = "triton"
 
     def __init__(self, num_multiprocessors: int | None = None) -> None:
+        properties = torch.cuda.get_device_properties() if torch.cuda.is_available() else None
         if num_multiprocessors is None:
-            properties = torch.cuda.get_device_properties() if torch.cuda.is_available() else None
             num_multiprocessors = properties.multi_processor_count if properties else 1
         self._num_multiprocessors = num_multiprocessors
+        # Their products read shared memory, of which there is more too; elsewhere keys take registers on the way.
+        self._has_warp_groups = properties is not None and properties.major in (9, 10)
 
     @classmethod
     def why_not(cls, device: torch.device, dtype: torch.dtype, shape: AttentionShape, block_size: int) -> str | None:
@@ -133,6 +139,7 @@ class TritonAttention(AttentionBackend):
             num_tokens,
             element_size=cache.element_size(),
             num_multiprocessors=self._num_multiprocessors,
+            has_warp_groups=self._has_warp_groups,
             is_exact=cache.dtype == torch.float32,
         )
         head_pad = max(16, triton.next_power_of_2(shape.head_dim))

@@ -28,6 +28,15 @@ def find_sequence(query_start, num_seqs, program, BLOCK_TOKENS: tl.constexpr):
 
 
 @triton.jit
+def place_of(program, query_start, num_seqs, BLOCK_TOKENS: tl.constexpr):
+    """A program's sequence, where its queries start, how many there are, and which of them is the program's first."""
+    seq = find_sequence(query_start, num_seqs, program, BLOCK_TOKENS)
+    start = tl.load(query_start + seq)
+    query_len = tl.load(query_start + seq + 1) - start
+    return seq, start, query_len, (program - (start // BLOCK_TOKENS + seq)) * BLOCK_TOKENS
+
+
+@triton.jit
 def tiles_to_visit(
     first_position, last_position, split, WINDOW: tl.constexpr, TILE_KEYS: tl.constexpr, NUM_SPLITS: tl.constexpr
 ):
@@ -43,6 +52,14 @@ def tiles_to_visit(
         first_tile += split * share
         last_tile = tl.minimum(first_tile + share, last_tile)
     return begin, end, first_tile, last_tile
+
+
+@triton.jit
+def blocks_of_tile(table, tile, begin, end, BLOCK_SIZE: tl.constexpr, TILE_KEYS: tl.constexpr):
+    """The block of each of a tile's keys, which may lie in no tile; 0 where there is no key."""
+    key_position = tile * TILE_KEYS + tl.arange(0, TILE_KEYS)
+    is_key = (key_position >= begin) & (key_position < end)
+    return tl.load(table + key_position // BLOCK_SIZE, mask=is_key, other=0)
 
 
 @triton.jit
@@ -141,10 +158,7 @@ def attend_kernel(
     program = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
-    seq = find_sequence(query_start, num_seqs, program, BLOCK_TOKENS)
-    start = tl.load(query_start + seq)
-    query_len = tl.load(query_start + seq + 1) - start
-    first_token = (program - (start // BLOCK_TOKENS + seq)) * BLOCK_TOKENS
+    seq, start, query_len, first_token = place_of(program, query_start, num_seqs, BLOCK_TOKENS)
     if first_token >= query_len:
         return
     base = tl.load(seq_lens + seq) - query_len  # position of the sequence's first query
@@ -167,10 +181,14 @@ def attend_kernel(
     total = tl.zeros([BLOCK_ROWS], tl.float32)
     values = tl.zeros([BLOCK_ROWS, HEAD_PAD], tl.float32)
     cache += kv_head * (BLOCK_SIZE * HEAD_DIM)
+    table = block_table + seq * table_stride
+    # Block ids are loaded a tile ahead: the compiler divides the stages among loads that wait for one another.
+    next_block = blocks_of_tile(table, first_tile, begin, end, BLOCK_SIZE, TILE_KEYS)
     for tile in range(first_tile, last_tile):
         key_position = tile * TILE_KEYS + tl.arange(0, TILE_KEYS)
         is_key = (key_position >= begin) & (key_position < end)
-        block = tl.load(block_table + seq * table_stride + key_position // BLOCK_SIZE, mask=is_key, other=0)
+        block = next_block
+        next_block = blocks_of_tile(table, tile + 1, begin, end, BLOCK_SIZE, TILE_KEYS)
         key_at = block.to(tl.int64) * block_stride + (key_position % BLOCK_SIZE) * HEAD_DIM
         keys = tl.load(cache + key_at[None, :] + dims[:, None], mask=is_dim[:, None] & is_key[None, :], other=0.0)
         logits = logits_of_tile(queries, keys, base + token, key_position, is_key, scale, softcap, WINDOW, HAS_SOFTCAP)
