@@ -157,6 +157,20 @@ def assert_loads_are_ahead(program: str) -> None:
     assert int(waits[1]) > 0, "each tile waits for its own loads"
 
 
+def test_the_last_tokens_of_a_prompt_start_first() -> None:
+    """They see most keys. Programs are numbered from the end: a grid's first ones are started first."""
+    case = WIDE["prompt"]
+    source = source_of(LLAMA, planned(*case[:3], "bf16", "bf16", 90), "bf16", 0, False, "bf16")
+    program = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ttir"]
+    count = re.search(r"(%\w+) = tt.get_num_programs x", program)
+    assert count is not None
+    last = re.search(rf"(%\w+) = arith.subi {count[1]}, %c1_i32", program)
+    assert last is not None
+    first = re.search(r"(%\w+) = tt.get_program_id x", program)
+    assert first is not None
+    assert re.search(rf"arith.subi {last[1]}, {first[1]} ", program)
+
+
 def test_writing_8_bits_compiles() -> None:
     constants = {"BLOCK_SIZE": 16, "HEAD_DIM": 128, "HEAD_PAD": 128, "TOKENS": 4}
     pointers = {"key": "*bf16", "value": "*bf16", "cache": "*fp8e4nv", "slots": "*i64"}

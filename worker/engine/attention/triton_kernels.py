@@ -155,7 +155,7 @@ def attend_kernel(
     TILE_KEYS: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
 ):
-    program = tl.program_id(0)
+    program = tl.num_programs(0) - 1 - tl.program_id(0)  # a prompt's last tokens see most: they start first
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     seq, start, query_len, first_token = place_of(program, query_start, num_seqs, BLOCK_TOKENS)
