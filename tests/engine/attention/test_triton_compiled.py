@@ -75,6 +75,7 @@ def source_of(
         "BLOCK_TOKENS": launch.block_tokens,
         "TILE_KEYS": launch.tile_keys,
         "NUM_SPLITS": launch.num_splits,
+        "IS_DECODE": launch.is_decode,
     }
     if launch.num_splits == 1:
         constants["limits"] = None

@@ -20,7 +20,10 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 MAX_HEAD_DIM = 256
 MAX_PARTIAL_BYTES = 64 << 20  # of split-KV results
 TOKENS_A_SPLIT = 256  # a shorter share of a context does not pay for its second pass
+TOKENS_A_LONG_SPLIT = 1024  # nor does this, where there is work enough without
+LONGEST_SHARE = 2048  # that a program goes through alone while others have long been done
 PROGRAMS_A_MULTIPROCESSOR = 2
+MOST_PROGRAMS_A_MULTIPROCESSOR = 32  # of long contexts: those of short ones are started too, and have nothing to do
 NUM_STAGES = 3  # at 2, a tile is loaded once the one before has been used
 
 
@@ -31,7 +34,10 @@ class Launch:
     block_rows: int
     block_tokens: int
     tile_keys: int
+    num_programs: int  # of each of the cache's heads and each split
     num_splits: int
+    least_tiles: int  # of a split
+    is_decode: bool
     num_warps: int
     num_stages: int
 
@@ -46,7 +52,8 @@ def plan_launch(
     has_warp_groups: bool,
     is_exact: bool,
 ) -> Launch:
-    """Few, wide programs for prompts; narrow ones for decodes, and split contexts where those are too few.
+    """Few, wide programs for prompts; narrow ones for decodes. Contexts are split where those are too few, and where
+    some are long: others may be short, and a step waits for the longest.
 
     Sizes are chosen from what the compiler reports for compute capability 8.0 and 9.0: no register spills, loads of
     keys and values a tile ahead, shared memory that each device has. An H200's multiprocessor runs one program of a
@@ -64,16 +71,28 @@ def plan_launch(
         rows = max(16, triton.next_power_of_2(group))
         tile_keys = max(16, min(32, 2048 // head_pad))
     block_tokens = rows // group
-    programs = (num_tokens // block_tokens + metadata.num_seqs) * shape.num_kv_heads
-    wanted = -(-PROGRAMS_A_MULTIPROCESSOR * num_multiprocessors // max(programs, 1))
-    reach = min(metadata.max_seq_len, (metadata.window or metadata.max_seq_len) + metadata.max_query_len)
+    num_programs = metadata.num_seqs if is_decode else num_tokens // block_tokens + metadata.num_seqs
+    programs = max(1, num_programs * shape.num_kv_heads)
+    reach = metadata.max_seq_len
+    if metadata.window is not None:
+        reach = min(reach, metadata.window + min(block_tokens, metadata.max_query_len))
+    for_all = -(-PROGRAMS_A_MULTIPROCESSOR * num_multiprocessors // programs)
+    for_the_longest = 1
+    if metadata.num_seqs > 1:
+        most = MOST_PROGRAMS_A_MULTIPROCESSOR * num_multiprocessors // programs
+        for_the_longest = min(-(-reach // LONGEST_SHARE), most)
     partial_bytes = num_tokens * shape.num_heads * head_pad * 4
-    num_splits = min(wanted, -(-reach // TOKENS_A_SPLIT), MAX_PARTIAL_BYTES // max(partial_bytes, 1), 64)
+    num_splits = max(for_all, for_the_longest)
+    num_splits = min(num_splits, -(-reach // TOKENS_A_SPLIT), MAX_PARTIAL_BYTES // max(partial_bytes, 1), 64)
+    least_tokens = TOKENS_A_SPLIT if for_all >= for_the_longest else TOKENS_A_LONG_SPLIT
     return Launch(
         block_rows=rows,
         block_tokens=block_tokens,
         tile_keys=tile_keys,
+        num_programs=num_programs,
         num_splits=1 << (max(num_splits, 1).bit_length() - 1),  # the kernel that folds them wants a power of two
+        least_tiles=-(-least_tokens // tile_keys),
+        is_decode=is_decode,
         num_warps=8 if rows * head_pad >= 64 * 64 or (is_exact and head_pad > 128) else 4,
         num_stages=NUM_STAGES,
     )
@@ -144,7 +163,7 @@ class TritonAttention(AttentionBackend):
         )
         head_pad = max(16, triton.next_power_of_2(shape.head_dim))
         partials, limits = _partials(query, launch.num_splits, head_pad)
-        grid = (num_tokens // launch.block_tokens + metadata.num_seqs, shape.num_kv_heads, launch.num_splits)
+        grid = (launch.num_programs, shape.num_kv_heads, launch.num_splits)
         attend_kernel[grid](
             query,
             cache,
@@ -163,6 +182,7 @@ class TritonAttention(AttentionBackend):
             cache.stride(0),
             cache.stride(1),
             metadata.block_table.stride(0),
+            launch.least_tiles,
             NUM_HEADS=shape.num_heads,
             GROUP=shape.num_heads // shape.num_kv_heads,
             HEAD_DIM=shape.head_dim,
@@ -175,6 +195,7 @@ class TritonAttention(AttentionBackend):
             BLOCK_TOKENS=launch.block_tokens,
             TILE_KEYS=launch.tile_keys,
             NUM_SPLITS=launch.num_splits,
+            IS_DECODE=launch.is_decode,
             num_warps=launch.num_warps,
             num_stages=launch.num_stages,
         )

@@ -28,30 +28,38 @@ def find_sequence(query_start, num_seqs, program, BLOCK_TOKENS: tl.constexpr):
 
 
 @triton.jit
-def place_of(program, query_start, num_seqs, BLOCK_TOKENS: tl.constexpr):
+def place_of(query_start, num_seqs, BLOCK_TOKENS: tl.constexpr, IS_DECODE: tl.constexpr):
     """A program's sequence, where its queries start, how many there are, and which of them is the program's first."""
-    seq = find_sequence(query_start, num_seqs, program, BLOCK_TOKENS)
+    program = tl.num_programs(0) - 1 - tl.program_id(0)  # a prompt's last tokens see most: they start first
+    seq = program if IS_DECODE else find_sequence(query_start, num_seqs, program, BLOCK_TOKENS)
     start = tl.load(query_start + seq)
     query_len = tl.load(query_start + seq + 1) - start
-    return seq, start, query_len, (program - (start // BLOCK_TOKENS + seq)) * BLOCK_TOKENS
+    first_token = 0 if IS_DECODE else (program - (start // BLOCK_TOKENS + seq)) * BLOCK_TOKENS
+    return seq, start, query_len, first_token
 
 
 @triton.jit
 def tiles_to_visit(
-    first_position, last_position, split, WINDOW: tl.constexpr, TILE_KEYS: tl.constexpr, NUM_SPLITS: tl.constexpr
+    first_position,
+    end,
+    split,
+    least_tiles,
+    WINDOW: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
 ):
-    """Keys [begin, end) are what some row of a block sees; a split takes a share of their tiles."""
-    end = last_position + 1
+    """Keys [begin, end) are what some row of a block sees; a split takes a share of their tiles, at least `least_tiles`
+    as long as there are any."""
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(first_position - WINDOW + 1, 0)
     first_tile = begin // TILE_KEYS
     last_tile = tl.cdiv(end, TILE_KEYS)
     if NUM_SPLITS > 1:
-        share = tl.cdiv(last_tile - first_tile, NUM_SPLITS)
+        share = tl.maximum(tl.cdiv(last_tile - first_tile, NUM_SPLITS), least_tiles)
         first_tile += split * share
         last_tile = tl.minimum(first_tile + share, last_tile)
-    return begin, end, first_tile, last_tile
+    return begin, first_tile, last_tile
 
 
 @triton.jit
@@ -121,7 +129,7 @@ def store_rows(
 # come in one copy, so where each of them begins is aligned in one step and not in the next: no builds for that either.
 # So would the width of the block table, which grows with the longest sequence.
 @triton.jit(
-    do_not_specialize=["num_seqs", "num_tokens", "table_stride"],
+    do_not_specialize=["num_seqs", "num_tokens", "table_stride", "least_tiles"],
     do_not_specialize_on_alignment=["block_table", "query_start", "seq_lens"],
 )
 def attend_kernel(
@@ -142,6 +150,7 @@ def attend_kernel(
     block_stride,
     value_offset,
     table_stride,
+    least_tiles,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -154,14 +163,20 @@ def attend_kernel(
     BLOCK_TOKENS: tl.constexpr,
     TILE_KEYS: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
+    IS_DECODE: tl.constexpr,  # each sequence has one token at most, and one program
 ):
-    program = tl.num_programs(0) - 1 - tl.program_id(0)  # a prompt's last tokens see most: they start first
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
-    seq, start, query_len, first_token = place_of(program, query_start, num_seqs, BLOCK_TOKENS)
+    seq, start, query_len, first_token = place_of(query_start, num_seqs, BLOCK_TOKENS, IS_DECODE)
     if first_token >= query_len:
         return
     base = tl.load(seq_lens + seq) - query_len  # position of the sequence's first query
+    end = base + tl.minimum(first_token + BLOCK_TOKENS, query_len)
+    begin, first_tile, last_tile = tiles_to_visit(
+        base + first_token, end, split, least_tiles, WINDOW, TILE_KEYS, NUM_SPLITS
+    )
+    if NUM_SPLITS > 1 and first_tile >= last_tile:
+        return
 
     # Row r: query token r // GROUP of the block, query head r % GROUP of the group.
     rows = tl.arange(0, BLOCK_ROWS)
@@ -173,22 +188,18 @@ def attend_kernel(
     query_at = (start + token).to(tl.int64) * query_stride + head * query_head_stride
     queries = tl.load(query + query_at[:, None] + dims[None, :], mask=is_row[:, None] & is_dim[None, :], other=0.0)
 
-    last_token = tl.minimum(first_token + BLOCK_TOKENS, query_len) - 1
-    begin, end, first_tile, last_tile = tiles_to_visit(
-        base + first_token, base + last_token, split, WINDOW, TILE_KEYS, NUM_SPLITS
-    )
     largest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_ROWS], tl.float32)
     values = tl.zeros([BLOCK_ROWS, HEAD_PAD], tl.float32)
     cache += kv_head * (BLOCK_SIZE * HEAD_DIM)
-    table = block_table + seq * table_stride
+    block_table += seq * table_stride
     # Block ids are loaded a tile ahead: the compiler divides the stages among loads that wait for one another.
-    next_block = blocks_of_tile(table, first_tile, begin, end, BLOCK_SIZE, TILE_KEYS)
+    next_block = blocks_of_tile(block_table, first_tile, begin, end, BLOCK_SIZE, TILE_KEYS)
     for tile in range(first_tile, last_tile):
         key_position = tile * TILE_KEYS + tl.arange(0, TILE_KEYS)
         is_key = (key_position >= begin) & (key_position < end)
         block = next_block
-        next_block = blocks_of_tile(table, tile + 1, begin, end, BLOCK_SIZE, TILE_KEYS)
+        next_block = blocks_of_tile(block_table, tile + 1, begin, end, BLOCK_SIZE, TILE_KEYS)
         key_at = block.to(tl.int64) * block_stride + (key_position % BLOCK_SIZE) * HEAD_DIM
         keys = tl.load(cache + key_at[None, :] + dims[:, None], mask=is_dim[:, None] & is_key[None, :], other=0.0)
         logits = logits_of_tile(queries, keys, base + token, key_position, is_key, scale, softcap, WINDOW, HAS_SOFTCAP)
