@@ -22,6 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:Deprecati
 
 SPLIT_CASES = [
     Case("split decodes", ((1, 300), (1, 3), (1, 270))),
+    Case("three splits", ((1, 700), (1, 3))),
     Case("split decodes, window, sinks", ((1, 400), (1, 3)), window=300, has_sinks=True, block_size=8),
     Case("split chunk, softcap", ((2, 290), (1, 20)), num_heads=3, num_kv_heads=1, softcap=9.0, head_dim=80),
 ]
@@ -121,12 +122,12 @@ def planned(metadata: AttentionMetadata, shape: AttentionShape, num_tokens: int,
     ("lens", "splits"),
     [
         (((1, 100),), 1),  # short: a second pass would cost more
-        (((1, 32_768),), 32),  # one stream alone would keep 8 of 132 multiprocessors busy
+        (((1, 32_768),), 33),  # one stream alone would keep 8 of 132 multiprocessors busy
         (((1, 2000),) * 64, 1),  # enough programs without
         (((1, 40),) * 63 + ((1, 16_384),), 8),  # enough programs, but the longest would take as long as before
         (((1, 40),) * 255 + ((1, 16_384),), 2),  # each split is a program for every sequence
         (((4096, 4096),), 1),
-        (((64, 32_768),), 8),  # a small chunk deep in a long prompt
+        (((64, 32_768),), 11),  # a small chunk deep in a long prompt
         (((2048, 32_768),), 1),  # a large one
     ],
     ids=["short", "one long", "many", "one long of many", "one long of very many", "prompt", "late chunk", "chunk"],

@@ -19,8 +19,8 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from worker.engine.attention.triton import Launch, is_interpreted, plan_launch  # noqa: E402
-from worker.engine.attention.triton_kernels import attend_kernel, write_kernel  # noqa: E402
+from worker.engine.attention.triton import MAX_SPLITS, Launch, fold_warps, is_interpreted, plan_launch  # noqa: E402
+from worker.engine.attention.triton_kernels import attend_kernel, fold_kernel, write_kernel  # noqa: E402
 
 ASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 SIZES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8e4nv": 1}  # bytes
@@ -74,7 +74,7 @@ def source_of(
         "BLOCK_ROWS": launch.block_rows,
         "BLOCK_TOKENS": launch.block_tokens,
         "TILE_KEYS": launch.tile_keys,
-        "NUM_SPLITS": launch.num_splits,
+        "IS_SPLIT": launch.num_splits > 1,
         "IS_DECODE": launch.is_decode,
     }
     if launch.num_splits == 1:
@@ -138,9 +138,34 @@ def test_compiles_without_spilling(
     assembly = compiled.asm["ptx"]
     if element != "fp32":
         assert "wgmma" in assembly or "mma.sync" in assembly, "no tensor cores"
-    (tmp_path / "kernel.ptx").write_text(assembly)
+    assert_nothing_is_spilled(assembly, capability, tmp_path)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_folding_compiles_without_spilling(head_dim: int, capability: int, tmp_path: Path) -> None:
+    constants: dict[str, object] = {
+        "NUM_HEADS": 32, "HEAD_DIM": head_dim, "HEAD_PAD": head_dim, "HAS_SINKS": False, "MAX_SPLITS": MAX_SPLITS,
+        "sinks": None,
+    }  # fmt: skip
+    pointers = {"partials": "*fp32", "limits": "*fp32", "out": "*bf16"}
+    signature = {
+        name: "constexpr" if name in constants else pointers.get(name, "i32") for name in fold_kernel.arg_names
+    }
+    hints = {(fold_kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in pointers}
+    compiled = triton.compile(
+        ASTSource(fold_kernel, signature, constants, hints),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": fold_warps(head_dim)},
+    )
+    assert_nothing_is_spilled(compiled.asm["ptx"], capability, tmp_path)
+    assert "ld.global.v4" in compiled.asm["ptx"], "loads are narrow"
+
+
+def assert_nothing_is_spilled(assembly: str, capability: int, folder: Path) -> None:
+    (folder / "kernel.ptx").write_text(assembly)
     architecture = f"-arch=sm_{capability}{'a' if capability == 90 else ''}"
-    command = [str(ASSEMBLER), "-v", architecture, str(tmp_path / "kernel.ptx"), "-o", str(tmp_path / "kernel.cubin")]
+    command = [str(ASSEMBLER), "-v", architecture, str(folder / "kernel.ptx"), "-o", str(folder / "kernel.cubin")]
     report = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stderr
     spilled = re.search(r"(\d+) bytes spill stores", report)
     assert spilled is not None, report

@@ -19,6 +19,7 @@ from worker.engine.attention.triton_kernels import attend_kernel, fold_kernel, w
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 MAX_HEAD_DIM = 256
 MAX_PARTIAL_BYTES = 64 << 20  # of split-KV results
+MAX_SPLITS = 64  # what the kernel that folds them takes
 TOKENS_A_SPLIT = 256  # a shorter share of a context does not pay for its second pass
 TOKENS_A_LONG_SPLIT = 1024  # nor does this, where there is work enough without
 LONGEST_SHARE = 2048  # that a program goes through alone while others have long been done
@@ -76,26 +77,36 @@ def plan_launch(
     reach = metadata.max_seq_len
     if metadata.window is not None:
         reach = min(reach, metadata.window + min(block_tokens, metadata.max_query_len))
-    for_all = -(-PROGRAMS_A_MULTIPROCESSOR * num_multiprocessors // programs)
-    for_the_longest = 1
-    if metadata.num_seqs > 1:
-        most = MOST_PROGRAMS_A_MULTIPROCESSOR * num_multiprocessors // programs
-        for_the_longest = min(-(-reach // LONGEST_SHARE), most)
-    partial_bytes = num_tokens * shape.num_heads * head_pad * 4
-    num_splits = max(for_all, for_the_longest)
-    num_splits = min(num_splits, -(-reach // TOKENS_A_SPLIT), MAX_PARTIAL_BYTES // max(partial_bytes, 1), 64)
-    least_tokens = TOKENS_A_SPLIT if for_all >= for_the_longest else TOKENS_A_LONG_SPLIT
+    room = MAX_PARTIAL_BYTES // max(num_tokens * shape.num_heads * head_pad * 4, 1)
+    num_splits, tokens_a_split = _split(reach, programs, num_multiprocessors, is_alone=metadata.num_seqs == 1)
     return Launch(
         block_rows=rows,
         block_tokens=block_tokens,
         tile_keys=tile_keys,
         num_programs=num_programs,
-        num_splits=1 << (max(num_splits, 1).bit_length() - 1),  # the kernel that folds them wants a power of two
-        least_tiles=-(-least_tokens // tile_keys),
+        num_splits=max(1, min(num_splits, room, MAX_SPLITS)),
+        least_tiles=-(-tokens_a_split // tile_keys),
         is_decode=is_decode,
         num_warps=8 if rows * head_pad >= 64 * 64 or (is_exact and head_pad > 128) else 4,
         num_stages=NUM_STAGES,
     )
+
+
+def _split(reach: int, programs: int, num_multiprocessors: int, *, is_alone: bool) -> tuple[int, int]:
+    """Into how many parts contexts of up to `reach` tokens are cut, and the fewest tokens of a part.
+
+    `programs` are those of a split. Who is alone in its step waits for no longer context than its own.
+    """
+    to_fill = -(-PROGRAMS_A_MULTIPROCESSOR * num_multiprocessors // programs)
+    to_shorten = min(-(-reach // LONGEST_SHARE), MOST_PROGRAMS_A_MULTIPROCESSOR * num_multiprocessors // programs)
+    if to_shorten > to_fill and not is_alone:
+        return to_shorten, TOKENS_A_LONG_SPLIT
+    return min(to_fill, -(-reach // TOKENS_A_SPLIT)), TOKENS_A_SPLIT
+
+
+def fold_warps(head_pad: int) -> int:
+    """So that a row's splits fit in registers."""
+    return 4 if head_pad <= 128 else 8
 
 
 class TritonAttention(AttentionBackend):
@@ -194,7 +205,7 @@ class TritonAttention(AttentionBackend):
             BLOCK_ROWS=launch.block_rows,
             BLOCK_TOKENS=launch.block_tokens,
             TILE_KEYS=launch.tile_keys,
-            NUM_SPLITS=launch.num_splits,
+            IS_SPLIT=partials is not None,
             IS_DECODE=launch.is_decode,
             num_warps=launch.num_warps,
             num_stages=launch.num_stages,
@@ -206,12 +217,13 @@ class TritonAttention(AttentionBackend):
                 sinks,
                 out,
                 num_tokens,
+                launch.num_splits,
                 NUM_HEADS=shape.num_heads,
                 HEAD_DIM=shape.head_dim,
                 HEAD_PAD=head_pad,
                 HAS_SINKS=sinks is not None,
-                NUM_SPLITS=launch.num_splits,
-                num_warps=1,
+                MAX_SPLITS=MAX_SPLITS,
+                num_warps=fold_warps(head_pad),
             )
         return out
 

@@ -42,11 +42,10 @@ def place_of(query_start, num_seqs, BLOCK_TOKENS: tl.constexpr, IS_DECODE: tl.co
 def tiles_to_visit(
     first_position,
     end,
-    split,
     least_tiles,
     WINDOW: tl.constexpr,
     TILE_KEYS: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
 ):
     """Keys [begin, end) are what some row of a block sees; a split takes a share of their tiles, at least `least_tiles`
     as long as there are any."""
@@ -55,9 +54,9 @@ def tiles_to_visit(
         begin = tl.maximum(first_position - WINDOW + 1, 0)
     first_tile = begin // TILE_KEYS
     last_tile = tl.cdiv(end, TILE_KEYS)
-    if NUM_SPLITS > 1:
-        share = tl.maximum(tl.cdiv(last_tile - first_tile, NUM_SPLITS), least_tiles)
-        first_tile += split * share
+    if IS_SPLIT:
+        share = tl.maximum(tl.cdiv(last_tile - first_tile, tl.num_programs(2)), least_tiles)
+        first_tile += tl.program_id(2) * share
         last_tile = tl.minimum(first_tile + share, last_tile)
     return begin, first_tile, last_tile
 
@@ -103,10 +102,24 @@ def weights_of(logits, largest, total):
 
 
 @triton.jit
-def store_partials(out, limits, row_at, dims, is_row, largest, total, values, num_rows, HEAD_PAD: tl.constexpr):
-    """A split's result: maxima, then sums `num_rows` further, then unnormalised values."""
+def store_partials(
+    out,
+    limits,
+    row_at,
+    dims,
+    is_row,
+    largest,
+    total,
+    values,
+    num_tokens,
+    NUM_HEADS: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+):
+    """A split's result: maxima, then sums as many rows further as all splits have, then unnormalised values."""
+    rows_of_split = num_tokens.to(tl.int64) * NUM_HEADS
+    row_at += tl.program_id(2) * rows_of_split
     tl.store(limits + row_at, largest, mask=is_row)
-    tl.store(limits + num_rows + row_at, total, mask=is_row)
+    tl.store(limits + tl.num_programs(2) * rows_of_split + row_at, total, mask=is_row)
     tl.store(out + row_at[:, None] * HEAD_PAD + dims[None, :], values, mask=is_row[:, None])
 
 
@@ -162,20 +175,17 @@ def attend_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     TILE_KEYS: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
     IS_DECODE: tl.constexpr,  # each sequence has one token at most, and one program
 ):
     kv_head = tl.program_id(1)
-    split = tl.program_id(2)
     seq, start, query_len, first_token = place_of(query_start, num_seqs, BLOCK_TOKENS, IS_DECODE)
     if first_token >= query_len:
         return
     base = tl.load(seq_lens + seq) - query_len  # position of the sequence's first query
     end = base + tl.minimum(first_token + BLOCK_TOKENS, query_len)
-    begin, first_tile, last_tile = tiles_to_visit(
-        base + first_token, end, split, least_tiles, WINDOW, TILE_KEYS, NUM_SPLITS
-    )
-    if NUM_SPLITS > 1 and first_tile >= last_tile:
+    begin, first_tile, last_tile = tiles_to_visit(base + first_token, end, least_tiles, WINDOW, TILE_KEYS, IS_SPLIT)
+    if IS_SPLIT and first_tile >= last_tile:
         return
 
     # Row r: query token r // GROUP of the block, query head r % GROUP of the group.
@@ -209,33 +219,33 @@ def attend_kernel(
         values = values * shrink[:, None] + tl.dot(weights.to(queries.dtype), loaded, input_precision="ieee")
 
     row_at = (start + token).to(tl.int64) * NUM_HEADS + head
-    if NUM_SPLITS > 1:
-        rows_of_split = num_tokens.to(tl.int64) * NUM_HEADS
-        row_at += split * rows_of_split
-        store_partials(out, limits, row_at, dims, is_row, largest, total, values, NUM_SPLITS * rows_of_split, HEAD_PAD)
+    if IS_SPLIT:
+        store_partials(out, limits, row_at, dims, is_row, largest, total, values, num_tokens, NUM_HEADS, HEAD_PAD)
     else:
         store_rows(out, sinks, row_at, head, dims, is_row, largest, total, values, HEAD_DIM, HAS_SINKS)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "num_splits"])
 def fold_kernel(
     partials,
     limits,
     sinks,
     out,
     num_tokens,
+    num_splits,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
 ):
     """One program folds the splits of one row; a split whose sum is 0 saw nothing and left its values unwritten."""
     row = tl.program_id(0).to(tl.int64) * NUM_HEADS + tl.program_id(1)
-    splits = tl.arange(0, NUM_SPLITS)
+    splits = tl.arange(0, MAX_SPLITS)
     dims = tl.arange(0, HEAD_PAD)
     row_at = splits * num_tokens.to(tl.int64) * NUM_HEADS + row
-    sums = tl.load(limits + NUM_SPLITS * num_tokens.to(tl.int64) * NUM_HEADS + row_at)
+    sums_at = num_splits * num_tokens.to(tl.int64) * NUM_HEADS + row_at
+    sums = tl.load(limits + sums_at, mask=splits < num_splits, other=0.0)
     is_used = sums != 0.0
     maxima = tl.load(limits + row_at, mask=is_used, other=float("-inf"))
     largest = tl.max(maxima, 0)
