@@ -98,11 +98,12 @@ def test_a_padded_launch_gives_the_same_rows(num_multiprocessors: int) -> None:
 @pytest.mark.skipif(is_interpreted(), reason="the kernels are interpreted in this process")
 def test_a_build_serves_inputs_wherever_they_begin_and_however_wide_the_table_is() -> None:
     """They are parts of one copy: builds by alignment or by width would interrupt the service for seconds each."""
-    from worker.engine.attention.triton_kernels import attend_kernel, write_kernel
+    from worker.engine.attention.triton_kernels import attend_kernel, fold_kernel, write_kernel
 
-    loose = {parameter.name for kernel in (attend_kernel, write_kernel) for parameter in kernel.params
+    loose = {parameter.name for kernel in (attend_kernel, fold_kernel, write_kernel) for parameter in kernel.params
              if parameter.do_not_specialize_on_alignment or parameter.do_not_specialize}  # fmt: skip
     assert {"block_table", "query_start", "seq_lens", "slots", "num_seqs", "num_tokens", "table_stride"} <= loose
+    assert {"num_splits", "least_tiles"} <= loose
 
 
 def launch_of(
