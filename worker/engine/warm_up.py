@@ -1,7 +1,8 @@
 """The first steps, made before anyone waits for them: kernels are compiled, weights packed, graphs captured.
 
-One prompt and its decode, greedy and drawn; where CUDA graphs run, a decode of every padded batch too. All
-of it writes to blocks that nobody holds, and leaves no trace in the engine's books. Plain Python.
+One prompt and its decode, greedy and drawn; on a GPU also steps that need other builds of the kernels, and where
+CUDA graphs run, a decode of every padded batch. All of it writes to blocks that nobody holds, and leaves no trace
+in the engine's books. Plain Python.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from worker.engine.sequence import Sequence
 from worker.engine.synthetic import is_synthetic
 
 PROMPT_TOKENS = 32
+CHUNK_TOKENS = (128, 300)  # the second is large for those kernels too that go by tokens alone
+LONG_CONTEXT = 4096  # attention goes through it in several parts
 
 
 def warm_up(runner: Runner, report: Callable[[str, float], None]) -> None:
@@ -23,37 +26,56 @@ def warm_up(runner: Runner, report: Callable[[str, float], None]) -> None:
         return
     report("warming up", 0.0)
     length = max(1, min(PROMPT_TOKENS, runner.max_model_len - 2, runner.config.max_num_batched_tokens))
-    length = min(length, runner.cache_config.block_size * (min(runner.cache_config.num_blocks) - 1) - 1)
     for params in (SamplingParams(temperature=0.0), SamplingParams(seed=1)):
         sequence = _sequence(runner, length, params)
         runner.execute(StepPlan(0, (ScheduledSequence(sequence, 0, length, True),)))
-        _decode(runner, [sequence])
+        _execute(runner, [(sequence, 1)])
+    if runner.config.device != "cpu":
+        report("compiling kernels", 0.0)
+        build_kernels(runner)
     sizes = _graph_batches(runner)
     for index, size in enumerate(sizes):
         report(f"capturing decodes of {size}", index / len(sizes))
-        _decode(runner, [_sequence(runner, length, SamplingParams(temperature=0.0)) for _ in range(size)])
+        _execute(runner, [(_sequence(runner, length, SamplingParams(temperature=0.0)), 1) for _ in range(size)])
+
+
+def build_kernels(runner: Runner) -> None:
+    """Steps of the kinds that are to come: each kernel is compiled once for few and many tokens, and once for long
+    contexts. Logits that are edited have a type of their own."""
+    params = SamplingParams(seed=1, presence_penalty=1.0)
+    config, longest = runner.config, max(1, min(LONG_CONTEXT, runner.max_model_len - 1))
+    small, large = CHUNK_TOKENS
+    for chunk, context in ((small, small), (PROMPT_TOKENS, longest), (large, longest), (1, longest)):
+        context = min(context, longest)
+        chunk = min(chunk, context, max(1, config.max_num_batched_tokens - 1))
+        tokens = (chunk, 1)[: config.max_num_seqs]
+        _execute(runner, [(_sequence(runner, context, params), count) for count in tokens])
 
 
 def _sequence(runner: Runner, length: int, params: SamplingParams) -> Sequence:
-    """All of them write to the same blocks: what comes out is nobody's answer."""
+    """All of them write to the same blocks, the long ones several times: what comes out is nobody's answer."""
     cache = runner.cache_config
-    table = list(range(1, 1 + -(-(length + 1) // cache.block_size)))
+    usable = min(cache.num_blocks) - 1
+    table = [1 + index % usable for index in range(-(-(length + 1) // cache.block_size))]
     tables = [list(table) for _ in cache.groups]
     return Sequence("warm-up", [0] * length, length, params, max_tokens=2, block_tables=tables)
 
 
-def _decode(runner: Runner, sequences: list[Sequence]) -> None:
-    items = tuple(ScheduledSequence(s, s.num_tokens - 1, 1, True) for s in sequences)
+def _execute(runner: Runner, sequences: list[tuple[Sequence, int]]) -> None:
+    """A step of each one's last tokens, so many."""
+    items = tuple(ScheduledSequence(s, s.num_tokens - count, count, True) for s, count in sequences)
     runner.execute(StepPlan(0, items))
-    runner.release(sequences)
+    runner.release([sequence for sequence, _ in sequences])
 
 
 def _graph_batches(runner: Runner) -> list[int]:
-    """The largest decode of each shape, the commonest (small) ones captured last and so kept longest."""
+    """The largest decode of each shape, the commonest (small) ones captured last and so kept longest; those of mixed
+    steps have places of their own. The largest batch is what a busy service runs."""
     config = runner.config
     if not config.cuda_graphs:
         return []
     from worker.engine.graph_inputs import padded_batch  # needs torch, as whoever runs graphs does
 
-    sizes = {size for n in range(1, config.max_num_seqs + 1) if (size := padded_batch(n)) <= config.max_num_seqs}
-    return sorted(sizes)[: max(1, config.max_cached_graphs // 2)][::-1]
+    places = max(1, config.max_cached_graphs - config.max_cached_graphs // 4)
+    sizes = sorted({min(padded_batch(n), config.max_num_seqs) for n in range(1, config.max_num_seqs + 1)})
+    return [*sizes[: places - 1], sizes[-1]][::-1] if len(sizes) > places else sizes[::-1]

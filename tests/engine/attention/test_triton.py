@@ -14,7 +14,7 @@ from tests.engine.attention.cases import Case, attend, dense, filled_cache, make
 from worker.engine.attention.base import AttentionMetadata, AttentionShape
 
 pytest.importorskip("triton")
-from worker.engine.attention.triton import TritonAttention, is_interpreted, plan_launch
+from worker.engine.attention.triton import Launch, TritonAttention, is_interpreted, plan_launch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 kernels = pytest.mark.skipif(DEVICE == "cpu" and not is_interpreted(), reason="neither CUDA nor interpreted")
@@ -22,6 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:Deprecati
 
 SPLIT_CASES = [
     Case("split decodes", ((1, 300), (1, 3), (1, 270))),
+    Case("three splits", ((1, 700), (1, 3))),
     Case("split decodes, window, sinks", ((1, 400), (1, 3)), window=300, has_sinks=True, block_size=8),
     Case("split chunk, softcap", ((2, 290), (1, 20)), num_heads=3, num_kv_heads=1, softcap=9.0, head_dim=80),
 ]
@@ -34,6 +35,20 @@ def test_split_contexts_fold_to_the_whole(case: Case) -> None:
     backend = TritonAttention(num_multiprocessors=32)
     metadata = metadata_of(problem, case.lens)
     assert planned(metadata, case.shape, len(problem.query), num_multiprocessors=32) > 1
+    result = attend(backend, problem, filled_cache(backend, problem))
+    torch.testing.assert_close(result.double(), dense(problem), rtol=2e-5, atol=2e-5)
+
+
+@kernels
+def test_one_long_context_among_short_ones_is_split() -> None:
+    """Their shares but the first are empty: nothing is stored for them."""
+    case = Case("uneven", ((1, 4000), *((1, 40),) * 8, (1, 1500)))
+    problem = make_problem(case, DEVICE)
+    backend = TritonAttention(num_multiprocessors=9)
+    metadata = metadata_of(problem, case.lens)
+    assert planned(metadata, case.shape, len(problem.query), num_multiprocessors=9) == 2
+    even = dataclasses.replace(metadata, max_seq_len=1500)
+    assert planned(even, case.shape, len(problem.query), num_multiprocessors=9) == 1
     result = attend(backend, problem, filled_cache(backend, problem))
     torch.testing.assert_close(result.double(), dense(problem), rtol=2e-5, atol=2e-5)
 
@@ -83,30 +98,40 @@ def test_a_padded_launch_gives_the_same_rows(num_multiprocessors: int) -> None:
 @pytest.mark.skipif(is_interpreted(), reason="the kernels are interpreted in this process")
 def test_a_build_serves_inputs_wherever_they_begin_and_however_wide_the_table_is() -> None:
     """They are parts of one copy: builds by alignment or by width would interrupt the service for seconds each."""
-    from worker.engine.attention.triton_kernels import attend_kernel, write_kernel
+    from worker.engine.attention.triton_kernels import attend_kernel, fold_kernel, write_kernel
 
-    loose = {parameter.name for kernel in (attend_kernel, write_kernel) for parameter in kernel.params
+    loose = {parameter.name for kernel in (attend_kernel, fold_kernel, write_kernel) for parameter in kernel.params
              if parameter.do_not_specialize_on_alignment or parameter.do_not_specialize}  # fmt: skip
     assert {"block_table", "query_start", "seq_lens", "slots", "num_seqs", "num_tokens", "table_stride"} <= loose
+    assert {"num_splits", "least_tiles"} <= loose
+
+
+def launch_of(
+    metadata: AttentionMetadata, shape: AttentionShape, num_tokens: int, num_multiprocessors: int = 132
+) -> Launch:
+    return plan_launch(
+        shape, metadata, num_tokens,
+        element_size=2, num_multiprocessors=num_multiprocessors, has_warp_groups=True, is_exact=False,
+    )  # fmt: skip
 
 
 def planned(metadata: AttentionMetadata, shape: AttentionShape, num_tokens: int, num_multiprocessors: int = 132) -> int:
-    launch = plan_launch(
-        shape, metadata, num_tokens, element_size=2, num_multiprocessors=num_multiprocessors, is_exact=False
-    )
-    return launch.num_splits
+    return launch_of(metadata, shape, num_tokens, num_multiprocessors).num_splits
 
 
 @pytest.mark.parametrize(
     ("lens", "splits"),
     [
         (((1, 100),), 1),  # short: a second pass would cost more
-        (((1, 32_768),), 32),  # one stream alone would keep 8 of 132 multiprocessors busy
-        (((1, 32_768),) * 64, 1),  # enough programs without
+        (((1, 32_768),), 33),  # one stream alone would keep 8 of 132 multiprocessors busy
+        (((1, 2000),) * 64, 1),  # enough programs without
+        (((1, 40),) * 63 + ((1, 16_384),), 8),  # enough programs, but the longest would take as long as before
+        (((1, 40),) * 255 + ((1, 16_384),), 2),  # each split is a program for every sequence
         (((4096, 4096),), 1),
-        (((64, 32_768),), 8),  # a small chunk deep in a long prompt
+        (((64, 32_768),), 11),  # a small chunk deep in a long prompt
+        (((2048, 32_768),), 1),  # a large one
     ],
-    ids=["short", "one long", "many long", "prompt", "late chunk"],
+    ids=["short", "one long", "many", "one long of many", "one long of very many", "prompt", "late chunk", "chunk"],
 )
 def test_contexts_are_split_where_programs_are_few(lens: tuple[tuple[int, int], ...], splits: int) -> None:
     shape = AttentionShape(32, 8, 128, 0.1)
@@ -116,13 +141,27 @@ def test_contexts_are_split_where_programs_are_few(lens: tuple[tuple[int, int], 
     assert planned(metadata, shape, num_tokens) == splits
 
 
+def test_a_decode_has_one_program_for_each_sequence_and_head() -> None:
+    shape = AttentionShape(32, 8, 128, 0.1)
+    empty = torch.zeros(256, dtype=torch.int32)
+    metadata = AttentionMetadata(empty, empty, empty, empty, 1, 500, 16, None)
+    assert launch_of(metadata, shape, 256).num_programs == 256
+
+
+def test_a_window_bounds_what_is_split() -> None:
+    """By what a program's tokens see, not by what the step's do."""
+    shape, empty = AttentionShape(32, 8, 128, 0.1), torch.zeros(1, dtype=torch.int32)
+    metadata = AttentionMetadata(empty, empty, empty, empty, 256, 32_768, 16, 128)
+    assert planned(metadata, shape, 256) == 1
+
+
 def test_a_program_takes_whole_groups() -> None:
     for group in (1, 3, 7, 12, 24, 71):
         shape = AttentionShape(group * 2, 2, 128, 0.1)
         for max_query_len, num_tokens in ((1, 8), (300, 307)):
             empty = torch.zeros(8, dtype=torch.int32)
             metadata = AttentionMetadata(empty, empty, empty, empty, max_query_len, 4096, 16, None)
-            launch = plan_launch(shape, metadata, num_tokens, element_size=2, num_multiprocessors=132, is_exact=False)
+            launch = launch_of(metadata, shape, num_tokens)
             assert launch.block_tokens >= 1
             assert launch.block_tokens * group <= launch.block_rows
             assert launch.block_rows & (launch.block_rows - 1) == 0

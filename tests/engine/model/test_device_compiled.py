@@ -17,6 +17,7 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from worker.engine.attention.triton import is_interpreted  # noqa: E402
 from worker.engine.model.device.kernels import gate_kernel, norm_kernel, rotate_and_write_kernel  # noqa: E402
+from worker.engine.sampling.device_draw import TILE, WARPS  # noqa: E402
 from worker.engine.sampling.device_kernels import draw_kernel  # noqa: E402
 
 ASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
@@ -43,7 +44,7 @@ KINDS = {**BF16, "slots": "*i64", "inverse_temperature": "*fp32", "log_min_p": "
         (gate_kernel, {"INNER": 9728, "TILE": 1024, "IS_GELU": True}, 4),
         (rotate_and_write_kernel, {**HEADS, "HAS_NORM": False, "OFFSET": 0.0, "TOKENS": 1}, 1),
         (rotate_and_write_kernel, {**HEADS, "HAS_NORM": True, "OFFSET": 0.0, "TOKENS": 8}, 4),
-        (draw_kernel, {"TILE": 8192}, 16),
+        (draw_kernel, {"TILE": TILE}, WARPS),
     ],
     ids=["add and norm", "norm", "silu", "gelu", "rotate", "norm and rotate", "draw"],
 )
@@ -62,5 +63,9 @@ def test_compiles_without_spilling(kernel: Any, constants: dict[str, Any], warps
     spilled = re.search(r"(\d+) bytes spill stores", report)
     assert spilled is not None, report
     assert int(spilled[1]) == 0, report
-    if kernel in (norm_kernel, gate_kernel, draw_kernel):
+    if kernel in (norm_kernel, gate_kernel):
         assert "ld.global.v4" in compiled.asm["ptx"], "loads are narrow"
+    if kernel is draw_kernel:  # 16 bytes at a time, and a tile is used while the next is under way
+        assert "cp.async.cg.shared.global" in compiled.asm["ptx"]
+        waits = re.findall(r"cp\.async\.wait_group\s+(\d+)", compiled.asm["ptx"])
+        assert waits.count("1") == 5, "one of the five loops over a row waits for its newest tile"

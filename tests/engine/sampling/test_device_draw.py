@@ -16,7 +16,7 @@ from worker.engine.sampling.truncation import Limits, draw_sorted
 
 pytest.importorskip("triton")
 from worker.engine.attention.triton import is_interpreted
-from worker.engine.sampling.device_draw import DeviceDraw
+from worker.engine.sampling.device_draw import TILE, DeviceDraw
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = [
@@ -82,6 +82,19 @@ def test_a_mixed_batch_and_a_batch_of_one_agree() -> None:
     for row, kind in enumerate(KINDS.values()):
         alone, _ = drawer.draw(logits[row : row + 1].to(DEVICE), drawing([kind]), keys[row : row + 1])
         assert alone.tolist() == tokens[row : row + 1].tolist()
+
+
+def test_a_vocabulary_of_several_tiles() -> None:
+    """Of equal logits in different tiles the first wins a greedy row."""
+    vocab = 2 * TILE + 100
+    logits, keys = random_logits(4, vocab), row_keys(np.arange(4, dtype=np.uint64), np.arange(4) + 9)
+    logits[0, [70, TILE + 3, 2 * TILE + 5]] = 50.0
+    logits[1, [TILE + 9, 2 * TILE + 5]] = 50.0
+    wanted = drawing([(0.0, vocab, 1.0, OFF), (0.0, vocab, 1.0, OFF), (1.0, vocab, 1.0, OFF), (0.8, 40, 0.9, OFF)])
+    tokens, peaks = DeviceDraw(DEVICE).draw(logits.to(DEVICE), wanted, keys)
+    assert tokens.tolist() == by_torch(logits, wanted, keys)
+    assert tokens[:2].tolist() == [70, TILE + 9]
+    assert torch.equal(peaks.cpu(), logits.amax(dim=1))
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # the interpreter's numpy, of infinities

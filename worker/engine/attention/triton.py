@@ -19,8 +19,13 @@ from worker.engine.attention.triton_kernels import attend_kernel, fold_kernel, w
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 MAX_HEAD_DIM = 256
 MAX_PARTIAL_BYTES = 64 << 20  # of split-KV results
+MAX_SPLITS = 64  # what the kernel that folds them takes
 TOKENS_A_SPLIT = 256  # a shorter share of a context does not pay for its second pass
+TOKENS_A_LONG_SPLIT = 1024  # nor does this, where there is work enough without
+LONGEST_SHARE = 2048  # that a program goes through alone while others have long been done
 PROGRAMS_A_MULTIPROCESSOR = 2
+MOST_PROGRAMS_A_MULTIPROCESSOR = 32  # of long contexts: those of short ones are started too, and have nothing to do
+NUM_STAGES = 3  # at 2, a tile is loaded once the one before has been used
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +35,10 @@ class Launch:
     block_rows: int
     block_tokens: int
     tile_keys: int
+    num_programs: int  # of each of the cache's heads and each split
     num_splits: int
+    least_tiles: int  # of a split
+    is_decode: bool
     num_warps: int
     num_stages: int
 
@@ -42,12 +50,15 @@ def plan_launch(
     *,
     element_size: int,
     num_multiprocessors: int,
+    has_warp_groups: bool,
     is_exact: bool,
 ) -> Launch:
-    """Few, wide programs for prompts; narrow ones for decodes, and split contexts where those are too few.
+    """Few, wide programs for prompts; narrow ones for decodes. Contexts are split where those are too few, and where
+    some are long: others may be short, and a step waits for the longest.
 
-    Sizes are chosen from what the compiler reports for compute capability 8.0 and 9.0: no register spills, at most
-    100 KB of shared memory, so that two programs share an H200's multiprocessor and one fits an A100's.
+    Sizes are chosen from what the compiler reports for compute capability 8.0 and 9.0: no register spills, loads of
+    keys and values a tile ahead, shared memory that each device has. An H200's multiprocessor runs one program of a
+    prompt's 128 rows, and three of a decode's.
     """
     group = shape.num_heads // shape.num_kv_heads
     rows = max(16, triton.next_power_of_2(group))
@@ -55,36 +66,61 @@ def plan_launch(
     if not is_decode:  # long chunks fill wide tiles; a mix of many decodes with a chunk would waste them
         rows = max(rows, 128 if num_tokens >= 64 * metadata.num_seqs and shape.head_dim <= 128 else 64)
     head_pad = max(16, triton.next_power_of_2(shape.head_dim))
-    tile_keys = max(16, min(128 if is_decode else 64, 16384 // (head_pad * max(element_size, 2))))  # 8 bits become 16
+    tile_bytes = 16384 if is_decode or has_warp_groups else 8192
+    tile_keys = max(16, min(128 if is_decode else 64, tile_bytes // (head_pad * max(element_size, 2))))  # 8 bits: as 16
     if is_exact:  # float32 without tensor cores: registers bound the tile
         rows = max(16, triton.next_power_of_2(group))
         tile_keys = max(16, min(32, 2048 // head_pad))
     block_tokens = rows // group
-    programs = (num_tokens // block_tokens + metadata.num_seqs) * shape.num_kv_heads
-    wanted = -(-PROGRAMS_A_MULTIPROCESSOR * num_multiprocessors // max(programs, 1))
-    reach = min(metadata.max_seq_len, (metadata.window or metadata.max_seq_len) + metadata.max_query_len)
-    partial_bytes = num_tokens * shape.num_heads * head_pad * 4
-    num_splits = min(wanted, -(-reach // TOKENS_A_SPLIT), MAX_PARTIAL_BYTES // max(partial_bytes, 1), 64)
+    num_programs = metadata.num_seqs if is_decode else num_tokens // block_tokens + metadata.num_seqs
+    programs = max(1, num_programs * shape.num_kv_heads)
+    reach = metadata.max_seq_len
+    if metadata.window is not None:
+        reach = min(reach, metadata.window + min(block_tokens, metadata.max_query_len))
+    room = MAX_PARTIAL_BYTES // max(num_tokens * shape.num_heads * head_pad * 4, 1)
+    num_splits, tokens_a_split = _split(reach, programs, num_multiprocessors, is_alone=metadata.num_seqs == 1)
     return Launch(
         block_rows=rows,
         block_tokens=block_tokens,
         tile_keys=tile_keys,
-        num_splits=1 << (max(num_splits, 1).bit_length() - 1),  # the kernel that folds them wants a power of two
+        num_programs=num_programs,
+        num_splits=max(1, min(num_splits, room, MAX_SPLITS)),
+        least_tiles=-(-tokens_a_split // tile_keys),
+        is_decode=is_decode,
         num_warps=8 if rows * head_pad >= 64 * 64 or (is_exact and head_pad > 128) else 4,
-        num_stages=2 if is_exact or shape.head_dim > 128 else 3,
+        num_stages=NUM_STAGES,
     )
 
 
+def _split(reach: int, programs: int, num_multiprocessors: int, *, is_alone: bool) -> tuple[int, int]:
+    """Into how many parts contexts of up to `reach` tokens are cut, and the fewest tokens of a part.
+
+    `programs` are those of a split. Who is alone in its step waits for no longer context than its own.
+    """
+    to_fill = -(-PROGRAMS_A_MULTIPROCESSOR * num_multiprocessors // programs)
+    to_shorten = min(-(-reach // LONGEST_SHARE), MOST_PROGRAMS_A_MULTIPROCESSOR * num_multiprocessors // programs)
+    if to_shorten > to_fill and not is_alone:
+        return to_shorten, TOKENS_A_LONG_SPLIT
+    return min(to_fill, -(-reach // TOKENS_A_SPLIT)), TOKENS_A_SPLIT
+
+
+def fold_warps(head_pad: int) -> int:
+    """So that a row's splits fit in registers."""
+    return 4 if head_pad <= 128 else 8
+
+
 class TritonAttention(AttentionBackend):
-    """Holds no state but the number of multiprocessors."""
+    """Holds no state but what it knows of the device."""
 
     name = "triton"
 
     def __init__(self, num_multiprocessors: int | None = None) -> None:
+        properties = torch.cuda.get_device_properties() if torch.cuda.is_available() else None
         if num_multiprocessors is None:
-            properties = torch.cuda.get_device_properties() if torch.cuda.is_available() else None
             num_multiprocessors = properties.multi_processor_count if properties else 1
         self._num_multiprocessors = num_multiprocessors
+        # Their products read shared memory, of which there is more too; elsewhere keys take registers on the way.
+        self._has_warp_groups = properties is not None and properties.major in (9, 10)
 
     @classmethod
     def why_not(cls, device: torch.device, dtype: torch.dtype, shape: AttentionShape, block_size: int) -> str | None:
@@ -133,11 +169,12 @@ class TritonAttention(AttentionBackend):
             num_tokens,
             element_size=cache.element_size(),
             num_multiprocessors=self._num_multiprocessors,
+            has_warp_groups=self._has_warp_groups,
             is_exact=cache.dtype == torch.float32,
         )
         head_pad = max(16, triton.next_power_of_2(shape.head_dim))
         partials, limits = _partials(query, launch.num_splits, head_pad)
-        grid = (num_tokens // launch.block_tokens + metadata.num_seqs, shape.num_kv_heads, launch.num_splits)
+        grid = (launch.num_programs, shape.num_kv_heads, launch.num_splits)
         attend_kernel[grid](
             query,
             cache,
@@ -156,6 +193,7 @@ class TritonAttention(AttentionBackend):
             cache.stride(0),
             cache.stride(1),
             metadata.block_table.stride(0),
+            launch.least_tiles,
             NUM_HEADS=shape.num_heads,
             GROUP=shape.num_heads // shape.num_kv_heads,
             HEAD_DIM=shape.head_dim,
@@ -167,7 +205,8 @@ class TritonAttention(AttentionBackend):
             BLOCK_ROWS=launch.block_rows,
             BLOCK_TOKENS=launch.block_tokens,
             TILE_KEYS=launch.tile_keys,
-            NUM_SPLITS=launch.num_splits,
+            IS_SPLIT=partials is not None,
+            IS_DECODE=launch.is_decode,
             num_warps=launch.num_warps,
             num_stages=launch.num_stages,
         )
@@ -178,12 +217,13 @@ class TritonAttention(AttentionBackend):
                 sinks,
                 out,
                 num_tokens,
+                launch.num_splits,
                 NUM_HEADS=shape.num_heads,
                 HEAD_DIM=shape.head_dim,
                 HEAD_PAD=head_pad,
                 HAS_SINKS=sinks is not None,
-                NUM_SPLITS=launch.num_splits,
-                num_warps=1,
+                MAX_SPLITS=MAX_SPLITS,
+                num_warps=fold_warps(head_pad),
             )
         return out
 

@@ -28,21 +28,45 @@ def find_sequence(query_start, num_seqs, program, BLOCK_TOKENS: tl.constexpr):
 
 
 @triton.jit
+def place_of(query_start, num_seqs, BLOCK_TOKENS: tl.constexpr, IS_DECODE: tl.constexpr):
+    """A program's sequence, where its queries start, how many there are, and which of them is the program's first."""
+    program = tl.num_programs(0) - 1 - tl.program_id(0)  # a prompt's last tokens see most: they start first
+    seq = program if IS_DECODE else find_sequence(query_start, num_seqs, program, BLOCK_TOKENS)
+    start = tl.load(query_start + seq)
+    query_len = tl.load(query_start + seq + 1) - start
+    first_token = 0 if IS_DECODE else (program - (start // BLOCK_TOKENS + seq)) * BLOCK_TOKENS
+    return seq, start, query_len, first_token
+
+
+@triton.jit
 def tiles_to_visit(
-    first_position, last_position, split, WINDOW: tl.constexpr, TILE_KEYS: tl.constexpr, NUM_SPLITS: tl.constexpr
+    first_position,
+    end,
+    least_tiles,
+    WINDOW: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
 ):
-    """Keys [begin, end) are what some row of a block sees; a split takes a share of their tiles."""
-    end = last_position + 1
+    """Keys [begin, end) are what some row of a block sees; a split takes a share of their tiles, at least `least_tiles`
+    as long as there are any."""
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(first_position - WINDOW + 1, 0)
     first_tile = begin // TILE_KEYS
     last_tile = tl.cdiv(end, TILE_KEYS)
-    if NUM_SPLITS > 1:
-        share = tl.cdiv(last_tile - first_tile, NUM_SPLITS)
-        first_tile += split * share
+    if IS_SPLIT:
+        share = tl.maximum(tl.cdiv(last_tile - first_tile, tl.num_programs(2)), least_tiles)
+        first_tile += tl.program_id(2) * share
         last_tile = tl.minimum(first_tile + share, last_tile)
-    return begin, end, first_tile, last_tile
+    return begin, first_tile, last_tile
+
+
+@triton.jit
+def blocks_of_tile(table, tile, begin, end, BLOCK_SIZE: tl.constexpr, TILE_KEYS: tl.constexpr):
+    """The block of each of a tile's keys, which may lie in no tile; 0 where there is no key."""
+    key_position = tile * TILE_KEYS + tl.arange(0, TILE_KEYS)
+    is_key = (key_position >= begin) & (key_position < end)
+    return tl.load(table + key_position // BLOCK_SIZE, mask=is_key, other=0)
 
 
 @triton.jit
@@ -78,10 +102,24 @@ def weights_of(logits, largest, total):
 
 
 @triton.jit
-def store_partials(out, limits, row_at, dims, is_row, largest, total, values, num_rows, HEAD_PAD: tl.constexpr):
-    """A split's result: maxima, then sums `num_rows` further, then unnormalised values."""
+def store_partials(
+    out,
+    limits,
+    row_at,
+    dims,
+    is_row,
+    largest,
+    total,
+    values,
+    num_tokens,
+    NUM_HEADS: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+):
+    """A split's result: maxima, then sums as many rows further as all splits have, then unnormalised values."""
+    rows_of_split = num_tokens.to(tl.int64) * NUM_HEADS
+    row_at += tl.program_id(2) * rows_of_split
     tl.store(limits + row_at, largest, mask=is_row)
-    tl.store(limits + num_rows + row_at, total, mask=is_row)
+    tl.store(limits + tl.num_programs(2) * rows_of_split + row_at, total, mask=is_row)
     tl.store(out + row_at[:, None] * HEAD_PAD + dims[None, :], values, mask=is_row[:, None])
 
 
@@ -104,7 +142,7 @@ def store_rows(
 # come in one copy, so where each of them begins is aligned in one step and not in the next: no builds for that either.
 # So would the width of the block table, which grows with the longest sequence.
 @triton.jit(
-    do_not_specialize=["num_seqs", "num_tokens", "table_stride"],
+    do_not_specialize=["num_seqs", "num_tokens", "table_stride", "least_tiles"],
     do_not_specialize_on_alignment=["block_table", "query_start", "seq_lens"],
 )
 def attend_kernel(
@@ -125,6 +163,7 @@ def attend_kernel(
     block_stride,
     value_offset,
     table_stride,
+    least_tiles,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -136,18 +175,18 @@ def attend_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     TILE_KEYS: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    IS_DECODE: tl.constexpr,  # each sequence has one token at most, and one program
 ):
-    program = tl.program_id(0)
     kv_head = tl.program_id(1)
-    split = tl.program_id(2)
-    seq = find_sequence(query_start, num_seqs, program, BLOCK_TOKENS)
-    start = tl.load(query_start + seq)
-    query_len = tl.load(query_start + seq + 1) - start
-    first_token = (program - (start // BLOCK_TOKENS + seq)) * BLOCK_TOKENS
+    seq, start, query_len, first_token = place_of(query_start, num_seqs, BLOCK_TOKENS, IS_DECODE)
     if first_token >= query_len:
         return
     base = tl.load(seq_lens + seq) - query_len  # position of the sequence's first query
+    end = base + tl.minimum(first_token + BLOCK_TOKENS, query_len)
+    begin, first_tile, last_tile = tiles_to_visit(base + first_token, end, least_tiles, WINDOW, TILE_KEYS, IS_SPLIT)
+    if IS_SPLIT and first_tile >= last_tile:
+        return
 
     # Row r: query token r // GROUP of the block, query head r % GROUP of the group.
     rows = tl.arange(0, BLOCK_ROWS)
@@ -159,18 +198,18 @@ def attend_kernel(
     query_at = (start + token).to(tl.int64) * query_stride + head * query_head_stride
     queries = tl.load(query + query_at[:, None] + dims[None, :], mask=is_row[:, None] & is_dim[None, :], other=0.0)
 
-    last_token = tl.minimum(first_token + BLOCK_TOKENS, query_len) - 1
-    begin, end, first_tile, last_tile = tiles_to_visit(
-        base + first_token, base + last_token, split, WINDOW, TILE_KEYS, NUM_SPLITS
-    )
     largest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_ROWS], tl.float32)
     values = tl.zeros([BLOCK_ROWS, HEAD_PAD], tl.float32)
     cache += kv_head * (BLOCK_SIZE * HEAD_DIM)
+    block_table += seq * table_stride
+    # Block ids are loaded a tile ahead: the compiler divides the stages among loads that wait for one another.
+    next_block = blocks_of_tile(block_table, first_tile, begin, end, BLOCK_SIZE, TILE_KEYS)
     for tile in range(first_tile, last_tile):
         key_position = tile * TILE_KEYS + tl.arange(0, TILE_KEYS)
         is_key = (key_position >= begin) & (key_position < end)
-        block = tl.load(block_table + seq * table_stride + key_position // BLOCK_SIZE, mask=is_key, other=0)
+        block = next_block
+        next_block = blocks_of_tile(block_table, tile + 1, begin, end, BLOCK_SIZE, TILE_KEYS)
         key_at = block.to(tl.int64) * block_stride + (key_position % BLOCK_SIZE) * HEAD_DIM
         keys = tl.load(cache + key_at[None, :] + dims[:, None], mask=is_dim[:, None] & is_key[None, :], other=0.0)
         logits = logits_of_tile(queries, keys, base + token, key_position, is_key, scale, softcap, WINDOW, HAS_SOFTCAP)
@@ -180,33 +219,33 @@ def attend_kernel(
         values = values * shrink[:, None] + tl.dot(weights.to(queries.dtype), loaded, input_precision="ieee")
 
     row_at = (start + token).to(tl.int64) * NUM_HEADS + head
-    if NUM_SPLITS > 1:
-        rows_of_split = num_tokens.to(tl.int64) * NUM_HEADS
-        row_at += split * rows_of_split
-        store_partials(out, limits, row_at, dims, is_row, largest, total, values, NUM_SPLITS * rows_of_split, HEAD_PAD)
+    if IS_SPLIT:
+        store_partials(out, limits, row_at, dims, is_row, largest, total, values, num_tokens, NUM_HEADS, HEAD_PAD)
     else:
         store_rows(out, sinks, row_at, head, dims, is_row, largest, total, values, HEAD_DIM, HAS_SINKS)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "num_splits"])
 def fold_kernel(
     partials,
     limits,
     sinks,
     out,
     num_tokens,
+    num_splits,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
 ):
     """One program folds the splits of one row; a split whose sum is 0 saw nothing and left its values unwritten."""
     row = tl.program_id(0).to(tl.int64) * NUM_HEADS + tl.program_id(1)
-    splits = tl.arange(0, NUM_SPLITS)
+    splits = tl.arange(0, MAX_SPLITS)
     dims = tl.arange(0, HEAD_PAD)
     row_at = splits * num_tokens.to(tl.int64) * NUM_HEADS + row
-    sums = tl.load(limits + NUM_SPLITS * num_tokens.to(tl.int64) * NUM_HEADS + row_at)
+    sums_at = num_splits * num_tokens.to(tl.int64) * NUM_HEADS + row_at
+    sums = tl.load(limits + sums_at, mask=splits < num_splits, other=0.0)
     is_used = sums != 0.0
     maxima = tl.load(limits + row_at, mask=is_used, other=float("-inf"))
     largest = tl.max(maxima, 0)

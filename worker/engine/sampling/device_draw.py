@@ -15,8 +15,8 @@ from worker.engine.kernels.draw import Drawing
 from worker.engine.sampling.device_kernels import draw_kernel
 from worker.engine.sampling.transfer import to_device
 
-_TILE = 8192
-_WARPS = 16
+TILE = 4096
+WARPS = 16
 
 
 class DeviceDraw:
@@ -46,6 +46,6 @@ class DeviceDraw:
             logits = logits.contiguous()
         draw_kernel[(num_rows,)](
             logits, *self._parameters, self._keys_there, token_ids, peaks, vocab, logits.stride(0),
-            TILE=min(_TILE, 1 << (vocab - 1).bit_length()), num_warps=_WARPS,
+            TILE=min(TILE, 1 << (vocab - 1).bit_length()), num_warps=WARPS,
         )  # fmt: skip
         return token_ids, peaks

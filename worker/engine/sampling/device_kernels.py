@@ -1,8 +1,9 @@
 """One Triton kernel that draws a row's token from its logits: peak, floor of top-k, top-p and min-p, and the race.
 
-A program takes one row, several times over: its logits stay in the second-level cache. The floor is looked for among
-the bit patterns of distances from the row's peak, which are not negative and so are ordered like integers: 16 looks at
-the row, each at three distances, find it exactly, without sorting it.
+A program takes one row, several times over: its logits stay in the second-level cache. A greedy row's token is known
+after the first time. The floor is looked for among the bit patterns of distances from the row's peak, which are not
+negative and so are ordered like integers: 16 looks at the row, each at three distances, find it exactly, without
+sorting it.
 """
 # Triton reads annotations of kernel arguments as types: only constants are annotated.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, misc"
@@ -11,6 +12,7 @@ import triton
 import triton.language as tl
 
 INFINITY_BITS = tl.constexpr(0x7F800000)  # as an integer, +infinity follows the largest finite distance
+STAGES = tl.constexpr(3)  # a row's next two tiles are under way while one is looked at
 LARGEST_BELOW_ONE = tl.constexpr(1.0 - 2.0**-24)
 
 
@@ -51,7 +53,7 @@ def reach(row, vocab, peak, scale, first, second, third, nearest, COUNTS: tl.con
     near = tl.zeros([TILE], tl.float32)
     middle = tl.zeros([TILE], tl.float32)
     far = tl.zeros([TILE], tl.float32)
-    for start in range(0, vocab, TILE):
+    for start in tl.range(0, vocab, TILE, num_stages=STAGES):
         token = start + tl.arange(0, TILE)
         distance = distances(row, token, vocab, peak, scale)
         bits = tl.where(token < vocab, distance.to(tl.int32, bitcast=True), INFINITY_BITS + 1)
@@ -81,6 +83,20 @@ def farthest(row, vocab, peak, scale, target, nearest, COUNTS: tl.constexpr, TIL
 
 
 @triton.jit
+def better(best, best_token, values, token):
+    """The higher of each lane's value so far and the new one, and whose it is; never NaN."""
+    is_better = values > best
+    return tl.where(is_better, values, best), tl.where(is_better, token, best_token)
+
+
+@triton.jit
+def winner_of(best, best_token, vocab):
+    """The highest value of all lanes and its token, the first of equals; `vocab` where no lane has one."""
+    highest = tl.max(best, 0)
+    return highest, tl.min(tl.where(best == highest, best_token, vocab), 0)
+
+
+@triton.jit
 def draw_kernel(
     logits,  # [num_rows, vocab], rows `row_stride` apart
     inverse_temperature,  # [num_rows] float32; 0: the highest logit
@@ -97,13 +113,16 @@ def draw_kernel(
     row_id = tl.program_id(0)
     row = logits + row_id.to(tl.int64) * row_stride
     lanes = tl.arange(0, TILE)
-    highest = tl.full([TILE], float("-inf"), tl.float32)
+    best = tl.full([TILE], float("-inf"), tl.float32)
+    best_token = tl.zeros([TILE], tl.int32) + vocab
     is_broken = tl.zeros([TILE], tl.int32)
-    for start in range(0, vocab, TILE):
-        values = tl.load(row + start + lanes, mask=start + lanes < vocab, other=float("-inf")).to(tl.float32)
+    for start in tl.range(0, vocab, TILE, num_stages=STAGES):
+        token = start + lanes
+        values = tl.load(row + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
         is_broken |= (values != values).to(tl.int32)
-        highest = tl.maximum(highest, values)
-    peak = tl.max(highest, 0)
+        best, best_token = better(best, best_token, values, token)
+    peak, winner = winner_of(best, best_token, vocab)
+    tl.store(peaks + row_id, tl.where(tl.max(is_broken, 0) > 0, float("nan"), peak))
     scale = tl.load(inverse_temperature + row_id)
 
     floor = -tl.load(log_min_p + row_id)  # from here on a distance
@@ -116,21 +135,16 @@ def draw_kernel(
         wanted = tl.load(top_p + row_id) * whole
         nearest = tl.minimum(nearest, farthest(row, vocab, peak, scale, wanted, nearest, False, TILE))
 
-    first_key = tl.load(keys + 2 * row_id).to(tl.uint32, bitcast=True)
-    second_key = tl.load(keys + 2 * row_id + 1).to(tl.uint32, bitcast=True)
-    best = tl.full([TILE], float("-inf"), tl.float32)
-    best_token = tl.zeros([TILE], tl.int32) + vocab
-    for start in range(0, vocab, TILE):
-        token = start + lanes
-        values = tl.load(row + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
-        if scale != 0.0:
-            distance = -((values - peak) * scale)
+    if scale != 0.0:
+        first_key = tl.load(keys + 2 * row_id).to(tl.uint32, bitcast=True)
+        second_key = tl.load(keys + 2 * row_id + 1).to(tl.uint32, bitcast=True)
+        best = tl.full([TILE], float("-inf"), tl.float32)
+        best_token = tl.zeros([TILE], tl.int32) + vocab
+        for start in tl.range(0, vocab, TILE, num_stages=STAGES):
+            token = start + lanes
+            distance = distances(row, token, vocab, peak, scale)
             is_in = (distance.to(tl.int32, bitcast=True) <= nearest) & (token < vocab)
             values = tl.where(is_in, -distance - gumbel_cost(token, first_key, second_key), float("-inf"))
-        is_better = values > best
-        best = tl.where(is_better, values, best)
-        best_token = tl.where(is_better, token, best_token)
-    winner = tl.max(best, 0)
-    token = tl.min(tl.where(best == winner, best_token, vocab), 0)
-    tl.store(token_ids + row_id, tl.minimum(token, vocab - 1).to(tl.int64))
-    tl.store(peaks + row_id, tl.where(tl.max(is_broken, 0) > 0, float("nan"), peak))
+            best, best_token = better(best, best_token, values, token)
+        _, winner = winner_of(best, best_token, vocab)
+    tl.store(token_ids + row_id, tl.minimum(winner, vocab - 1).to(tl.int64))

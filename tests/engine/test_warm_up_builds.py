@@ -1,0 +1,123 @@
+"""Every build of the attention kernels that a service can need is made by the steps before it is ready.
+
+A build depends on how a launch is cut up: the test plans launches for many mixed batches and contexts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.lora.support import engine_with
+from worker.engine.attention.base import AttentionMetadata, AttentionShape
+from worker.engine.config import EngineConfig
+from worker.engine.graph_inputs import padded_shape
+from worker.engine.plan import StepPlan
+from worker.engine.runner_inputs import StepInputs
+from worker.engine.warm_up import build_kernels, warm_up
+
+pytest.importorskip("triton")
+from worker.engine.attention.triton import Launch, plan_launch
+
+Lens = tuple[tuple[int, int], ...]  # (tokens of the step, context with them) of each sequence
+
+LLAMA = AttentionShape(32, 8, 128, 0.1)
+SMOLLM = AttentionShape(9, 3, 64, 0.1)
+GEMMA = AttentionShape(4, 1, 256, 0.1)
+MULTI_HEAD = AttentionShape(32, 32, 96, 0.1)
+MAX_MODEL_LEN = 16_384
+MAX_SEQS = 256
+
+
+class Recorder:
+    """Stands in for a runner: keeps what each step's sequences were."""
+
+    def __init__(self, **changes: Any) -> None:
+        settings: dict[str, Any] = {
+            "model": "none", "device": "cuda", "max_num_seqs": MAX_SEQS, "max_num_batched_tokens": 2048,
+            "cuda_graphs": False,
+        }  # fmt: skip
+        self.config = EngineConfig(**{**settings, **changes})
+        self.max_model_len = MAX_MODEL_LEN
+        self.cache_config = SimpleNamespace(block_size=16, num_blocks=(1000,), groups=(None,))
+        self.steps: list[Lens] = []
+
+    def execute(self, plan: StepPlan) -> None:
+        self.steps.append(tuple((item.num_tokens, item.start + item.num_tokens) for item in plan.scheduled))
+
+    def release(self, _sequences: object) -> None: ...
+
+
+def warmed(**changes: Any) -> list[Lens]:
+    recorder: Any = Recorder(**changes)
+    warm_up(recorder, lambda _message, _fraction: None)
+    steps: list[Lens] = recorder.steps
+    return steps
+
+
+def metadata_of(lens: Lens, window: int | None) -> AttentionMetadata:
+    empty = torch.zeros(len(lens), dtype=torch.int32)
+    longest = max(context for _, context in lens)
+    return AttentionMetadata(empty, empty, empty, empty, max(count for count, _ in lens), longest, 16, window)
+
+
+def builds_of(steps: Iterable[Lens], shape: AttentionShape, window: int | None, element_size: int) -> set[Launch]:
+    """Launches without what a build does not depend on."""
+    builds = set()
+    for lens in steps:
+        launch = plan_launch(
+            shape, metadata_of(lens, window), sum(count for count, _ in lens),
+            element_size=element_size, num_multiprocessors=132, has_warp_groups=True, is_exact=element_size == 4,
+        )  # fmt: skip
+        builds.add(dataclasses.replace(launch, num_programs=0, least_tiles=0, num_splits=min(launch.num_splits, 2)))
+    return builds
+
+
+def service() -> Iterable[Lens]:
+    contexts = (1, 100, 300, 600, 1200, 2500, 5000, 9000, MAX_MODEL_LEN)
+    for num_seqs, chunk, context in itertools.product(
+        (1, 2, 4, 8, 16, 32, 64, 128, MAX_SEQS), (1, 2, 8, 20, 64, 200, 512, 1024, 2048), contexts
+    ):
+        yield ((chunk, max(chunk, context)), *((1, context),) * (num_seqs - 1))
+
+
+@pytest.mark.parametrize("window", [None, 128, 1024])
+@pytest.mark.parametrize("element_size", [1, 2, 4])
+@pytest.mark.parametrize("shape", [LLAMA, SMOLLM, GEMMA, MULTI_HEAD], ids=["llama", "smollm", "gemma", "multi-head"])
+def test_no_build_is_left_for_the_service(shape: AttentionShape, element_size: int, window: int | None) -> None:
+    needed = builds_of(service(), shape, window, element_size)
+    assert needed <= builds_of(warmed(), shape, window, element_size)
+    assert len(needed) <= 6
+
+
+@pytest.mark.parametrize(("max_num_seqs", "largest"), [(5, 8), (60, 64), (256, 256), (1000, 1024)])
+def test_the_largest_batch_is_captured_and_so_are_small_ones(max_num_seqs: int, largest: int) -> None:
+    decodes = [lens for lens in warmed(cuda_graphs=True, max_num_seqs=max_num_seqs) if max(lens)[0] == 1]
+    assert max(map(len, decodes)) <= max_num_seqs
+    config = EngineConfig(model="none")
+    sizes = {padded_shape(step_of(lens), config, MAX_MODEL_LEN).num_seqs for lens in decodes}
+    assert max(sizes) == largest
+    assert {1, 2, 4, 8} <= sizes
+    assert len(sizes) <= config.max_cached_graphs
+    if max_num_seqs <= 256:
+        assert len(sizes) == len({padded_shape(step_of(((1, 30),) * n), config, MAX_MODEL_LEN).num_seqs
+                                  for n in range(1, max_num_seqs + 1)})  # fmt: skip
+
+
+def step_of(lens: Lens) -> StepInputs:
+    tokens = torch.zeros(len(lens), dtype=torch.int64)
+    return StepInputs(tokens, tokens, tokens, (metadata_of(lens, None),))
+
+
+@pytest.mark.parametrize("changes", [{}, {"max_num_seqs": 1, "num_blocks": 8}, {"max_num_batched_tokens": 16}])
+def test_a_runner_takes_these_steps(folder_of: Callable[[str], Path], changes: dict[str, Any]) -> None:
+    runner: Any = engine_with(folder_of("llama"), {}, **changes).runner
+    build_kernels(runner)
+    assert runner._inputs.num_rows_in_use == 0
