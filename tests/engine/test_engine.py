@@ -7,7 +7,7 @@ import pytest
 from schemas.generation import FinishReason, SamplingParams
 from worker.engine import Engine, EngineConfig, GenerationRequest, RequestError
 from worker.engine.engine import EngineError
-from worker.engine.scheduler import Scheduler
+from worker.engine.faults import is_device_lost
 from worker.engine.synthetic import END_OF_TEXT, SyntheticRunner
 
 GREEDY = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
@@ -174,22 +174,53 @@ def test_another_thread_may_wait_for_results(engine):
 
 
 class Broken(SyntheticRunner):
-    """A device that is lost at the third step."""
+    """Every step fails from the third on."""
 
     __slots__ = ()
+    message = "CUDA error: misaligned address"
+    answers = True
 
     def finish(self, plan):
         if plan.step_id >= 3:
-            raise RuntimeError("CUDA error: device-side assert triggered")
+            raise RuntimeError(self.message)
         return super().finish(plan)
 
+    def is_alive(self):
+        return self.answers
 
-def test_a_lost_device_is_the_engines_error_not_a_requests():
-    runner = Broken.load(config())
-    scheduler = Scheduler(
-        runner.config, runner.cache_config, max_model_len=runner.max_model_len, eos_token_ids=runner.eos_token_ids
-    )
-    engine = Engine(runner, scheduler)
+
+class Unheard(Broken):
+    """Fails in words that nobody knows."""
+
+    __slots__ = ()
+    message = "CUDA error: a text of a later release"
+    answers = False
+
+
+@pytest.mark.parametrize("kind", [Broken, Unheard])
+def test_a_lost_device_is_the_engines_error_not_a_requests(kind):
+    engine = Engine.around(kind.load(config()))
+    engine.add_requests(PROMPTS[:4], GREEDY)
+    events = []
     with pytest.raises(EngineError, match="device is lost"):
-        engine.generate_batch([PROMPTS[0]], GREEDY)
-    runner.close()
+        events.extend(event for _ in range(20) for event in engine.step())
+    assert not [event for event in events if event.finish_reason is not None]
+    engine.runner.close()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "an illegal memory access was encountered", "misaligned address", "an illegal instruction was encountered",
+        "unknown error", "invalid program counter", "the launch timed out and was terminated", "hardware stack error",
+        "uncorrectable NVLink error detected during the execution", "uncorrectable ECC error encountered",
+        "device-side assert triggered", "CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`",
+    ],
+)  # fmt: skip
+def test_a_device_that_is_lost_says_so_in_many_words(words):
+    assert is_device_lost(RuntimeError(f"CUDA error: {words}\nCUDA kernel errors might be reported later."))
+
+
+@pytest.mark.parametrize("error", ["CUDA out of memory. Tried to allocate 2.00 GiB", "an unknown error in a grammar"])
+def test_what_a_device_survives_is_no_loss(error):
+    assert not is_device_lost(RuntimeError(error))

@@ -246,6 +246,16 @@ class ModelRunner:
             if self.proposer is not None:
                 self.proposer.release(sequence)
 
+    def is_alive(self) -> bool:
+        """A device that has failed for good fails whatever is asked of it."""
+        if self._loaded.device.type != "cuda":
+            return True
+        try:
+            torch.cuda.synchronize(self._loaded.device)
+        except RuntimeError:
+            return False
+        return True
+
     def close(self) -> None:
         self._offloader.synchronize()
         if self._pinned is not None:
