@@ -298,6 +298,7 @@ def _resolved(config: EngineConfig, loaded: LoadedModel) -> EngineConfig:
     """The same with every "auto" decided."""
     dtype = str(loaded.dtype).removeprefix("torch.")
     is_cuda = loaded.device.type == "cuda"
+    may_run_ahead = is_cuda and not config.speculative_tokens  # drafts follow tokens that the host knows
     return config.replace(
         dtype=dtype,
         kv_dtype=str(kv_dtype(config, loaded.dtype)).removeprefix("torch."),
@@ -305,6 +306,6 @@ def _resolved(config: EngineConfig, loaded: LoadedModel) -> EngineConfig:
         max_model_len=loaded.max_model_len,
         cuda_graphs=(is_cuda if config.cuda_graphs is None else config.cuda_graphs)
         and not config.tensor_parallel,  # a capture runs the pass several times; the other ranks run it once
-        async_batching=(is_cuda if config.async_batching is None else config.async_batching)
+        async_batching=(may_run_ahead if config.async_batching is None else config.async_batching)
         and not config.tensor_parallel,  # the other ranks learn of a token with the next plan
     )
