@@ -23,3 +23,9 @@ GOALS = {
     ("decode", "tokenmill"): 0.95,
     ("mixed", "tokenmill"): 0.95,
 }
+
+# Of `ops/bench gpu`: the results whose names begin so, what counts in them, and how much of it.
+GPU_GOALS = {
+    "default: decode": ("share_of_bandwidth", 0.80),
+    "mixed": ("times_transformers", 3.0),
+}

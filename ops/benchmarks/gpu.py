@@ -1,9 +1,10 @@
 """`ops/bench gpu`: how much of a CUDA device the engine uses, for models of well-known shapes with random weights.
 
 Ceilings (bytes per second, operations per second) are measured in the same run; what a step must move and compute is
-counted from the model's shapes. Per model: decode by batch, drawn tokens, one long prefill, where a step's time goes,
-the same without graphs, without running ahead and without fused modules, the attention backends; then the mixed load
-beside Transformers' continuous batching on a second model with the same weights. The record is written after every
+counted from the model's shapes. The most important comes first: of every model decode by batch, one long prefill, drawn
+tokens, where a step's time goes, and the mixed load beside Transformers' continuous batching on a second model with the
+same weights; then of every model 8-bit keys and values, uneven lengths, scattered blocks, the attention backends, and
+the model without graphs, running ahead, fused modules or the drawing kernel. The record is written after every
 measurement, and what `--limit` leaves no time for is named in it, so a run that is cut off has lost nothing.
 `--device cpu --shape tiny --dtype float32` runs all of it anywhere. On a machine that has torch, transformers, rich and
 msgspec and nothing else of ours: `python3 -m ops.benchmarks gpu --json gpu.json`.
@@ -21,13 +22,14 @@ from rich.console import Console
 
 from ops.benchmarks import gpu_report
 from ops.benchmarks.device_ceilings import Ceilings, measure_ceilings
-from ops.benchmarks.gpu_measures import DRAWN, GREEDY, configure, decode, engine_of, gaps, prefill
-from ops.benchmarks.gpu_models import SHAPES, describe, forget, random_model
+from ops.benchmarks.gpu_measures import DRAWN, GREEDY, configure, decode, engine_of, gaps, prefill, scatter
+from ops.benchmarks.gpu_models import SHAPES, describe, forget, fused_modules, random_model
 from ops.benchmarks.gpu_peer import beside
-from worker.engine import Engine, EngineConfigError
+from worker.engine import Engine, EngineConfigError, SamplingParams
 from worker.engine.model.loader import LoadedModel
 
 PAGED_BLOCK = 256  # what FlashAttention 2 asks of a block
+BESIDE_S = 150.0  # what two engines on the mixed load need, warmed up and in turn
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", action="append", type=int, help="of decode; repeatable; default: 1, 32, 128, 256")
     parser.add_argument("--prefill", type=int, default=8192, help="tokens of the long prompt")
     parser.add_argument("--context", type=int, default=512, help="tokens of each decoding sequence")
+    parser.add_argument("--long", type=int, default=16_000, help="tokens of the one long sequence among short ones")
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--attention", action="append", help="a backend to compare; repeatable; default: all")
     parser.add_argument("--device", default="cuda")
@@ -42,23 +45,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--share", type=float, default=4.0, help="scale the mixed load's 64 requests")
     parser.add_argument("--rounds", type=int, default=2, help="of the mixed load")
     parser.add_argument("--no-peer", action="store_true", help="leave Transformers out")
-    parser.add_argument("--limit", type=float, default=540.0, help="seconds after which nothing more is begun")
+    parser.add_argument(
+        "--limit", type=float, default=540.0, help="seconds after which nothing more is begun or waited for"
+    )
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    console = Console()
+    console = gpu_report.console()
     if options.device.startswith("cuda") and not torch.cuda.is_available():
         console.print("ops/bench gpu: torch sees no CUDA device (--device cpu --shape tiny runs the same code)")
         return {"ok": False, "error": "no CUDA device"}
     options.batch = options.batch or [1, 32, 128, 256]
     session = Session(options, console)
-    shapes = options.shape or ["llama-3-8b", "qwen3-4b"]
-    for name in shapes:
-        session.attempt(name, "model", lambda name=name: measure(name, session))  # type: ignore[misc]
-        forget()
-    for name in () if options.no_peer else shapes:
-        session.attempt(name, "mixed", lambda name=name: beside(SHAPES[name], options))  # type: ignore[misc]
-        forget()
+    for what, work in (("model", measure), ("settings", vary)):
+        for name in options.shape or ["llama-3-8b", "qwen3-4b"]:
+            session.attempt(name, what, lambda work=work, name=name: work(name, session))  # type: ignore[misc]
+            forget()
     gpu_report.show(console, session.record)
     return session.record
 
@@ -69,7 +71,7 @@ class Session:
     def __init__(self, options: argparse.Namespace, console: Console) -> None:
         self.options = options
         self._console = console
-        self._until = time.monotonic() + options.limit
+        self.until = time.monotonic() + options.limit
         self._keep: Callable[[dict[str, Any]], None] = getattr(options, "keep", lambda _record: None)
         self.ceilings: Ceilings = measure_ceilings(torch.device(options.device), getattr(torch, options.dtype))
         self.record: dict[str, Any] = {
@@ -82,10 +84,14 @@ class Session:
         self._keep(self.record)
         gpu_report.tell(console, "ceilings", self.record["ceilings"])
 
-    def attempt(self, shape: str, what: str, work: Callable[[], Any]) -> Any:
-        """Measure and keep; None if time is up or it failed, and the record says which."""
+    def keep(self, shape: str, what: str, found: Any) -> None:
+        self.record["results"].setdefault(shape, {})[what] = found
+        self._keep(self.record)
+
+    def attempt(self, shape: str, what: str, work: Callable[[], Any], needs_s: float = 0.0) -> Any:
+        """Measure and keep; None if too little time is left or it failed, and the record says which."""
         left_out = self.record["left_out"]
-        if time.monotonic() > self._until:
+        if time.monotonic() + needs_s > self.until:
             left_out[f"{shape}: {what}"] = "no time was left"
             return None
         started = time.perf_counter()
@@ -103,20 +109,38 @@ class Session:
         finally:
             self._keep(self.record)
         if found is not None:
-            self.record["results"].setdefault(shape, {})[what] = found
-            self._keep(self.record)
+            self.keep(shape, what, found)
             gpu_report.tell(self._console, f"{shape}: {what} ({time.perf_counter() - started:.1f} s)", found)
         return found
 
 
 def measure(name: str, session: Session) -> None:
-    """All of one model but the peer."""
+    """What matters most: the engine as it is by default, and beside its peer."""
+    options, shape = session.options, SHAPES[name]
+    loaded = describe(random_model(shape, options.device, getattr(torch, options.dtype)), configure(shape, options))
+    whole(name, "default", session, loaded)
+    if not options.no_peer:
+        session.attempt(
+            name,
+            "mixed",
+            lambda: beside(shape, options, loaded, session.until, lambda found: session.keep(name, "mixed", found)),
+            BESIDE_S,
+        )
+
+
+def vary(name: str, session: Session) -> None:
+    """The same model with one thing changed at a time."""
     options = session.options
-    shape, dtype = SHAPES[name], getattr(torch, options.dtype)
+    shape, dtype, largest = SHAPES[name], getattr(torch, options.dtype), max(options.batch)
     base = configure(shape, options)
     loaded = describe(random_model(shape, options.device, dtype), base)
-    whole(name, "default", session, loaded)
     middle = [sorted(options.batch)[len(options.batch) // 2]]
+    part(name, "8-bit keys and values", session, loaded, [*middle, largest], {"kv_dtype": "float8_e4m3fn"})
+    part(name, "uneven lengths", session, loaded, middle, {}, long=options.long)
+    part(name, "scattered blocks", session, loaded, [largest], {}, is_scattered=True)
+    for backend in options.attention or ("triton", "flash", "torch_varlen", "reference"):
+        block = PAGED_BLOCK if backend in ("flash", "torch_varlen") else 16
+        part(name, f"attention {backend}", session, loaded, middle, {"attention": backend, "block_size": block})
     settings: tuple[tuple[str, dict[str, Any]], ...] = (
         ("without graphs", {"cuda_graphs": False}),
         ("without running ahead", {"async_batching": False}),
@@ -124,13 +148,11 @@ def measure(name: str, session: Session) -> None:
     )
     for what, changes in settings:
         part(name, what, session, loaded, middle, changes)
-    for backend in options.attention or ("triton", "flash", "torch_varlen", "reference"):
-        block = PAGED_BLOCK if backend in ("flash", "torch_varlen") else 16
-        part(name, f"attention {backend}", session, loaded, middle, {"attention": backend, "block_size": block})
+    part(name, "without the drawing kernel", session, loaded, middle, {"fuse": False}, params=DRAWN)
     del loaded
     forget()
     plain = describe(random_model(shape, options.device, dtype), base.replace(fuse=False))
-    part(name, "without fused modules", session, plain, [min(options.batch), *middle], {"fuse": False})
+    part(name, "without fused modules", session, plain, [min(options.batch), *middle], {})
 
 
 def whole(name: str, what: str, session: Session, loaded: LoadedModel) -> None:
@@ -145,37 +167,48 @@ def whole(name: str, what: str, session: Session, loaded: LoadedModel) -> None:
                 lambda batch=batch: decode(engine, shape, batch, ceilings, options, GREEDY),  # type: ignore[misc]
             )
         session.attempt(name, f"{what}: prefill", lambda: prefill(engine, shape, ceilings, options))
+        largest = max(options.batch)
+        session.attempt(
+            name, f"{what}: drawn {largest}", lambda: decode(engine, shape, largest, ceilings, options, DRAWN)
+        )
         for batch in sorted({min(options.batch), max(options.batch)}):
             session.attempt(
                 name,
                 f"{what}: profile {batch}",
                 lambda batch=batch: gaps(engine, shape, batch, options),  # type: ignore[misc]
             )
-        largest = max(options.batch)
-        session.attempt(
-            name, f"{what}: drawn {largest}", lambda: decode(engine, shape, largest, ceilings, options, DRAWN)
-        )
 
     _with_engine(name, what, session, loaded, {}, work)
 
 
 def part(
-    name: str, what: str, session: Session, loaded: LoadedModel, batches: list[int], changes: dict[str, Any]
+    name: str,
+    what: str,
+    session: Session,
+    loaded: LoadedModel,
+    batches: list[int],
+    changes: dict[str, Any],
+    *,
+    params: SamplingParams = GREEDY,
+    long: int = 0,
+    is_scattered: bool = False,
 ) -> None:
-    """Decode of a few batches and the prefill, with other settings."""
+    """Decode of a few batches, and of modules and attention the prefill, with other settings."""
     options, shape, ceilings = session.options, SHAPES[name], session.ceilings
 
     def work(engine: Engine) -> None:
+        if is_scattered:
+            scatter(engine)
         for batch in dict.fromkeys(batches):
             session.attempt(
                 name,
                 f"{what}: decode {batch}",
-                lambda batch=batch: decode(engine, shape, batch, ceilings, options, GREEDY),  # type: ignore[misc]
+                lambda batch=batch: decode(engine, shape, batch, ceilings, options, params, long),  # type: ignore[misc]
             )
-        if what.startswith("attention") or "fused" in what:
+        if what.startswith("attention") or "modules" in what:
             session.attempt(name, f"{what}: prefill", lambda: prefill(engine, shape, ceilings, options))
 
-    _with_engine(name, what, session, loaded, changes, work)
+    _with_engine(name, what, session, loaded, {**changes, "long": long}, work)
 
 
 def _with_engine(
@@ -192,7 +225,8 @@ def _with_engine(
             work(engine)
             counts = engine.runner.graph_counts
             refusal = getattr(getattr(engine.runner, "graphs", None), "refusal", None)
-            return {"engine": engine.runner.description, "graphs": counts, "refusal": refusal}
+            fused = fused_modules(loaded.model)
+            return {"engine": engine.runner.description, "graphs": counts, "refusal": refusal, "fused": fused}
         finally:
             engine.stop(drain=False)
 

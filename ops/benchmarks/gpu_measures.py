@@ -3,6 +3,7 @@ load. It knows engines and shapes, not the order of a run.
 """
 
 import argparse
+import random
 import statistics
 import time
 from collections.abc import Sequence
@@ -19,31 +20,56 @@ from worker.engine import Engine, EngineConfig, SamplingParams
 from worker.engine.model.loader import LoadedModel
 from worker.engine.runner import ModelRunner
 
-SLACK = 64  # tokens that sequences make before the measured steps
+SPARE = 16  # tokens that sequences may make besides those that are measured
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 DRAWN = SamplingParams(temperature=0.8, top_p=0.95, top_k=100, seed=1, ignore_eos=True)
 
 
 def configure(shape: Shape, options: argparse.Namespace, **changes: Any) -> EngineConfig:
-    """Room for the largest batch and for the long prompt."""
-    block, largest = changes.pop("block_size", 16), max(options.batch)
-    tokens = max(largest * (options.context + options.steps + SLACK + 2 * block), options.prefill + 2 * block)
+    """Room for the largest batch, one sequence of `long` tokens in it, and for the long prompt."""
+    block, long, largest = changes.pop("block_size", 16), changes.pop("long", 0), max(options.batch)
+    budget = max(options.prefill, 2 * largest)
+    prompts = largest * options.context + long
+    each = options.steps + headroom(prompts, largest, budget) + 2 * block
+    tokens = max(prompts + largest * each, options.prefill + 2 * block)
     fields: dict[str, Any] = {
         "model": "random weights", "dtype": options.dtype, "device": options.device, "block_size": block,
         "num_blocks": tokens // block + largest + 2, "max_num_seqs": largest, "prefix_cache": False,
-        "max_num_batched_tokens": max(options.prefill, largest), "max_model_len": shape.max_position_embeddings,
+        "max_num_batched_tokens": budget, "max_model_len": shape.max_position_embeddings,
     }  # fmt: skip
     return EngineConfig(**{**fields, **changes})
+
+
+def headroom(prompt_tokens: int, batch: int, budget: int) -> int:
+    """At most so many tokens does the first sequence make until the last one's prompt is read, and a few more."""
+    return -(-prompt_tokens // (budget - batch)) + SPARE
 
 
 def engine_of(loaded: LoadedModel, config: EngineConfig) -> Engine:
     return Engine.around(ModelRunner.around(loaded, config))
 
 
+def scatter(engine: Engine) -> None:
+    """From now on neighbours in a sequence lie anywhere in the pool, as in a service that has run for a while."""
+    for pool in engine.scheduler.kv.pools:
+        blocks = [pool.allocate() for _ in range(pool.num_free)]
+        random.Random(0).shuffle(blocks)
+        for block in blocks:
+            pool.release(block)
+
+
 def decode(
-    engine: Engine, shape: Shape, batch: int, ceilings: Ceilings, options: argparse.Namespace, params: SamplingParams
+    engine: Engine,
+    shape: Shape,
+    batch: int,
+    ceilings: Ceilings,
+    options: argparse.Namespace,
+    params: SamplingParams,
+    long: int = 0,
 ) -> dict[str, float]:
-    requests = _start(engine, shape, batch, options, params)
+    """`long`: tokens of one of the sequences, where they are not alike."""
+    contexts = [long or options.context, *[options.context] * (batch - 1)]
+    requests = _start(engine, shape, contexts, options, params)
     times = []
     for _ in range(options.steps):
         started = time.perf_counter()
@@ -52,10 +78,10 @@ def decode(
     synchronise(torch.device(options.device))
     _end(engine, requests)
     step_s = statistics.median(times)
-    itemsize = getattr(torch, options.dtype).itemsize
-    context = options.context + options.steps // 2
-    moved = shape.num_weights * itemsize + batch * shape.kv_bytes(context, itemsize)
-    computed = 2 * shape.num_weights * batch + shape.attention_operations(batch * context)
+    weights, kept = (getattr(torch, name).itemsize for name in (options.dtype, engine.runner.config.kv_dtype))
+    read = sum(contexts) + batch * options.steps // 2
+    moved = shape.num_weights * weights + shape.kv_bytes(read, kept)
+    computed = 2 * shape.num_weights * batch + shape.attention_operations(read)
     floor_s = max(moved / ceilings.bytes_s, computed / ceilings.operations_s)
     return {
         "step_ms": 1e3 * step_s,
@@ -80,7 +106,7 @@ def prefill(engine: Engine, shape: Shape, ceilings: Ceilings, options: argparse.
 
 
 def gaps(engine: Engine, shape: Shape, batch: int, options: argparse.Namespace) -> dict[str, Any]:
-    requests = _start(engine, shape, batch, options, GREEDY)
+    requests = _start(engine, shape, [options.context] * batch, options, GREEDY)
     found = profile_of(engine.step, torch.device(options.device), min(20, options.steps))
     _end(engine, requests)
     return found
@@ -106,15 +132,18 @@ class Ours(Tokenmill):
         self.description = engine.runner.description
 
 
-def _start(engine: Engine, shape: Shape, batch: int, options: argparse.Namespace, params: SamplingParams) -> list[str]:
-    """So many sequences decode when this returns, graphs captured and caches warm."""
+def _start(
+    engine: Engine, shape: Shape, contexts: Sequence[int], options: argparse.Namespace, params: SamplingParams
+) -> list[str]:
+    """Sequences of these lengths decode when this returns, graphs captured and caches warm."""
+    spare = headroom(sum(contexts), len(contexts), engine.runner.config.max_num_batched_tokens)
     limits = SamplingParams(
         temperature=params.temperature, top_p=params.top_p, top_k=params.top_k, seed=params.seed, ignore_eos=True,
-        max_tokens=options.steps + SLACK,
+        max_tokens=options.steps + spare,
     )  # fmt: skip
-    requests = engine.add_requests([_prompt(shape, options.context, seed) for seed in range(batch)], limits)
+    requests = engine.add_requests([_prompt(shape, count, seed) for seed, count in enumerate(contexts)], limits)
     seen: set[str] = set()
-    while len(seen) < batch:
+    while len(seen) < len(contexts):
         seen |= {event.request_id for event in engine.step() if event.token_ids}
     for _ in range(3):
         engine.step()
@@ -122,10 +151,12 @@ def _start(engine: Engine, shape: Shape, batch: int, options: argparse.Namespace
 
 
 def _end(engine: Engine, requests: Sequence[str]) -> None:
-    for request in requests:
-        engine.cancel(request)
+    """Raises RuntimeError if one had ended already: then the batch was smaller than what is told."""
+    still = sum(engine.cancel(request) for request in requests)
     while engine.has_work:
         engine.step()
+    if still < len(requests):
+        raise RuntimeError(f"{len(requests) - still} sequences ended while they were measured")
 
 
 def _prompt(shape: Shape, count: int, seed: int) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ The same seed gives the same weights, so that two engines can each have a model 
 
 import gc
 import tempfile
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,12 @@ def describe(model: Any, config: EngineConfig) -> LoadedModel:
     with tempfile.TemporaryDirectory() as folder:
         model.config.save_pretrained(folder)
         return describe_model(model, Path(folder), config)
+
+
+def fused_modules(model: Any) -> dict[str, int]:
+    """How many stand-ins of each kind the model has."""
+    kinds = (type(module) for module in model.modules())
+    return dict(Counter(kind.__name__ for kind in kinds if kind.__module__.startswith("worker.")))
 
 
 def forget() -> None:

@@ -1,11 +1,20 @@
 """How `ops/bench gpu` tells what it found: a line after each measurement, tables in the end."""
 
 import json
+import sys
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
+
+from ops.benchmarks.goals import GPU_GOALS
+
+WIDTH = 160  # where no terminal says its own
+
+
+def console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else WIDTH)
 
 
 def describe(device: str) -> dict[str, Any]:
@@ -37,8 +46,22 @@ def show(console: Console, record: dict[str, Any]) -> None:
         for what, figures in found.items():
             if "profile" in what:
                 console.print(_profile(f"{name}, {what}", figures))
+    for line in goals(record):
+        console.print(line, markup=False, highlight=False)
     for what, reason in record["left_out"].items():
         console.print(f"left out: {what}: {reason}", markup=False)
+
+
+def goals(record: dict[str, Any]) -> list[str]:
+    """What was measured beside what was aimed at."""
+    return [
+        f"goal {'reached' if figures[figure] >= goal else 'missed'}: {name}, {what}: "
+        f"{figure.replace('_', ' ')} {figures[figure]:.2f}, aimed at {goal:.2f}"
+        for name, found in record["results"].items()
+        for what, figures in found.items()
+        for beginning, (figure, goal) in GPU_GOALS.items()
+        if what.startswith(beginning) and figure in figures
+    ]
 
 
 def _table(name: str, found: dict[str, Any]) -> Table:
@@ -54,9 +77,10 @@ def _table(name: str, found: dict[str, Any]) -> Table:
         elif "share_of_operations" in figures:
             took, share = f"{1e3 * figures['seconds']:.1f}", f"{figures['share_of_operations']:.1%}"
             table.add_row(what, f"{figures['tokens_s']:,.0f}", took, "", share)
-        elif "times_transformers" in figures:
+        elif isinstance(figures.get("tokens_s"), dict):
             for engine, rate in figures["tokens_s"].items():
                 table.add_row(f"{what}: {engine}", f"{rate:,.0f}", "", "", "")
+        if "times_transformers" in figures:
             table.add_row(f"{what}: times Transformers", f"{figures['times_transformers']:.2f}", "", "", "")
     return table
 

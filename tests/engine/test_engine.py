@@ -1,15 +1,13 @@
 """The engine as its users call it, on the model-free runner: every answer is the one that a lone run gives."""
 
 import threading
-import time
-from concurrent.futures import Future
 
 import pytest
 
-from schemas.generation import FinishReason, ResponseFormat, SamplingParams
+from schemas.generation import FinishReason, SamplingParams
 from worker.engine import Engine, EngineConfig, GenerationRequest, RequestError
 from worker.engine.engine import EngineError
-from worker.engine.scheduler import Scheduler
+from worker.engine.faults import is_device_lost
 from worker.engine.synthetic import END_OF_TEXT, SyntheticRunner
 
 GREEDY = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
@@ -176,67 +174,53 @@ def test_another_thread_may_wait_for_results(engine):
 
 
 class Broken(SyntheticRunner):
-    """A device that is lost at the third step."""
+    """Every step fails from the third on."""
 
     __slots__ = ()
+    message = "CUDA error: misaligned address"
+    answers = True
 
     def finish(self, plan):
         if plan.step_id >= 3:
-            raise RuntimeError("CUDA error: device-side assert triggered")
+            raise RuntimeError(self.message)
         return super().finish(plan)
 
-
-class Preparing(SyntheticRunner):
-    """Grammars are ready when a test says so."""
-
-    grammar: Future[object]
-
-    def prepare(self, params: SamplingParams) -> Future[object]:
-        return self.grammar
+    def is_alive(self):
+        return self.answers
 
 
-@pytest.fixture
-def preparing():
-    runner = Preparing.load(config())
-    runner.can_structure, runner.grammar = True, Future()
-    with Engine.around(runner) as engine:
-        yield engine
-        runner.grammar.set_exception(ValueError("over"))
+class Unheard(Broken):
+    """Fails in words that nobody knows."""
+
+    __slots__ = ()
+    message = "CUDA error: a text of a later release"
+    answers = False
 
 
-STRUCTURED = SamplingParams(max_tokens=5, response_format=ResponseFormat(regex="a"))
-
-
-def test_a_deadline_passes_while_a_grammar_is_compiled(preparing):
-    now = time.time()
-    late = GenerationRequest(request_id="late", prompt_ids=(1, 2), params=STRUCTURED, deadline=now - 1)
-    early = GenerationRequest(request_id="early", prompt_ids=(1, 2), params=STRUCTURED, deadline=now + 3600)
-    preparing.submit([late, early])
-    events = preparing.step()
-    events += preparing.step()
-    assert [(event.request_id, event.finish_reason) for event in events] == [("late", FinishReason.EXPIRED)]
-    assert preparing.only_prepares
-    assert preparing.request_ids() == ["early"]
-
-
-def test_requests_added_together_are_taken_all_or_none(preparing):
-    with pytest.raises(RequestError, match="vocabulary"):
-        preparing.add_requests([[1, 2], [10**9]], STRUCTURED)
-    assert preparing.request_ids() == []
-
-
-def test_a_request_with_nothing_left_to_do_is_refused(engine):
-    engine.submit([GenerationRequest(request_id="r", prompt_ids=(1, 2), params=GREEDY, done=(0,))])
-    (event,) = engine.step()
-    assert "every choice of it is done" in event.error
-
-
-def test_a_lost_device_is_the_engines_error_not_a_requests():
-    runner = Broken.load(config())
-    scheduler = Scheduler(
-        runner.config, runner.cache_config, max_model_len=runner.max_model_len, eos_token_ids=runner.eos_token_ids
-    )
-    engine = Engine(runner, scheduler)
+@pytest.mark.parametrize("kind", [Broken, Unheard])
+def test_a_lost_device_is_the_engines_error_not_a_requests(kind):
+    engine = Engine.around(kind.load(config()))
+    engine.add_requests(PROMPTS[:4], GREEDY)
+    events = []
     with pytest.raises(EngineError, match="device is lost"):
-        engine.generate_batch([PROMPTS[0]], GREEDY)
-    runner.close()
+        events.extend(event for _ in range(20) for event in engine.step())
+    assert not [event for event in events if event.finish_reason is not None]
+    engine.runner.close()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "an illegal memory access was encountered", "misaligned address", "an illegal instruction was encountered",
+        "unknown error", "invalid program counter", "the launch timed out and was terminated", "hardware stack error",
+        "uncorrectable NVLink error detected during the execution", "uncorrectable ECC error encountered",
+        "device-side assert triggered", "CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`",
+    ],
+)  # fmt: skip
+def test_a_device_that_is_lost_says_so_in_many_words(words):
+    assert is_device_lost(RuntimeError(f"CUDA error: {words}\nCUDA kernel errors might be reported later."))
+
+
+@pytest.mark.parametrize("error", ["CUDA out of memory. Tried to allocate 2.00 GiB", "an unknown error in a grammar"])
+def test_what_a_device_survives_is_no_loss(error):
+    assert not is_device_lost(RuntimeError(error))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from tests.engine.support import ChunkingPlanner, make_sequence
 from worker.engine.config import EngineConfig, EngineConfigError
 from worker.engine.plan import BlockCopy, ScheduledSequence, StepPlan
-from worker.engine.runner import ModelRunner
+from worker.engine.runner import ModelRunner, _resolved
 from worker.engine.sequence import Sequence
 
 
@@ -170,6 +171,14 @@ def test_a_context_that_the_memory_cannot_hold_is_refused_or_shortened(llama: Pa
         load(llama, num_blocks=None, max_model_len=256, max_memory_gib=200 * per_token / 2**30)
     with pytest.raises(EngineConfigError, match="holds sequences of"):  # too short to be worth running
         load(llama, num_blocks=None, max_memory_gib=200 * per_token / 2**30)
+
+
+def test_drafts_are_not_lost_to_running_ahead(llama: Path) -> None:
+    on_cuda = dataclasses.replace(load(llama)._loaded, device=torch.device("cuda"))
+    assert _resolved(EngineConfig(model="any"), on_cuda).async_batching is True
+    assert _resolved(EngineConfig(model="any", speculative_tokens=3), on_cuda).async_batching is False
+    with pytest.raises(EngineConfigError, match="speculative_tokens cannot be used with async_batching"):
+        EngineConfig(model="any", speculative_tokens=3, async_batching=True)
 
 
 def test_a_setting_that_is_none_of_its_choices_is_named_with_them() -> None:

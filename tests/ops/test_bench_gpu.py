@@ -1,8 +1,11 @@
 """The device benchmark on the CPU with a tiny model: all of its code but the CUDA parts; and what it counts."""
 
 import argparse
+import contextlib
 import copy
+import itertools
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +14,20 @@ import torch
 from rich.console import Console
 
 from ops.benchmarks.__main__ import main
+from ops.benchmarks.device_ceilings import Ceilings
 from ops.benchmarks.device_gaps import summarise
 from ops.benchmarks.gpu import Session
-from ops.benchmarks.gpu_models import SHAPES
+from ops.benchmarks.gpu_measures import GREEDY, configure, decode, engine_of, gaps, scatter
+from ops.benchmarks.gpu_models import SHAPES, describe, random_model
+from ops.benchmarks.gpu_peer import take_turns
+from ops.benchmarks.gpu_report import goals
+from ops.benchmarks.peers.protocol import EngineOptions, Round
+from ops.benchmarks.peers.transformers_batching import TransformersBatching
+from ops.benchmarks.workload_files import Workload, WorkloadRequest
 
 TINY = ["--shape", "tiny", "--device", "cpu", "--dtype", "float32", "--batch", "1", "--batch", "3", "--steps", "8",
-        "--prefill", "96", "--context", "20", "--attention", "reference", "--attention", "flash"]  # fmt: skip
+        "--prefill", "96", "--context", "20", "--long", "70",
+        "--attention", "reference", "--attention", "flash"]  # fmt: skip
 
 
 @pytest.mark.model
@@ -26,7 +37,9 @@ def test_the_whole_command_on_a_tiny_model(tmp_path: Path, capsys: pytest.Captur
     assert main(["gpu", *TINY, "--share", "0.05", "--rounds", "1", "--json", str(out)]) == 0
     record = json.loads(out.read_text())
     found = record["results"]["tiny"]
-    settings = ("default", "without graphs", "without running ahead", "without fused modules", "attention reference")
+    settings = ("default", "without graphs", "without running ahead", "without fused modules", "attention reference",
+                "8-bit keys and values", "uneven lengths", "scattered blocks",
+                "without the drawing kernel")  # fmt: skip
     for setting in settings:
         decodes = {what: figures for what, figures in found.items() if what.startswith(f"{setting}: decode")}
         assert decodes, setting
@@ -40,7 +53,11 @@ def test_the_whole_command_on_a_tiny_model(tmp_path: Path, capsys: pytest.Captur
     assert found["mixed"]["equal_answers"] == 1.0
     assert "does not run on cpu" in record["left_out"]["tiny: attention flash"]
     assert len(record["left_out"]) == 1
-    assert "share of the ceilings" in capsys.readouterr().out
+    assert "fused" in found["default"]
+    said = capsys.readouterr().out
+    assert "share of the ceilings" in said
+    assert "tiny, default: decode 3: share of bandwidth" in said
+    assert f"tiny, mixed: times transformers {found['mixed']['times_transformers']:.2f}, aimed at 3.00" in said
 
 
 @pytest.mark.model
@@ -48,7 +65,7 @@ def test_what_the_limit_leaves_no_time_for_is_named_in_a_whole_record(tmp_path: 
     out = tmp_path / "gpu.json"
     assert main(["gpu", *TINY, "--limit", "0", "--json", str(out)]) == 0
     record = json.loads(out.read_text())
-    assert record["left_out"] == {"tiny: model": "no time was left", "tiny: mixed": "no time was left"}
+    assert record["left_out"] == {"tiny: model": "no time was left", "tiny: settings": "no time was left"}
     assert record["ceilings"]["bytes_s"] > 0
 
 
@@ -67,6 +84,112 @@ def test_a_measurement_that_fails_is_named_and_the_others_are_kept(tmp_path: Pat
         len(record["results"].get("tiny", {})) for record in kept
     )
     assert session.record["ok"] is False
+
+
+def test_what_would_not_end_in_time_is_not_begun() -> None:
+    session = Session(argparse.Namespace(device="cpu", dtype="float32", limit=60.0), Console(quiet=True))
+    assert session.attempt("tiny", "long", lambda: {"tokens_s": 1.0}, needs_s=90.0) is None
+    assert session.attempt("tiny", "short", lambda: {"tokens_s": 1.0}, needs_s=30.0) is not None
+    assert session.record["left_out"] == {"tiny: long": "no time was left"}
+
+
+class Silent:
+    """A manager of Transformers that never answers, and a model that has no other."""
+
+    generation_config = argparse.Namespace()
+
+    def continuous_batching_context_manager(self, **_: object) -> Any:
+        return contextlib.nullcontext(self)
+
+    def add_request(self, *_: object, **__: object) -> None:
+        """It is taken, and that is all."""
+
+    def get_result(self, timeout: float) -> None:
+        assert timeout <= 1
+
+    def is_running(self) -> bool:
+        return True
+
+
+@pytest.mark.timeout(30)
+def test_a_peer_is_not_waited_for_beyond_the_deadline() -> None:
+    peer = TransformersBatching(EngineOptions(model=""), Silent(), deadline=time.monotonic() + 0.1)
+    with pytest.raises(TimeoutError, match="no time was left"):
+        peer.run((WorkloadRequest((5, 6), 2),))
+
+
+class Scripted:
+    """Answers in so many seconds a round; then there is no time left."""
+
+    description = "scripted"
+
+    def __init__(self, *walls_s: float) -> None:
+        self._walls_s = iter(walls_s)
+
+    def run(self, requests: tuple[WorkloadRequest, ...]) -> Round:
+        wall_s = next(self._walls_s, None)
+        if wall_s is None:
+            raise TimeoutError("no time was left")
+        return Round(wall_s, [[7] * request.max_tokens for request in requests], [], [])
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def test_each_round_is_kept_before_the_next_is_waited_for() -> None:
+    kept: list[dict[str, Any]] = []
+    load = Workload("two", (WorkloadRequest((5,), 6), WorkloadRequest((6,), 6)))
+    with pytest.raises(TimeoutError):
+        take_turns(
+            {"tokenmill": Scripted(1.0, 3.0), "transformers": Scripted(4.0)}, load, 2,
+            lambda record: kept.append(copy.deepcopy(record)),
+        )  # fmt: skip
+    assert [record.get("times_transformers") for record in kept] == [None, 4.0, pytest.approx(8 / 3)]
+    assert kept[-1]["rounds"] == {"tokenmill": [12.0, 4.0], "transformers": [3.0]}
+    assert kept[-1]["equal_answers"] == 1.0
+
+
+def test_reached_and_missed_goals_are_told() -> None:
+    found = {"default: decode 32": {"share_of_bandwidth": 0.83}, "mixed": {"times_transformers": 2.5}, "mixed: x": {}}
+    assert goals({"results": {"tiny": found}}) == [
+        "goal reached: tiny, default: decode 32: share of bandwidth 0.83, aimed at 0.80",
+        "goal missed: tiny, mixed: times transformers 2.50, aimed at 3.00",
+    ]
+
+
+def engine_and_options(**changes: Any) -> tuple[Any, argparse.Namespace]:
+    fields = {"device": "cpu", "dtype": "float32", "batch": [24], "context": 200, "prefill": 50, "steps": 4}
+    options = argparse.Namespace(**{**fields, **changes})
+    config = configure(SHAPES["tiny"], options)
+    return engine_of(describe(random_model(SHAPES["tiny"], "cpu", torch.float32), config), config), options
+
+
+def test_the_first_sequences_of_a_long_start_live_until_the_end() -> None:
+    engine, options = engine_and_options()
+    with engine:
+        found = decode(engine, SHAPES["tiny"], 24, Ceilings(1e9, 1e9, 1e9, 1e9), options, GREEDY)
+    assert found["tokens_s"] > 0
+
+
+def test_a_batch_that_shrank_is_no_measurement() -> None:
+    engine, options = engine_and_options(batch=[2], context=20)
+    with engine:
+        options.steps = -14  # so many tokens fewer than they would make
+        with pytest.raises(RuntimeError, match="2 sequences ended"):
+            gaps(engine, SHAPES["tiny"], 2, options)
+
+
+def test_blocks_are_scattered_over_the_whole_pool() -> None:
+    engine, _ = engine_and_options(batch=[2], context=20)
+    with engine:
+        (pool,) = engine.scheduler.kv.pools
+        free = pool.num_free
+        scatter(engine)
+        blocks = [pool.allocate() for _ in range(free)]
+        assert sorted(blocks) == list(range(1, free + 1))
+        assert sum(b == a + 1 for a, b in itertools.pairwise(blocks)) < free / 4
+        for block in blocks:
+            pool.release(block)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a device is there")

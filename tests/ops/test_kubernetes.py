@@ -186,6 +186,7 @@ def test_scaling_counts_on_the_places_that_workers_have(monkeypatch: pytest.Monk
     spec = DOCUMENTS["ScaledObject/tokenmill-worker"]["spec"]
     jobs = spec["triggers"][0]["metadata"]
     places = settings.engine_config().max_num_seqs
+    assert places == 256  # a GPU's
     assert places / 2 <= int(jobs["threshold"]) <= places
     assert all(f'queue="{settings.queue_name}"' in trigger["metadata"]["query"] for trigger in spec["triggers"])
     assert spec["minReplicaCount"] <= spec["fallback"]["replicas"] <= spec["maxReplicaCount"]

@@ -68,12 +68,12 @@ class EngineConfig:
     fuse: bool = True  # on CPU in float32, and on CUDA: swap layers for fused ones that agree with them
     narrow_weights: bool = True  # CPU: keep float32 weights in the narrowest form that gives back every bit
     amx: bool = True  # CPU: many rows in its matrix registers; off: a row's bits are the same in every batch
-    speculative_tokens: int = 0  # n-gram drafts a step and sequence; 0: off
+    speculative_tokens: int = 0  # n-gram drafts a step and sequence; 0: off; with them no step runs ahead
     cuda_graphs: bool | None = None  # None: on where CUDA is
     max_cached_graphs: int = 32
     q_padding_interval: int = 64
     kv_padding_interval: int = 16_384
-    async_batching: bool | None = None  # None: on where the device is asynchronous
+    async_batching: bool | None = None  # None: on where the device is asynchronous and nothing is drafted
     num_threads: int | None = None
     tensor_parallel: bool = False  # under torchrun
     trust_remote_code: bool = False
@@ -138,6 +138,10 @@ class EngineConfig:
         require(
             self.max_cached_loras >= self.max_loras,
             f"max_cached_loras ({self.max_cached_loras}) must be at least max_loras ({self.max_loras})",
+        )
+        require(
+            not (self.speculative_tokens and self.async_batching),
+            "speculative_tokens cannot be used with async_batching: drafts follow a token that must be known",
         )
         require(not (self.adapters and self.tensor_parallel), "adapters cannot be used with tensor_parallel")
         try:

@@ -249,7 +249,7 @@ class Engine:
         """A step raised: take it back, then run halves of it until the guilty sequence stands alone."""
         self._failed_steps += 1
         self.scheduler.abandon(plan)
-        if is_device_lost(error):
+        if is_device_lost(error) or not self.runner.is_alive():
             raise EngineError(f"the device is lost: {error}") from error
         sequences = [item.sequence for item in plan.scheduled]
         if len(sequences) == 1:

@@ -21,10 +21,16 @@ def sentence_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
+SIGNS_OF_LOSS = (
+    "device-side assert", "illegal memory access", "misaligned address", "illegal instruction",
+    "invalid program counter", "hardware stack error", "unspecified launch failure", "launch timed out",
+    "cuda error: unknown error", "cublas_status_execution_failed", "ecc error", "nvlink error", "device lost",
+    "failed in a step",
+)  # fmt: skip
+
+
 def is_device_lost(error: Exception) -> bool:
     """After a device-side assert or an illegal access every later call on the device fails too; and a group of ranks
-    of which one has failed inside a step runs no other step."""
+    of which one has failed inside a step runs no other step. What no sign names, the device has to be asked."""
     text = str(error).lower()
-    signs = ("device-side assert", "illegal memory access", "unspecified launch failure", "device lost", "ecc error",
-             "failed in a step")  # fmt: skip
-    return any(sign in text for sign in signs)
+    return any(sign in text for sign in SIGNS_OF_LOSS)

@@ -2,7 +2,8 @@
 
 A decode's graph is captured when its shape is first seen. A mixed step's shape must come several times: most
 never do, and a capture costs many eager steps; large ones stay eager, and all of them have a share of the places
-only, so that they do not drive out the decodes. Where capturing fails, steps run eagerly and the log says why.
+only, so that they do not drive out the decodes. Where capturing fails, steps run eagerly and the log says why; a step
+that fails by itself is none of a capture's failures.
 
 One set of inputs a shape is enough for launching ahead: copies, replay and whatever reads the output are
 queued on one stream in that order. An output is good until the same shape runs again.
@@ -11,9 +12,11 @@ It knows neither the model nor what a capture is: both come in as functions.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import warnings
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -40,33 +43,68 @@ class CapturedGraph:
     output: Tensor
 
 
-class Capture(Protocol):
-    """Records what `run` does, having run it at least once."""
+class CaptureError(RuntimeError):
+    """What runs cannot be captured."""
 
-    def __call__(self, run: Callable[[], Tensor]) -> CapturedGraph: ...
+
+class Capture(Protocol):
+    """Records what `run` does, having run it at least once; what that run raises comes through."""
+
+    def __call__(self, run: Callable[[], Tensor]) -> CapturedGraph:
+        """Raises CaptureError."""
+        ...
 
 
 class CudaCapture:
-    """CUDA graphs that share one memory pool."""
+    """CUDA graphs that share one memory pool.
+
+    What waits for the device is refused before a capture begins: a capture that fails leaves the allocator of torch
+    before 2.12 in the belief that it goes on.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Callable[[], Tensor]) -> CapturedGraph:
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):  # compiles kernels and fills workspaces, which a capture may not
-            run()
-            run()
-        torch.cuda.current_stream().wait_stream(self._stream)
-        graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.current_stream()
+        self._stream.wait_stream(stream)
         try:
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            with torch.cuda.stream(self._stream):
+                run()  # compiles kernels and fills workspaces, which a capture may not
+                with _refusal(), _no_waiting():
+                    run()
+        finally:
+            stream.wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        recording = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
+        try:
+            with _refusal(), recording:
                 output = run()
         finally:
             torch.cuda.set_stream(stream)  # a capture that fails leaves its own stream current
         return CapturedGraph(graph.replay, output)
+
+
+@contextlib.contextmanager
+def _refusal() -> Iterator[None]:
+    """Whatever a kernel or the driver objects to, as CaptureError."""
+    try:
+        yield
+    except Exception as error:
+        raise CaptureError(f"{type(error).__name__}: {error}") from error
+
+
+@contextlib.contextmanager
+def _no_waiting() -> Iterator[None]:
+    """In here whatever waits for the device raises; other threads' calls too, so that these must not wait."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "a prototype feature"
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +174,8 @@ class GraphRunner:
         self._make_room(shape)
         try:
             graph = self._capture(lambda: self._forward(static.current()))
-        except Exception as error:  # whatever a kernel or the driver objects to: steps run eagerly then
-            self.refusal = f"{type(error).__name__}: {error}"
+        except CaptureError as error:
+            self.refusal = str(error)
             log.warning("steps are no longer captured as graphs, they run eagerly: %s", self.refusal)
             return None
         self.num_captured += 1

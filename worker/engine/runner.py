@@ -44,6 +44,7 @@ class InFlightStep:
     plan: StepPlan
     indices: tuple[int, ...]
     sampled: Sampled | None  # None: no sequence samples in this step
+    done: torch.cuda.Event | None = None  # where none samples and the device works on its own
 
 
 class ModelRunner:
@@ -166,7 +167,7 @@ class ModelRunner:
         self._offloader.run(plan)
         previous, self._previous = self._previous, None
         if not plan.scheduled:
-            return InFlightStep(plan, (), None)
+            return InFlightStep(plan, (), None, self._mark())
         inputs = self._inputs.build(plan, previous)
         indices = tuple(index for index, item in enumerate(plan.scheduled) if item.samples)
         items = [plan.scheduled[index] for index in indices]
@@ -180,7 +181,7 @@ class ModelRunner:
         if sampled is None:
             logits = self._forward(inputs) if graphs is None else graphs.run(inputs)
             if layout is None:
-                return InFlightStep(plan, (), None)
+                return InFlightStep(plan, (), None, self._mark())
             sampled = self._sampler.sample(logits, items, layout)
         self._previous = PreviousTokens(sampled.token_ids, items)
         return InFlightStep(plan, indices, sampled)
@@ -193,11 +194,21 @@ class ModelRunner:
             self._forward(self._inputs.build(plan))
 
     def finish(self, step: InFlightStep) -> StepOutput:
-        """Wait for the step's tokens."""
+        """Wait for the step's tokens, or for its end where there are none: the host is never further ahead."""
         if step.sampled is None:
+            if step.done is not None:
+                step.done.synchronize()
             return StepOutput(step.plan.step_id, (), (), {})
         tokens, logprobs, errors = step.sampled.finish()
         return StepOutput(step.plan.step_id, tokens, logprobs, {step.indices[i]: error for i, error in errors.items()})
+
+    def _mark(self) -> torch.cuda.Event | None:
+        """The end of what is queued so far; None where nothing is queued."""
+        if self._loaded.device.type != "cuda":
+            return None
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record()
+        return done
 
     def use_graphs(self, capture: Capture) -> GraphRunner:
         """From now on, steps whose shape was captured are replayed."""
@@ -234,6 +245,16 @@ class ModelRunner:
             self._sampler.release(sequence)
             if self.proposer is not None:
                 self.proposer.release(sequence)
+
+    def is_alive(self) -> bool:
+        """A device that has failed for good fails whatever is asked of it."""
+        if self._loaded.device.type != "cuda":
+            return True
+        try:
+            torch.cuda.synchronize(self._loaded.device)
+        except RuntimeError:
+            return False
+        return True
 
     def close(self) -> None:
         self._offloader.synchronize()
@@ -277,6 +298,7 @@ def _resolved(config: EngineConfig, loaded: LoadedModel) -> EngineConfig:
     """The same with every "auto" decided."""
     dtype = str(loaded.dtype).removeprefix("torch.")
     is_cuda = loaded.device.type == "cuda"
+    may_run_ahead = is_cuda and not config.speculative_tokens  # drafts follow tokens that the host knows
     return config.replace(
         dtype=dtype,
         kv_dtype=str(kv_dtype(config, loaded.dtype)).removeprefix("torch."),
@@ -284,6 +306,6 @@ def _resolved(config: EngineConfig, loaded: LoadedModel) -> EngineConfig:
         max_model_len=loaded.max_model_len,
         cuda_graphs=(is_cuda if config.cuda_graphs is None else config.cuda_graphs)
         and not config.tensor_parallel,  # a capture runs the pass several times; the other ranks run it once
-        async_batching=(is_cuda if config.async_batching is None else config.async_batching)
+        async_batching=(may_run_ahead if config.async_batching is None else config.async_batching)
         and not config.tensor_parallel,  # the other ranks learn of a token with the next plan
     )

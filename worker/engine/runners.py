@@ -69,6 +69,10 @@ class Runner(Protocol):
         """Drop what is kept for sequences that finished or were preempted."""
         ...
 
+    def is_alive(self) -> bool:
+        """Does the device still answer? Asked when a step has failed."""
+        ...
+
     def close(self) -> None: ...
 
 

@@ -6,6 +6,7 @@ not timed.
 
 import dataclasses
 import logging
+import math
 import os
 import time
 from typing import Any
@@ -17,8 +18,11 @@ PAGE_SIZE = 32
 
 
 class TransformersBatching:
-    def __init__(self, options: EngineOptions, model: Any = None) -> None:
-        """`model` is one that is there already, on its device; else it is loaded to where our engine would be."""
+    def __init__(self, options: EngineOptions, model: Any = None, deadline: float = math.inf) -> None:
+        """`model` is one that is there already, on its device; else it is loaded to where our engine would be.
+
+        At the deadline, of the monotonic clock, a round ends with TimeoutError.
+        """
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         import torch
         from transformers import __version__
@@ -27,6 +31,7 @@ class TransformersBatching:
             torch.set_num_threads(options.threads)
         logging.getLogger("transformers").setLevel(logging.ERROR)
         self._options = options
+        self._deadline = deadline
         self._model: Any = _load(options) if model is None else model
         self._model.generation_config.do_sample = False
         self._model.generation_config.eos_token_id = -1  # its way to say: none
@@ -57,11 +62,8 @@ class TransformersBatching:
                     eos_token_id=-1,
                 )
             while len(finished) < len(requests):
-                result = manager.get_result(timeout=1)
-                if result is None:
-                    if not manager.is_running():
-                        raise RuntimeError("its generation thread ended")
-                elif result.is_finished():
+                result = self._next(manager)
+                if result is not None and result.is_finished():
                     finished[int(result.request_id)] = result
             wall_s = time.perf_counter() - started
         failed = [result.error for result in finished.values() if result.error]
@@ -75,12 +77,20 @@ class TransformersBatching:
             last_s=[result.timestamps[-1] - started for result in ordered],
         )
 
-    @staticmethod
-    def _wake(manager: Any) -> None:
+    def _wake(self, manager: Any) -> None:
         """One token through, so that the pool is allocated before the clock starts."""
         manager.add_request([100, 101], request_id="warm", max_new_tokens=1, eos_token_id=-1)
-        while (result := manager.get_result(timeout=1)) is None or not result.is_finished():
+        while (result := self._next(manager)) is None or not result.is_finished():
             pass
+
+    def _next(self, manager: Any) -> Any:
+        """None if nothing came within a second."""
+        if time.monotonic() > self._deadline:
+            raise TimeoutError("no time was left for its answers")
+        result = manager.get_result(timeout=1)
+        if result is None and not manager.is_running():
+            raise RuntimeError("its generation thread ended")
+        return result
 
     def close(self) -> None:
         """Each round has closed its manager."""

@@ -18,7 +18,10 @@ from worker.engine.attention.triton import Launch, TritonAttention, is_interpret
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 kernels = pytest.mark.skipif(DEVICE == "cpu" and not is_interpreted(), reason="neither CUDA nor interpreted")
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
+    *([pytest.mark.gpu] if DEVICE == "cuda" else []),
+]
 
 SPLIT_CASES = [
     Case("split decodes", ((1, 300), (1, 3), (1, 270))),

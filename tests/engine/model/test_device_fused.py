@@ -30,6 +30,7 @@ pytestmark = [
     pytest.mark.skipif(DEVICE == "cpu" and not is_interpreted(), reason="neither CUDA nor interpreted"),
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),  # the interpreter's numpy: then infinity
+    *([pytest.mark.gpu] if DEVICE == "cuda" else []),
 ]
 ALL = {"DeviceNorm", "DeviceMLP", "DeviceAttention", "DeviceLayer"}
 

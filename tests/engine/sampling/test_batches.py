@@ -6,23 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas.generation import SamplingParams
-from tests.engine.sampling.helpers import ToyModel, generate, make_sampler, make_sequence, plan_item
+from tests.engine.sampling.helpers import KINDS, ToyModel, generate, make_sampler, make_sequence, plan_item
 from worker.engine.sequence import Sequence
 
 VOCAB = 97
-KINDS = (
-    SamplingParams(temperature=0.0),
-    SamplingParams(),
-    SamplingParams(temperature=0.7, top_p=0.9),
-    SamplingParams(top_k=5),
-    SamplingParams(min_p=0.05, top_p=0.95, top_k=60),
-    SamplingParams(min_p=0.2),
-    SamplingParams(repetition_penalty=1.3, frequency_penalty=0.5),
-    SamplingParams(temperature=0.0, presence_penalty=1.0),
-    SamplingParams(logit_bias={4: 3.0}, min_tokens=5, ignore_eos=True),
-    SamplingParams(logprobs=3, top_k=50, top_p=0.8),
-)
 
 
 def fresh(kind: int) -> Sequence:

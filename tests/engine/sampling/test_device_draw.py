@@ -22,6 +22,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = [
     pytest.mark.skipif(DEVICE.type == "cpu" and not is_interpreted(), reason="neither CUDA nor interpreted"),
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
+    *([pytest.mark.gpu] if DEVICE.type == "cuda" else []),
 ]
 OFF = -np.inf
 

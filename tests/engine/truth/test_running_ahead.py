@@ -11,6 +11,7 @@ import pytest
 from schemas.generation import FinishReason, SamplingParams
 from tests.engine.truth import tiny_models
 from worker.engine import Engine, EngineConfig
+from worker.engine.runner import ModelRunner
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma3"])
@@ -118,3 +119,55 @@ def test_cancelling_in_flight_frees_everything(folder):
     assert {engine.get_result(i).finish_reason for i in ids} == {FinishReason.CANCELLED}
     engine.scheduler.check_integrity()
     assert engine.stats().blocks_free == engine.stats().blocks_total
+
+
+class Clocked(ModelRunner):
+    """On a simulated device: each step takes one unit of time, and the host takes none unless it waits."""
+
+    now = free_at = furthest = 0
+
+    def launch(self, plan):
+        self.free_at = max(self.now, self.free_at) + 1
+        step = super().launch(plan)
+        self.furthest = max(self.furthest, self.free_at - self.now)
+        self.ends = {**getattr(self, "ends", {}), plan.step_id: self.free_at}
+        return step
+
+    def finish(self, step):
+        if step.sampled is not None:  # its tokens are there when it is over
+            self.wait(self.ends[step.plan.step_id])
+        return super().finish(step)
+
+    def wait(self, moment):
+        self.now = max(self.now, moment)
+
+    def _mark(self):
+        return Mark(self, self.free_at)
+
+
+class Mark:
+    def __init__(self, runner, moment):
+        self._runner, self._moment = runner, moment
+
+    def synchronize(self):
+        self._runner.wait(self._moment)
+
+
+def test_the_host_is_one_step_ahead_also_where_nothing_is_sampled(folder):
+    """Else a prompt of many chunks is all on the device at once, and who comes then waits for its end."""
+    changes = {"num_blocks": 200, "max_num_batched_tokens": 8, "policy": "priority"}
+    settings = engine_of(folder, async_batching=True, **changes).runner.config
+    runner = Clocked.load(settings)
+    engine = Engine.around(runner)
+    engine.add_request([5] * 160, SamplingParams(max_tokens=4, temperature=0, ignore_eos=True), priority=1)
+    for _ in range(6):
+        engine.step()
+    engine.add_request([7, 8, 9], SamplingParams(max_tokens=1, temperature=0, ignore_eos=True), "short", priority=0)
+    came = runner.now
+    while not any(event.request_id == "short" for event in engine.step()):
+        pass
+    assert runner.furthest == 2
+    assert runner.now - came <= 3
+    while engine.has_work:
+        engine.step()
+    assert runner.furthest == 2

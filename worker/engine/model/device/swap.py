@@ -32,6 +32,7 @@ Agrees = Callable[[nn.Module, nn.Module], bool]
 def fuse_on_device(model: nn.Module) -> Counter[str]:
     """Swap in place what fits; the count of stand-ins by kind."""
     swapped: Counter[str] = Counter()
+    failed: set[str] = set()
     steps: tuple[tuple[Build, Agrees], ...] = (
         (_norm, agreement.of_rows),
         (_mlp, agreement.of_rows),
@@ -42,7 +43,7 @@ def fuse_on_device(model: nn.Module) -> Counter[str]:
         for parent, name, module in list(_children(model)):
             if (weight := next(module.parameters(), None)) is None or weight.dtype not in _DTYPES:
                 continue
-            stand_in = _checked(module, build, agrees)
+            stand_in = _checked(module, build, agrees, failed)
             if stand_in is not None:
                 setattr(parent, name, stand_in)
                 swapped[type(stand_in).__name__] += 1
@@ -55,17 +56,25 @@ def _children(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
     return [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
 
 
-def _checked(module: nn.Module, build: Build, agrees: Agrees) -> nn.Module | None:
+def _checked(module: nn.Module, build: Build, agrees: Agrees, failed: set[str]) -> nn.Module | None:
+    """`failed`: what was said of modules that fit and whose stand-in raised, each once."""
     try:
         stand_in = build(module)
-        if stand_in is None:
-            return None
+    except Exception as error:  # a structure of its own: this module stays as it is
+        log.debug("not fused: %s: %s", type(error).__name__, error)
+        return None
+    if stand_in is None:
+        return None
+    try:
         original = copy.deepcopy(module).float()
         candidate = build(original)
         if candidate is None or not agrees(original, candidate):
             return None
-    except Exception as error:  # a signature or a structure of its own: this module stays as it is
-        log.debug("not fused: %s: %s", type(error).__name__, error)
+    except Exception as error:  # a signature of its own, or a kernel that fails
+        said = f"{type(module).__name__} is not fused: {type(error).__name__}: {error}"
+        if said not in failed:
+            failed.add(said)
+            log.warning("%s", said)
         return None
     return stand_in
 

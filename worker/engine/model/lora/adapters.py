@@ -119,7 +119,11 @@ class Adapters:
         return LowRank(self._moved(torch.cat([factors.a for _, factors in members])), self._moved(b))
 
     def _moved(self, factor: Tensor) -> Tensor:
-        return factor.to(self._device, self._dtype).contiguous()
+        """Without waiting for the device, which the engine's thread may forbid just then to capture a graph."""
+        factor = factor.to(self._dtype).contiguous()
+        if self._device.type == "cuda":
+            factor = factor.pin_memory()
+        return factor.to(self._device, non_blocking=True)
 
     # ── steps ──
 

@@ -1,0 +1,26 @@
+"""What is said of modules that could be fused on a device and are not."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.engine.truth import tiny_models
+from worker.engine.config import EngineConfig
+from worker.engine.model.loader import load_model
+
+pytest.importorskip("triton")
+from worker.engine.attention.triton import is_interpreted
+from worker.engine.model.device.swap import fuse_on_device
+
+
+@pytest.mark.skipif(is_interpreted(), reason="kernels are interpreted in this process")
+def test_a_stand_in_that_fails_is_a_warning_once_and_the_model_stays(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The kernels do not run on a CPU's tensors."""
+    folder = tiny_models.save("llama", tmp_path, num_layers=2)
+    config = EngineConfig(model=str(folder), dtype="float32", device="cpu", fuse=False)
+    assert not fuse_on_device(load_model(folder, config).model)
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(said) == len(set(said))
+    assert {line.split(" is not fused")[0] for line in said} == {"LlamaRMSNorm", "LlamaMLP", "LlamaAttention"}

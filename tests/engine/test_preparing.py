@@ -1,0 +1,54 @@
+"""Requests that wait for a grammar: they are late like others, are taken back like others, and hold nobody up."""
+
+import time
+from concurrent.futures import Future
+
+import pytest
+
+from schemas.generation import FinishReason, ResponseFormat, SamplingParams
+from worker.engine import Engine, EngineConfig, GenerationRequest, RequestError
+from worker.engine.synthetic import SyntheticRunner
+
+STRUCTURED = SamplingParams(max_tokens=5, response_format=ResponseFormat(regex="a"))
+
+
+class Preparing(SyntheticRunner):
+    """Grammars are ready when a test says so."""
+
+    grammar: Future[object]
+
+    def prepare(self, params: SamplingParams) -> Future[object]:
+        return self.grammar
+
+
+@pytest.fixture
+def preparing():
+    runner = Preparing.load(EngineConfig(model="synthetic", num_blocks=64, block_size=8, max_num_seqs=8))
+    runner.can_structure, runner.grammar = True, Future()
+    with Engine.around(runner) as engine:
+        yield engine
+        runner.grammar.set_exception(ValueError("over"))
+
+
+def test_a_deadline_passes_while_a_grammar_is_compiled(preparing):
+    now = time.time()
+    late = GenerationRequest(request_id="late", prompt_ids=(1, 2), params=STRUCTURED, deadline=now - 1)
+    early = GenerationRequest(request_id="early", prompt_ids=(1, 2), params=STRUCTURED, deadline=now + 3600)
+    preparing.submit([late, early])
+    events = preparing.step()
+    events += preparing.step()
+    assert [(event.request_id, event.finish_reason) for event in events] == [("late", FinishReason.EXPIRED)]
+    assert preparing.only_prepares
+    assert preparing.request_ids() == ["early"]
+
+
+def test_requests_added_together_are_taken_all_or_none(preparing):
+    with pytest.raises(RequestError, match="vocabulary"):
+        preparing.add_requests([[1, 2], [10**9]], STRUCTURED)
+    assert preparing.request_ids() == []
+
+
+def test_a_request_with_nothing_left_to_do_is_refused(preparing):
+    preparing.submit([GenerationRequest(request_id="r", prompt_ids=(1, 2), done=(0,))])
+    (event,) = preparing.step()
+    assert "every choice of it is done" in event.error

