@@ -40,6 +40,7 @@ ALIGNED = (
 )
 
 LLAMA = AttentionShape(32, 8, 128, 0.1)
+FALCON = AttentionShape(71, 1, 64, 0.1)
 SMOLLM = AttentionShape(9, 3, 64, 0.1)
 GEMMA = AttentionShape(4, 1, 256, 0.1, softcap=50.0)
 
@@ -99,6 +100,8 @@ WIDE = {
     "soft-capped prompt": (GEMMA, 600, 600, "bf16", 512, True, "bf16"),
     "soft-capped decode": (GEMMA, 1, 600, "bf16", 512, False, "bf16"),
     "late chunk": (LLAMA, 40, 8000, "bf16", 0, False, "bf16"),
+    "decode of a large group": (FALCON, 1, 8000, "bf16", 0, False, "bf16"),
+    "exact, large heads": (GEMMA, 300, 8000, "fp32", 0, False, "fp32"),
     "exact": (LLAMA, 64, 64, "fp32", 0, False, "fp32"),
 }
 NARROW = {  # keys and values of 8 bits, which older GPUs do not have
