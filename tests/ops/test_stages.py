@@ -6,7 +6,7 @@ import pytest
 
 from ops.benchmarks.figures import stage_figures
 from ops.benchmarks.peers.protocol import Round
-from ops.benchmarks.peers.stages import Notes, is_noted, latencies
+from ops.benchmarks.peers.stages import Notes, latencies
 
 LINES = """\
 submit 9.5 a
@@ -43,9 +43,3 @@ def test_stages_add_up_to_the_whole_way(tmp_path: Path) -> None:
     figures = stage_figures(Round(1.0, [], [], [], stages=stages, script_calls=4, script_s=0.002))
     assert figures["stage_server_p50_ms"] == pytest.approx(2000)
     assert figures["script_ms"] == pytest.approx(0.5)
-
-
-def test_one_job_in_so_many_is_noted() -> None:
-    jobs = [f"job-{number}" for number in range(400)]
-    assert all(is_noted(job, 1) for job in jobs)
-    assert 60 < sum(is_noted(job, 4) for job in jobs) < 140

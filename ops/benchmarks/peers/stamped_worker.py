@@ -1,10 +1,9 @@
 """A whole worker that notes when tokens passed: their step's end, their frame in the I/O process, their append's call.
 
-Of one job in so many, and as little as will do: what is kept of every token makes the worker slower, more by the
-memory that is never warm than by the time to write it. Notes become lines of a file when the engine has been idle for
-a frame: the last answers are on their way yet when it has just become so. Settings come from the environment, as for
-any worker; the file's name and the number are the arguments. Lines, all times monotonic seconds of the machine's one
-clock:
+Of the jobs that are to be noted, and as little as will do: what is kept of every token makes the worker slower, more
+by the memory that is never warm than by the time to write it. Notes become lines of a file when the engine has been
+idle for a frame: the last answers are on their way yet when it has just become so. Settings come from the environment,
+as for any worker; the file's name is the argument. Lines, all times monotonic seconds of the machine's one clock:
 
     submit <time> <job>                     the engine is handed the job; of every job
     step <end> <sequences> <tokens>         so many got so many; of every step
@@ -19,7 +18,7 @@ from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import TextIO
 
-from ops.benchmarks.peers.stages import is_noted
+from ops.benchmarks.peers.stages import NOTED_SEED
 from worker.app import Worker
 from worker.consume.job_stream import JobStream
 from worker.engine.host import EngineProcess
@@ -37,9 +36,8 @@ def job_of(request_id: str) -> str:
 class Notes:
     """Of one worker; `write` forgets what it has written."""
 
-    def __init__(self, file: TextIO, one_in: int) -> None:
+    def __init__(self, file: TextIO) -> None:
         self._file = file
-        self._one_in = one_in
         self._so_far: dict[str, int] = {}  # tokens of the requests that are noted
         self._noted: set[str] = set()  # their jobs
         self._steps: list[tuple[float, int, int]] = []
@@ -50,7 +48,7 @@ class Notes:
         for request in requests:
             job = job_of(request.request_id)
             self._file.write(f"submit {now} {job}\n")
-            if is_noted(job, self._one_in):
+            if request.params.seed == NOTED_SEED:
                 self._so_far[request.request_id] = 0
                 self._noted.add(job)
 
@@ -115,7 +113,7 @@ def main() -> int:
     settings = load_settings()
     configure_logging(settings.log_level, settings.log_format)
     with Path(sys.argv[1]).open("a", encoding="ascii", buffering=1 << 20) as file:
-        notes = Notes(file, int(sys.argv[2]))
+        notes = Notes(file)
 
         def make_host() -> StampingHost:
             host = StampingHost(settings.engine_config(), cache_dir=settings.cache_dir)

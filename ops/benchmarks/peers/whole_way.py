@@ -22,7 +22,7 @@ from api_client import AsyncClient
 from ops.benchmarks.disturbance import cpu_seconds
 from ops.benchmarks.figures import percentile, stage_figures
 from ops.benchmarks.peers.protocol import EngineOptions, Round, serve
-from ops.benchmarks.peers.stages import Notes, TimedClient, is_noted, latencies
+from ops.benchmarks.peers.stages import NOTED_SEED, Notes, TimedClient, latencies
 from ops.benchmarks.workload_files import WorkloadRequest
 from worker.embedded import EmbeddedValkey
 from worker.record import migrate
@@ -63,7 +63,7 @@ class WholeWay:
         self._database = f"sqlite:///{folder / 'results.db'}"
         migrate.upgrade(self._database)
         settings = os.environ | self._settings(options)
-        command = [sys.executable, "-m", "ops.benchmarks.peers.stamped_worker", str(self._notes), str(one_in)]
+        command = [sys.executable, "-m", "ops.benchmarks.peers.stamped_worker", str(self._notes)]
         self._worker = Tether(command, at_death=signal.SIGKILL, env=settings, output=log or sys.stderr.buffer)
         self._undo.callback(self._worker.end, signal.SIGTERM)
         self._rounds = 0
@@ -141,7 +141,7 @@ class WholeWay:
     async def _run(self, requests: tuple[WorkloadRequest, ...], tenant: str) -> Round:
         calls_before, seconds_before = self._scripts()
         offset = self._notes.stat().st_size
-        async with TimedClient(self._valkey.url, queue=QUEUE, database=self._database, one_in=self._one_in) as client:
+        async with TimedClient(self._valkey.url, queue=QUEUE, database=self._database) as client:
             cpu_before, started = self._cpu(), time.monotonic()
             jobs = await client.submit_many(
                 {
@@ -150,9 +150,11 @@ class WholeWay:
                     "temperature": 0.0,
                     "ignore_eos": True,
                     "tenant": tenant,
+                    "seed": None if index % self._one_in else NOTED_SEED,
                 }
-                for request in requests
+                for index, request in enumerate(requests)
             )
+            client.hub.noted = {str(job) for job in jobs[:: self._one_in]}
             readings = await asyncio.gather(*(self._subscribe(client, str(job)) for job in jobs))
             wall_s = time.monotonic() - started
             cpu_s = {part: seconds - cpu_before[part] for part, seconds in self._cpu().items()}
@@ -165,8 +167,8 @@ class WholeWay:
         done.latency_s, done.stages = latencies(notes, client.hub.passages(), told)
         return done
 
-    async def _subscribe(self, client: AsyncClient, job: str) -> Reading:
-        reading = Reading(job, is_noted(job, self._one_in))
+    async def _subscribe(self, client: TimedClient, job: str) -> Reading:
+        reading = Reading(job, job in client.hub.noted)
         async for chunk in client.stream(job):
             if chunk.token_ids:
                 reading.take(chunk.token_ids, time.monotonic())
