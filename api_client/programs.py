@@ -97,6 +97,8 @@ def _read_submitted(view: QueueView, reply: list[bytes]) -> list[JobHandle]:
         raise QueueFull(view.keys.queue, int(rest[0]), int(rest[1]))
     if word == "rate":
         raise RateLimited(rest[0], int(rest[1]) / 1000)
+    if word == "name":
+        raise InvalidRequest(["job_id must be a text of 1 to 255 bytes, without a zero"])
     if word == "conflict":
         raise IdempotencyConflict(rest[0])
     return [JobHandle(job_id, is_new=how == "new") for job_id, how in zip(rest[::2], rest[1::2], strict=True)]

@@ -18,6 +18,18 @@ local function number(value, default)
   return tonumber(default)
 end
 
+-- May a job have this id? It is a text in every language and every database: UTF-8 without a zero, of 255 bytes at most.
+local UTF8 = {
+  '[\194-\223][\128-\191]', '\224[\160-\191][\128-\191]', '[\225-\236\238\239][\128-\191][\128-\191]', '\237[\128-\159][\128-\191]',
+  '\240[\144-\191][\128-\191][\128-\191]', '[\241-\243][\128-\191][\128-\191][\128-\191]', '\244[\128-\143][\128-\191][\128-\191]',
+}
+local function is_name(id)
+  if #id == 0 or #id > 255 or string.find(id, '%z') then return false end
+  if not string.find(id, '[\128-\255]') then return true end
+  for _, character in ipairs(UTF8) do id = string.gsub(id, character, ' ') end
+  return not string.find(id, '[\128-\255]')
+end
+
 local function class_of(value) return RANK[value] and value or 'standard' end
 local function whole(value) return string.format('%.0f', value) end
 local function exact(value) return string.format('%.17g', value) end

@@ -3,7 +3,7 @@
 -- as JobStream.open left it
 -- then per job: id, class, tenant, fingerprint, idempotency key, request, created ms, deadline ms, due ms, cost
 -- reply: {'ok', id, 'new'|'known', ...} or {'conflict', id, place} or {'large', size, limit} or {'full', depth, limit}
---        or {'rate', tenant, wait ms}
+--        or {'rate', tenant, wait ms} or {'name', place}
 -- A repeated call finds its own ids and answers the same.
 local FIELDS, FIRST = 10, 5
 local limit, idempotency_ttl = tonumber(ARGV[3]), tonumber(ARGV[4])
@@ -41,6 +41,7 @@ for first = FIRST, #ARGV, FIELDS do
     if print ~= job.fingerprint then return {'conflict', id, whole((first - FIRST) / FIELDS)} end
     job.known = id
   else
+    if not is_name(job.id) then return {'name', whole((first - FIRST) / FIELDS)} end
     if max_bytes > 0 and #job.request > max_bytes then return {'large', whole(#job.request), whole(max_bytes)} end
     num_new = num_new + 1
     arriving[job.tenant] = (arriving[job.tenant] or 0) + 1
@@ -58,6 +59,7 @@ if limit > 0 and num_new > 0 then
 end
 
 -- One bucket per tenant, filled at `rate` a second up to `burst`; `*` sets what tenants without a setting of their own get.
+-- More jobs at once than it holds want a full one, and leave a debt.
 local function setting(name, tenant)
   local values = redis.call('HMGET', meta, name .. ':' .. tenant, name .. ':*')
   return tonumber(values[1] or values[2] or 0)
@@ -70,7 +72,8 @@ for tenant, count in pairs(arriving) do
     local burst = math.max(setting('burst', tenant), 1)
     local bucket = redis.call('HMGET', tenant_key(tenant), 'bucket', 'bucket_ms')
     local filled = math.min(burst, tonumber(bucket[1] or burst) + math.max(0, now - tonumber(bucket[2] or now)) * rate / 1000)
-    if filled < count then return {'rate', tenant, whole(math.ceil((count - filled) * 1000 / rate))} end
+    local wanted = math.min(count, burst)
+    if filled < wanted then return {'rate', tenant, whole(math.ceil((wanted - filled) * 1000 / rate))} end
     buckets[tenant] = filled - count
   end
 end

@@ -4,7 +4,10 @@ import random
 
 import pytest
 
+from api_client.scripts import SUBMIT, call_async
+from schemas.codec import encode
 from schemas.control import WorkerStatus
+from schemas.job import JobRequest, Priority
 from tests.consume.queue import end_of, token
 from tests.fuzz.mutation import BYTES, NUMBERS, TEXTS
 
@@ -76,3 +79,47 @@ async def test_an_unknown_state_sets_a_job_aside_or_leaves_it(queue, state, allo
     claimed = {delivery.job_id: delivery for delivery in await worker.claim(credits=9)}
     assert claimed[good].verdict == "run"
     assert [info.job_id for info in await queue.client.list()] == [good]
+
+
+NO_NAMES = [b"\xff\xfe-bad", b"a\xc3", b"\xe0\x80\x80", b"\xed\xa0\x80", b"\xf5\x80\x80\x80", b"x" * 256, b"a\0b", b""]
+NAMES = ["é", "日本", "😀 and a space", "x" * 255, "\u0080\ud7ff\ue000\uffff\U00010000\U0010ffff"]
+
+
+@pytest.mark.parametrize("name", NO_NAMES)
+async def test_an_id_that_is_no_text_is_refused_and_stops_nobody(queue, name, allowed_keys):
+    allowed_keys.append("*")
+    keys, request = queue.keys, encode(JobRequest(job_id="x", prompt="hello"))
+    fields = (name, "standard", "", "print", "", request, 1, 0, 0, 10)
+    reply = await call_async(queue.redis, SUBMIT, keys.meta, keys.base, "PUBLISH", 0, 0, *fields)
+    assert reply == [b"name", b"0"]
+    hash_key = keys.base.encode() + b"job:" + name  # by hand
+    await queue.redis.hset(hash_key, mapping={"state": "queued", "request": request, "entry": "1-1"})
+    await queue.redis.xadd(keys.lane(Priority.STANDARD), {"job": name}, id="1-1")
+    await queue.redis.zadd(keys.returned, {name: 0})
+    good = await queue.submit(job_id="good")
+    worker = queue.worker("w1")
+    assert [delivery.job_id for delivery in await worker.claim(9)] == [good]
+    assert (await worker.heartbeat(WorkerStatus(worker_id="w1"))).lost == ()
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_an_id_may_be_any_text_of_255_bytes(queue, name):
+    await queue.submit(job_id=name)
+    (delivery,) = await queue.worker("w1").claim(9)
+    assert delivery.job_id == name
+    assert await queue.worker("w1").finish([end_of(delivery, 1)]) == [True]
+
+
+@pytest.mark.parametrize("kind", ["job", "log"])
+async def test_a_key_of_another_type_stops_nobody(queue, kind, allowed_keys):
+    allowed_keys.append("*")
+    bad = await queue.submit(job_id="bad")
+    worker = queue.worker("w1")
+    (delivery,) = await worker.claim(1)
+    await worker.append([token(delivery, 0)])
+    await worker.release([(bad, delivery.token, False)])
+    key = queue.keys.job(bad) if kind == "job" else queue.keys.log(bad)
+    await queue.redis.set(key, "what?")
+    good = await queue.submit(job_id="good")
+    assert [delivery.job_id for delivery in await worker.claim(9)] == [good]
+    assert (await queue.client.overview()).entries_dropped == 1

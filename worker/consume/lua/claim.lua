@@ -2,6 +2,7 @@
 -- First what went astray on the way to this worker, then what dead or draining workers left, then the lanes.
 -- Arguments: see take.lua. Reply: a list of
 -- {id, token, request, deliveries, crashes, verdict, created ms, started ms, attempt, alone, log}
+local returned = comes_back(worker)
 redis.call('SET', base .. 'worker:' .. worker, '', 'NX', 'PX', lease_ms)
 redis.call('SADD', base .. 'workers', worker)
 
@@ -19,13 +20,23 @@ local function take_strays()
   end
 end
 
+-- What became of it: 'stays' or 'full', nothing when it is out of the list.
+local function take_one(id, costs)
+  local job = read_job(id)
+  if job and costs and not is_paid(job) then return 'stays' end
+  if job and not take(id, job) then return 'full' end
+end
+
+-- A job of which somebody's key is no hash or no stream must not keep those behind it waiting.
 local function take_from(name, costs, limit)
   for _, id in ipairs(redis.call('ZRANGE', base .. name, 0, limit)) do
-    local job = read_job(id)
-    if not (job and costs and not is_paid(job)) then
-      if job and not take(id, job) then return end
-      redis.call('ZREM', base .. name, id)
+    local is_whole, outcome = pcall(take_one, id, costs)
+    if not is_whole then
+      if not string.find(as_reply(outcome).err, 'WRONGTYPE', 1, true) then error(outcome, 0) end
+      redis.call('HINCRBY', meta, 'entries_dropped', 1)
     end
+    if is_whole and outcome == 'full' then return end
+    if not is_whole or outcome ~= 'stays' then redis.call('ZREM', base .. name, id) end
   end
 end
 
@@ -41,7 +52,7 @@ local function list(name, room)
 end
 
 local is_whole, trouble = pcall(function()
-  sweep(now, sweep_ms)
+  sweep(now, sweep_ms, tonumber(lease_ms), returned)
   if ARGV[14] == '1' then take_strays() end
   take_from('ended', false, 63)
   take_from('returned', true, 63 + math.max(credits, 0))

@@ -101,13 +101,26 @@ local function expire_waiting(now)
   end
 end
 
+-- Has it a lease that ran out, and is still listed? Then nobody swept meanwhile, or it would not be.
+local function comes_back(worker)
+  return redis.call('SISMEMBER', base .. 'workers', worker) == 1 and redis.call('EXISTS', base .. 'worker:' .. worker) == 0
+end
+
 -- At most once per interval for the whole queue, by whoever comes first. Returns how many orphans it freed.
-local function sweep(now, interval_ms)
+-- `returned`: the caller comes back. Where nobody swept for a whole lease, the server was out of everybody's reach, and the
+-- others' leases have run out like the caller's: they have as long to come back too.
+local function sweep(now, interval_ms, lease_ms, returned)
   promote(now)
   expire_waiting(now)
-  local last = tonumber(redis.call('HGET', meta, 'swept_ms') or 0)
+  local swept = redis.call('HMGET', meta, 'swept_ms', 'sweep_from_ms')
+  local last, from = number(swept[1], 0), number(swept[2], 0)
   if now >= last and now - last < interval_ms then return 0 end
   redis.call('HSET', meta, 'swept_ms', whole(now))
+  if returned and last > 0 and now - last >= lease_ms then
+    redis.call('HSET', meta, 'sweep_from_ms', whole(now + lease_ms))
+    return 0
+  end
+  if now < from and from - now <= lease_ms then return 0 end
   local freed = 0
   for _, worker in ipairs(redis.call('SMEMBERS', base .. 'workers')) do
     if redis.call('EXISTS', base .. 'worker:' .. worker) == 0 then

@@ -18,7 +18,7 @@ local function adopt(class, tenant, entry)
   local fields = {}
   for place = 1, #entry[2], 2 do fields[entry[2][place]] = entry[2][place + 1] end
   local id, request = fields['job'], fields['request']
-  if id and request and #id <= 256 and string.match(id, '^[%w%p]+$') and redis.call('EXISTS', job_key(id)) == 0 then
+  if id and request and is_name(id) and string.match(id, '^[%w%p]+$') and redis.call('EXISTS', job_key(id)) == 0 then
     redis.call('HSET', job_key(id), 'request', request, 'state', 'queued', 'class', class, 'tenant', tenant,
       'created_ms', string.match(entry[1], '^(%d+)-'), 'entry', entry[1])
     count_queued(class, 1, 0)

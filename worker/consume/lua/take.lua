@@ -27,6 +27,7 @@ local function verdict_of(job)
 end
 
 local function read_job(id)
+  if not is_name(id) then return nil end
   local raw = redis.call('HMGET', job_key(id), 'state', 'settled', 'request', 'token', 'deliveries', 'crashes',
     'solo_crashes', 'attempt', 'created_ms', 'started_ms', 'deadline_ms', 'cancel', 'doomed', 'class', 'tenant', 'end', 'cost',
     'orphaned', 'entry')

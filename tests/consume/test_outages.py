@@ -1,0 +1,56 @@
+"""The server out of everybody's reach for longer than a lease: who lives keeps what he has in hand."""
+
+import asyncio
+
+import pytest
+
+from schemas.control import WorkerStatus
+from tests.consume.queue import Queue
+from worker.consume.job_stream import JobStream
+
+pytestmark = pytest.mark.redis
+LEASE_S = 0.5
+
+
+async def beat(worker: JobStream) -> tuple[str, ...]:
+    return (await worker.heartbeat(WorkerStatus(worker_id=worker.worker_id))).lost
+
+
+async def hold_two_each(queue: Queue, *names: str) -> list[JobStream]:
+    workers = [queue.worker(name, lease_s=LEASE_S) for name in names]
+    for worker in workers:
+        await queue.client.submit_many([{"prompt": "x", "stream": False}] * 2)
+        assert len(await worker.claim(2)) == 2
+    return workers
+
+
+async def test_the_first_to_come_back_takes_nothing_from_the_others(queue: Queue) -> None:
+    first, second = await hold_two_each(queue, "w1", "w2")
+    await asyncio.sleep(2 * LEASE_S)  # as long as nobody reaches it, nobody sweeps
+    assert await beat(first) == ()
+    assert await first.claim(9) == []
+    assert await beat(second) == ()
+    assert (await beat(first), await beat(second)) == ((), ())
+    assert len(second.held) == 2
+
+
+async def test_who_does_not_come_back_is_missed_a_lease_later(queue: Queue) -> None:
+    first, gone = await hold_two_each(queue, "w1", "w2")
+    lost = set(gone.held)
+    await asyncio.sleep(2 * LEASE_S)
+    assert await beat(first) == ()
+    found = await first.claim(9)
+    async with asyncio.timeout(20):
+        while not found:
+            await asyncio.sleep(LEASE_S / 5)
+            await beat(first)
+            found = await first.claim(9)
+    assert {delivery.job_id for delivery in found} == lost
+
+
+async def test_a_newcomer_takes_a_dead_ones_jobs_at_once(queue: Queue) -> None:
+    """Nobody swept for a long time, since nobody was there: no outage."""
+    (dead,) = await hold_two_each(queue, "w1")
+    await asyncio.sleep(2 * LEASE_S)
+    found = await queue.worker("w2", lease_s=LEASE_S).claim(9)
+    assert {delivery.job_id for delivery in found} == set(dead.held)
