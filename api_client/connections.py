@@ -25,6 +25,7 @@ import redis.sentinel
 from redis.backoff import ExponentialWithJitterBackoff
 from redis.exceptions import RedisClusterException, RedisError
 
+from api_client.demotion import leave_replicas
 from api_client.errors import ConfigurationError, QueueUnavailable
 
 # All that the library raises when servers are in trouble; a cluster's own errors are not under RedisError.
@@ -181,7 +182,9 @@ def connect(url: str, link: Link | None = None) -> redis.Redis:
     options = _options(link) | {"retry": redis.retry.Retry(_backoff(), link.retries)}
     if endpoint.kind == "single":
         with _options_of_urls():
-            return redis.Redis.from_url(endpoint.url, **options)
+            client = redis.Redis.from_url(endpoint.url, **options)
+        leave_replicas(client)
+        return client
     options |= endpoint.options
     if endpoint.kind == "sentinel":
         asked = _sentinel_options(options) | {"retry": redis.retry.Retry(_backoff(), 0)}
@@ -200,7 +203,9 @@ def connect_async(url: str, link: Link | None = None) -> redis.asyncio.Redis:
     options = _options(link) | {"retry": redis.asyncio.retry.Retry(_backoff(), link.retries)}
     if endpoint.kind == "single":
         with _options_of_urls():
-            return redis.asyncio.Redis.from_url(endpoint.url, **options)
+            client = redis.asyncio.Redis.from_url(endpoint.url, **options)
+        leave_replicas(client)
+        return client
     options |= endpoint.options
     if endpoint.kind == "sentinel":
         asked = _sentinel_options(options) | {"retry": redis.asyncio.retry.Retry(_backoff(), 0)}

@@ -17,6 +17,7 @@ from redis.exceptions import ConnectionError, InvalidResponse, NoScriptError
 
 from api_client.cancellation import heeding_cancellation
 from api_client.connections import SERVER_TROUBLE
+from api_client.demotion import is_demotion
 from api_client.scripts import Argument, Script, call_async
 from api_client.wire import Wire
 
@@ -113,6 +114,8 @@ class _Line:
             return
         if isinstance(reply, Exception):
             waiter.set_exception(reply)
+            if is_demotion(reply):  # the next call is for whoever has the address then
+                self._break(ConnectionError("the server has become a replica"))
         else:
             waiter.set_result(reply)
 

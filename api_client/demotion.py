@@ -1,0 +1,54 @@
+"""Connections that leave a server which has become a replica. Behind one address a failover moves the address, and
+not the connections: those that stay could be refused for ever. The library minds this for Sentinel alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, cast
+
+import redis
+import redis.asyncio
+from redis.exceptions import ConnectionError, ReadOnlyError, ResponseError
+
+_WHY = "the server has become a replica"
+
+
+def is_demotion(error: Exception) -> bool:
+    """Servers before Redis 7 put what a script met into a sentence of their own."""
+    return isinstance(error, ReadOnlyError) or (isinstance(error, ResponseError) and "-READONLY " in str(error))
+
+
+def leave_replicas(client: redis.Redis | redis.asyncio.Redis) -> None:
+    """From now on a reply that says so ends its connection: the next one is made to whoever has the address then."""
+    pool: Any = client.connection_pool
+    kind = _leaving_async if isinstance(client, redis.asyncio.Redis) else _leaving
+    pool.connection_class = kind(pool.connection_class)
+
+
+@functools.cache
+def _leaving(kind: Any) -> type:
+    def read_response(self: Any, *arguments: Any, **options: Any) -> Any:
+        try:
+            return kind.read_response(self, *arguments, **options)
+        except ResponseError as error:
+            if not is_demotion(error):
+                raise
+            self.disconnect()
+            raise ConnectionError(_WHY) from error
+
+    return cast("type", type(kind.__name__, (kind,), {"read_response": read_response}))
+
+
+@functools.cache
+def _leaving_async(kind: Any) -> type:
+    async def read_response(self: Any, *arguments: Any, **options: Any) -> Any:
+        try:
+            return await kind.read_response(self, *arguments, **options)
+        except ResponseError as error:
+            if not is_demotion(error):
+                raise
+            await self.disconnect(nowait=True)
+            raise ConnectionError(_WHY) from error
+
+    return cast("type", type(kind.__name__, (kind,), {"read_response": read_response}))
