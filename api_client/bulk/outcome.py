@@ -18,7 +18,7 @@ from api_client.bulk.batch import Batch, BatchState, Totals, now_ms
 from api_client.bulk.collector import Collector
 from api_client.bulk.files import OutputFiles, Paths
 from api_client.bulk.lines import job_id, read
-from api_client.bulk.pump import WINDOW
+from api_client.bulk.pacing import WINDOW
 from api_client.bulk.store import BatchStore
 from api_client.client import Client
 from api_client.errors import ConfigurationError

@@ -10,8 +10,7 @@ begins nor how it ends.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -20,9 +19,10 @@ import msgspec
 
 from api_client.bulk import queries
 from api_client.bulk.answers import CANCELLED, EXPIRED, unanswered
-from api_client.bulk.batch import Batch, BatchState, Totals, now_ms
+from api_client.bulk.batch import Batch, BatchState, now_ms
 from api_client.bulk.collector import Collector
 from api_client.bulk.lines import BadLine, GoodLine, Marks, Order, job_id, line_of, read, repeated, to_request
+from api_client.bulk.pacing import Pacing, Progress
 from api_client.bulk.patience import Patience
 from api_client.bulk.store import BatchStore
 from api_client.client import Client
@@ -31,35 +31,12 @@ from schemas.job import JobRequest
 from schemas.openai import LineError
 from schemas.result import JobResult, JobStatus
 
-WINDOW: Final = 2_000
 WINDOW_BYTES: Final = 64 * 1024 * 1024
 GROUP: Final = 250
 IDLE_LOOKS: Final = 3
 POLL_S: Final = 0.2  # between two looks at the oldest open jobs
 SWEEP_S: Final = 2.0  # between two looks at all of them
 LOOK_S: Final = 1.0  # how often the batch's record is written and read
-PATIENCE_S: Final = 600.0
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """For whoever watches. `note`: what is waited for, "" when all is well."""
-
-    total: int
-    in_flight: int
-    totals: Totals
-    note: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Pacing:
-    """`window`: jobs in the queue at once; enough for all workers' batches, and for what ends between two looks.
-    `late_s`: so long after its deadline a job that no worker looks at is taken back."""
-
-    window: int = WINDOW
-    patience_s: float = PATIENCE_S
-    late_s: float = 10.0
-    watch: Callable[[Progress], object] = lambda _: None
 
 
 class Pump:

@@ -29,7 +29,8 @@ from api_client.bulk.collector import Collector
 from api_client.bulk.files import OutputFiles, Paths
 from api_client.bulk.lines import Survey, survey
 from api_client.bulk.outcome import REASONS, conclude, fill, refresh
-from api_client.bulk.pump import Pacing, Progress, Pump
+from api_client.bulk.pacing import Pacing, Progress
+from api_client.bulk.pump import Pump
 from api_client.bulk.store import BatchStore
 from api_client.client import Client
 from api_client.errors import ConfigurationError
