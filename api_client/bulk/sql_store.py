@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
+from api_client.bulk.answers import EXPIRED
 from api_client.bulk.batch import Batch, BatchState, Totals, now_ms
 from api_client.bulk.lines import BadLine
 from api_client.bulk.store import BatchNotFound
@@ -157,19 +158,20 @@ class SqlBatchStore:
     def totals(self, batch: Batch, *, with_tokens: bool) -> Totals | None:
         jobs, items, count = self._jobs, self._items, self._sql.func.count
         states = self._sql.select(jobs.c.state, count()).where(jobs.c.batch_id == batch.id).group_by(jobs.c.state)
-        refused = self._sql.select(count()).select_from(items).where(items.c.batch_id == batch.id)
+        code = items.c.error_code
+        codes = self._sql.select(code, count()).where(items.c.batch_id == batch.id).group_by(code)
         sums = [self._sql.func.coalesce(self._sql.func.sum(self._usage.c[name]), 0) for name in _TOKENS]
         both = jobs.join(self._usage, jobs.c.id == self._usage.c.job_id)
         tokens = self._sql.select(*sums).select_from(both).where(jobs.c.batch_id == batch.id)
         with self._database.connection() as connection:
             counted = {str(state): int(number) for state, number in connection.execute(states).all()}
-            num_refused = int(connection.execute(refused).scalar_one())
+            refused = {str(word): int(number) for word, number in connection.execute(codes).all()}
             used = [int(value) for value in connection.execute(tokens).one()] if with_tokens else [0, 0, 0]
         good = counted.pop(JobStatus.SUCCEEDED.value, 0)
         return Totals(
             completed=good,
-            failed=sum(counted.values()) + num_refused,
-            expired=counted.get(JobStatus.EXPIRED.value, 0),
+            failed=sum(counted.values()) + sum(refused.values()),
+            expired=counted.get(JobStatus.EXPIRED.value, 0) + refused.get(EXPIRED.code, 0),
             input_tokens=used[0],
             cached_tokens=used[1],
             output_tokens=used[2],
