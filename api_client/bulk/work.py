@@ -26,7 +26,7 @@ from api_client.bulk.batch import (
     window_ms,
 )
 from api_client.bulk.collector import Collector
-from api_client.bulk.files import OutputFiles, Paths
+from api_client.bulk.files import Done, OutputFiles, Paths
 from api_client.bulk.lines import Survey, survey
 from api_client.bulk.outcome import REASONS, conclude, fill, refresh
 from api_client.bulk.pacing import Pacing, Progress
@@ -148,7 +148,7 @@ def import_batch(
     """Returns when every line is handed in. `batch`: one of `new_batch`, or one that was begun with this file."""
     pacing = pacing or Pacing()
     client.depth()
-    is_resumed = batch is not None and batch.submitted > 0
+    is_resumed = batch is not None and batch.state is not BatchState.VALIDATING
     batch = batch or new_batch(client, path, terms)
     store.create(batch)
     found = survey(path, _surveying(pacing))
@@ -160,7 +160,7 @@ def import_batch(
             client,
             store,
             batch,
-            Collector(batch.id),
+            Collector(batch.id, done=Done(totals=batch.totals)),
             repeated_lines=found.repeated,
             pacing=pacing,
             is_resumed=is_resumed,

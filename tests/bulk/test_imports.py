@@ -1,0 +1,115 @@
+"""Imports without a worker: who goes on with one knows the jobs that are open, and hands in no second window of them."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from api_client import Client
+from api_client.bulk import Batch, BatchState, BatchStore, Pacing, Terms, cancel_batch, import_batch, refresh
+from api_client.bulk.lines import job_id
+from tests.bulk.support import chat, write, write_many
+from tests.bulk.test_run import Interrupted
+
+pytestmark = [pytest.mark.redis, pytest.mark.timeout(120)]
+WINDOW = 10
+
+
+@pytest.fixture(autouse=True)
+def no_worker_writes_down_what_was_cancelled(allowed_keys: list[str]) -> None:
+    allowed_keys.append("tm:{q}:*")
+
+
+def stop_after(seconds: float) -> Callable[[Any], None]:
+    until = time.monotonic() + seconds
+
+    def watch(_: Any) -> None:
+        if time.monotonic() > until:
+            raise Interrupted
+
+    return watch
+
+
+def begin(client: Client, store: BatchStore, path: Path, **terms: Any) -> Batch:
+    with pytest.raises(Interrupted):
+        import_batch(client, store, path, terms=Terms(**terms), pacing=Pacing(WINDOW, watch=stop_after(1.2)))
+    return store.newest(1)[0]
+
+
+def go_on(client: Client, store: BatchStore, path: Path, batch: Batch) -> Batch:
+    with pytest.raises(Interrupted):
+        import_batch(client, store, path, batch=batch, pacing=Pacing(WINDOW, watch=stop_after(1.2)))
+    return store.get(batch.id)
+
+
+def test_the_window_is_that_of_all_runs_together(any_client: Client, store: BatchStore, tmp_path: Path) -> None:
+    path = write_many(tmp_path / "in.jsonl", 40)
+    batch = begin(any_client, store, path)
+    for _ in range(2):
+        batch = go_on(any_client, store, path, batch)
+        assert (any_client.depth().num_queued, batch.submitted, batch.over_line) == (WINDOW, WINDOW, 0)
+    cancel_batch(any_client, store, batch.id)
+    assert any_client.depth().num_queued == 0
+
+
+def test_each_line_is_counted_once(any_client: Client, store: BatchStore, tmp_path: Path) -> None:
+    path = write(tmp_path / "in.jsonl", [chat(f"line-{number}") for number in range(30)])
+    batch = begin(any_client, store, path)
+    end(any_client, batch, range(4, WINDOW + 1))  # the first three are still open
+    assert refresh(any_client, store, batch.id).state is BatchState.IN_PROGRESS
+    batch = go_on(any_client, store, path, batch)
+    assert batch.over_line == 0
+    assert any_client.depth().num_queued <= WINDOW
+    end(any_client, batch, range(1, 4))
+    batch = go_on(any_client, store, path, batch)
+    assert (batch.over_line, batch.submitted, batch.totals.failed) == (WINDOW, 2 * WINDOW, WINDOW)
+    end(any_client, batch, range(WINDOW + 1, 2 * WINDOW + 1))
+    import_batch(any_client, store, path, batch=batch, pacing=Pacing(WINDOW))
+    batch = store.get(batch.id)
+    assert (batch.over_line, batch.is_handed_in, batch.totals.failed) == (2 * WINDOW, True, 2 * WINDOW)
+
+
+def end(client: Client, batch: Batch, lines: range) -> None:
+    for line in lines:
+        client.cancel(job_id(batch.id, line))
+
+
+def test_what_waits_is_not_called_over_while_the_rest_is(any_client: Client, store: BatchStore, tmp_path: Path) -> None:
+    path = write_many(tmp_path / "in.jsonl", WINDOW)
+    with pytest.raises(Interrupted):  # they are in the queue, but that was not written down
+        import_batch(any_client, store, path, pacing=Pacing(WINDOW, watch=_interrupt_when_full))
+    batch = import_batch(any_client, store, path, batch=store.newest(1)[0], pacing=Pacing(WINDOW))
+    assert (batch.is_handed_in, batch.over_line) == (True, 0)
+    end(any_client, batch, range(2, WINDOW + 1))
+    assert refresh(any_client, store, batch.id).state is BatchState.IN_PROGRESS
+    end(any_client, batch, range(1, 2))
+    assert refresh(any_client, store, batch.id).state is BatchState.COMPLETED
+
+
+def _interrupt_when_full(stand: Any) -> None:
+    if stand.in_flight or stand.total:
+        raise Interrupted
+
+
+async def test_out_of_time_it_names_only_lines_without_a_job(
+    any_client: Client, store: BatchStore, tmp_path: Path
+) -> None:
+    path = write_many(tmp_path / "in.jsonl", 25)
+    batch = await asyncio.to_thread(begin, any_client, store, path, completion_window="3s")
+    await asyncio.sleep(2)
+    ended = await asyncio.to_thread(import_batch, any_client, store, path, batch=batch)
+    assert ended.state is BatchState.IN_PROGRESS  # of what waits in the queue
+    assert [bad.line for bad in store.refused(batch.id)] == list(range(WINDOW + 1, 26))
+    end(any_client, batch, range(1, WINDOW + 1))
+    assert refresh(any_client, store, batch.id).state is BatchState.EXPIRED
+
+
+def test_what_a_full_queue_never_took_has_expired(any_client: Client, store: BatchStore, tmp_path: Path) -> None:
+    path = write_many(tmp_path / "in.jsonl", 10)
+    any_client.submit(prompt="x")
+    any_client.set_queue_limit(1)
+    batch = import_batch(any_client, store, path, terms=Terms(completion_window="1s"))
+    assert (batch.state, batch.totals.expired, any_client.depth().num_queued) == (BatchState.EXPIRED, 10, 1)
