@@ -188,7 +188,7 @@ def _biases(biases: Any) -> dict[int, float]:
         raise BodyError("logit_bias must be an object from token ids to numbers", "logit_bias")
     try:
         return {int(token): float(bias) for token, bias in biases.items()}
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise BodyError("logit_bias must be an object from token ids to numbers", "logit_bias") from None
 
 

@@ -102,6 +102,7 @@ def test_log_probabilities_of_a_chat() -> None:
         ({"stop": {"a": 1}}, "stop", "invalid_value"),
         ({"logit_bias": {"dog": 1}}, "logit_bias", "invalid_value"),
         ({"logit_bias": [1]}, "logit_bias", "invalid_value"),
+        ({"logit_bias": {"5": 10**400}}, "logit_bias", "invalid_value"),
         ({"response_format": {"type": "poem"}}, "response_format", "invalid_value"),
         ({"response_format": {"type": []}}, "response_format", "invalid_value"),
         ({"response_format": "json"}, "response_format", "invalid_value"),
