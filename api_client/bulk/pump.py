@@ -21,7 +21,7 @@ from api_client.bulk import queries
 from api_client.bulk.answers import CANCELLED, EXPIRED, unanswered
 from api_client.bulk.batch import Batch, BatchState, now_ms
 from api_client.bulk.collector import Collector
-from api_client.bulk.lines import BadLine, GoodLine, Marks, Order, job_id, line_of, read, repeated, to_request
+from api_client.bulk.lines import BadLine, GoodLine, Marks, Order, job_id, line_of, read_again, repeated, to_request
 from api_client.bulk.pacing import WINDOW, Pacing, Progress
 from api_client.bulk.patience import Patience
 from api_client.bulk.store import BatchStore
@@ -160,7 +160,7 @@ class Pump:
 
     def _undone(self, path: Path) -> Iterator[GoodLine | BadLine]:
         start, collector = 0 if self._collector.keeps_answers else self._reached, self._collector
-        for line in read(path):
+        for line in read_again(path, self._batch.digest):
             if line.line > start and line.line not in collector.jobs and not collector.has(line.line):
                 yield line
 

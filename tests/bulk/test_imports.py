@@ -1,4 +1,4 @@
-"""Imports without a worker: who goes on with one knows the jobs that are open, and hands in no second window of them."""
+"""Imports without a worker: whoever goes on with one knows its open jobs, and hands in no second window of them."""
 
 import asyncio
 import time
@@ -11,6 +11,7 @@ import pytest
 from api_client import Client
 from api_client.bulk import Batch, BatchState, BatchStore, Pacing, Terms, cancel_batch, import_batch, refresh
 from api_client.bulk.lines import job_id
+from api_client.errors import ConfigurationError
 from tests.bulk.support import chat, write, write_many
 from tests.bulk.test_run import Interrupted
 
@@ -105,6 +106,20 @@ async def test_out_of_time_it_names_only_lines_without_a_job(
     assert [bad.line for bad in store.refused(batch.id)] == list(range(WINDOW + 1, 26))
     end(any_client, batch, range(1, WINDOW + 1))
     assert refresh(any_client, store, batch.id).state is BatchState.EXPIRED
+
+
+def test_a_file_that_is_cut_off_meanwhile_is_not_handed_in(
+    any_client: Client, store: BatchStore, tmp_path: Path
+) -> None:
+    path = write_many(tmp_path / "in.jsonl", 400)
+
+    def cut(stand: Any) -> None:
+        if stand.total:
+            write_many(path, 3)
+
+    with pytest.raises(ConfigurationError, match="has changed"):
+        import_batch(any_client, store, path, pacing=Pacing(watch=cut))
+    assert not store.newest(1)[0].is_handed_in
 
 
 def test_what_a_full_queue_never_took_has_expired(any_client: Client, store: BatchStore, tmp_path: Path) -> None:
