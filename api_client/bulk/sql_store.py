@@ -19,6 +19,7 @@ from api_client.database import Database
 from schemas.codec import decode_result
 from schemas.openai import BatchError
 from schemas.result import JobError, JobResult, JobStatus
+from schemas.validation import MAX_NAME_CHARS
 
 _COLUMNS: Final = (
     "id", "queue", "tenant", "model", "state", "endpoint", "input_file", "output_file", "error_file", "errors",
@@ -182,13 +183,26 @@ class SqlBatchStore:
 
 
 def _described(batch: Batch) -> dict[str, Any]:
+    """As the tables can hold it: names no longer than their columns."""
     options = {"any_model": batch.any_model, "last_line": batch.last_line, "digest": batch.digest}
-    return {
+    values = {
         **{name: getattr(batch, name) for name in _PLAIN},
+        "model": batch.model[:MAX_NAME_CHARS],
+        "completion_window": batch.completion_window.replace(" ", ""),
         "errors": msgspec.to_builtins(batch.errors) or None,
         "metadata": dict(batch.metadata) or None,
         "options": options,
     }
+    return {name: _storable(value) for name, value in values.items()}
+
+
+def _storable(value: Any) -> Any:
+    """Without NUL characters and lone surrogates, which PostgreSQL has no place for."""
+    if isinstance(value, str):
+        return value.replace("\0", "\ufffd").encode("utf-8", "replace").decode()
+    if isinstance(value, dict):
+        return {_storable(key): _storable(item) for key, item in value.items()}
+    return [_storable(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _batch(row: dict[str, Any]) -> Batch:
@@ -208,15 +222,16 @@ def _batch(row: dict[str, Any]) -> Batch:
 
 
 def _item(batch_id: str, bad: BadLine) -> dict[str, Any]:
-    return {
+    values = {
         "batch_id": batch_id,
         "line": bad.line,
         "custom_id": bad.custom_id,
         "state": _REFUSED if bad.status else _INVALID,
         "error_code": bad.code,
         "error_message": bad.message,
-        "error_param": bad.param,
+        "error_param": bad.param[:MAX_NAME_CHARS] if bad.param else None,
     }
+    return {name: _storable(value) for name, value in values.items()}
 
 
 def _bad_line(row: Any) -> BadLine:

@@ -33,7 +33,8 @@ from api_client.bulk.pacing import Pacing, Progress
 from api_client.bulk.pump import Pump
 from api_client.bulk.store import BatchStore
 from api_client.client import Client
-from api_client.errors import ConfigurationError
+from api_client.errors import ConfigurationError, InvalidRequest
+from api_client.requests import build_request
 from schemas.openai import BatchError
 
 
@@ -54,7 +55,7 @@ def new_batch(client: Client, path: Path, terms: Terms | None = None) -> Batch:
     return Batch(
         id=new_batch_id(),
         queue=client.queue,
-        tenant=terms.tenant,
+        tenant=_checked_tenant(terms.tenant),
         any_model=terms.any_model,
         input_file=str(path.resolve()),
         completion_window=terms.completion_window,
@@ -62,6 +63,14 @@ def new_batch(client: Client, path: Path, terms: Terms | None = None) -> Batch:
         created_ms=now,
         expires_ms=now + window_ms(terms.completion_window),
     )
+
+
+def _checked_tenant(tenant: str) -> str:
+    """Every line's job bears it: what no job may be called is no line's fault."""
+    try:
+        return build_request({"prompt": "x", "tenant": tenant}).tenant
+    except InvalidRequest as error:
+        raise ConfigurationError(str(error)) from None
 
 
 def run_batch(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from api_client import Client
-from api_client.bulk import Batch, BatchState, BatchStore, Pacing, Terms, cancel_batch, import_batch, refresh
+from api_client.bulk import Batch, BatchState, BatchStore, Pacing, Terms, cancel_batch, import_batch, new_batch, refresh
 from api_client.bulk.lines import job_id
 from api_client.errors import ConfigurationError
 from tests.bulk.support import chat, write, write_many
@@ -120,6 +120,35 @@ def test_a_file_that_is_cut_off_meanwhile_is_not_handed_in(
     with pytest.raises(ConfigurationError, match="has changed"):
         import_batch(any_client, store, path, pacing=Pacing(watch=cut))
     assert not store.newest(1)[0].is_handed_in
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        chat("a", model="m" * 300),
+        chat("a", model="m\0"),
+        chat("a") | {"url": "\0"},
+        chat("a") | {"method": "P\0"},
+        chat("a\0"),
+        chat("a", **{"x\0": 1}),
+        chat("a", messages=[{"role": "user", "content": [{"type": "a\0"}]}]),
+        chat("a", response_format={"type": "a\0"}),
+    ],
+)
+def test_nothing_that_a_line_says_keeps_the_others_waiting(
+    any_client: Client, store: BatchStore, tmp_path: Path, line: dict[str, Any]
+) -> None:
+    path = write(tmp_path / "in.jsonl", [line, chat("b")])
+    batch = import_batch(any_client, store, path, pacing=Pacing(patience_s=0.2))
+    assert (batch.total, batch.totals.failed, any_client.depth().num_queued) == (2, 1, 1)
+    (bad,) = store.refused(batch.id)
+    assert (bad.line, (bad.custom_id or "")[0]) == (1, "a")
+
+
+@pytest.mark.parametrize("tenant", ["t" * 300, "t\0", "\ud800"])
+def test_a_tenant_that_no_job_may_have(client: Client, tmp_path: Path, tenant: str) -> None:
+    with pytest.raises(ConfigurationError, match="tenant"):
+        new_batch(client, write_many(tmp_path / "in.jsonl", 1), Terms(tenant=tenant))
 
 
 def test_what_a_full_queue_never_took_has_expired(any_client: Client, store: BatchStore, tmp_path: Path) -> None:
