@@ -90,7 +90,7 @@ def _counted(client: Client, store: BatchStore, batch: Batch, *, with_tokens: bo
     for page in _pages(range(1, batch.submitted + 1)):
         for result in queries.results(client, [job_id(batch.id, line) for line in page]):
             totals = totals.plus(of_result(batch.id, result).share)
-    return totals
+    return max(batch.totals, totals, key=lambda known: known.ended)  # the queue forgets what lies in a run's files
 
 
 def cancel_batch(client: Client, store: BatchStore, batch_id: str) -> Batch:
@@ -109,17 +109,24 @@ def export_batch(
 ) -> tuple[Batch, int]:
     """Writes what there is, over what was there; returns the batch, and how many lines have no answer in the files.
 
-    `source`: the input file, for the names of lines that were never handed in.
+    `source`: the input file, for the names of lines that were never handed in. Raises ConfigurationError for the output
+    of a run that is not at its end: its answers may be nowhere else.
     """
     batch = refresh(client, store, batch_id)
     with OutputFiles(paths) as files:
+        begun = files.load_record()
+        if begun is not None and not begun.state.is_final:
+            raise ConfigurationError(
+                f"{paths.output} is what `bulk run` goes on with, of {begun.id}: name another output"
+            )
         files.discard()
         collector = Collector(batch.id, files)
         fill(client, store, batch, collector)
         if batch.state.is_final and collector.totals.ended < batch.total:
             _fill_rest(batch, collector, source or Path(batch.input_file))
+        output = str(paths.output.resolve()) if paths.output.stat().st_size else None
         errors = str(paths.errors.resolve()) if paths.errors.exists() else None
-    store.describe(msgspec.structs.replace(batch, output_file=str(paths.output.resolve()), error_file=errors))
+    store.describe(msgspec.structs.replace(batch, output_file=output, error_file=errors))
     return store.get(batch_id), batch.total - collector.totals.ended
 
 

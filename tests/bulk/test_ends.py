@@ -23,6 +23,7 @@ from api_client.bulk import (
     import_batch,
     refresh,
 )
+from api_client.errors import ConfigurationError
 from tests.bulk.support import completion, names, read, write, write_many
 from tests.bulk.test_run import Desk, Interrupted, interrupt_after, until
 from tests.support.worker import running_worker
@@ -111,6 +112,10 @@ async def test_a_run_whose_end_somebody_left_half_done_is_brought_to_it(desk: De
         (left,) = await asyncio.to_thread(desk.do, lambda _, store: store.newest())
         await until(lambda: desk.do(lambda _, store: len(list(store.results(left.id))) == 30))
     desk.do(lambda _, store: store.move(left.id, BatchState.FINALIZING, [BatchState.IN_PROGRESS]))
+    kept = desk.paths.output.read_bytes()
+    with pytest.raises(ConfigurationError, match="goes on with"):
+        await asyncio.to_thread(desk.do, lambda client, store: export_batch(client, store, left.id, desk.paths))
+    assert (desk.paths.output.read_bytes(), desk.paths.record.exists()) == (kept, True)
     batch = await desk.run(path)
     assert (batch.state, batch.totals.completed) == (BatchState.COMPLETED, 30)
     assert len(set(names(desk.paths.output))) == 30

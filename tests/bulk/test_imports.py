@@ -9,7 +9,19 @@ from typing import Any
 import pytest
 
 from api_client import Client
-from api_client.bulk import Batch, BatchState, BatchStore, Pacing, Terms, cancel_batch, import_batch, new_batch, refresh
+from api_client.bulk import (
+    Batch,
+    BatchState,
+    BatchStore,
+    Pacing,
+    Terms,
+    Totals,
+    cancel_batch,
+    import_batch,
+    new_batch,
+    open_store,
+    refresh,
+)
 from api_client.bulk.lines import job_id
 from api_client.errors import ConfigurationError
 from tests.bulk.support import chat, write, write_many
@@ -149,6 +161,17 @@ def test_nothing_that_a_line_says_keeps_the_others_waiting(
 def test_a_tenant_that_no_job_may_have(client: Client, tmp_path: Path, tenant: str) -> None:
     with pytest.raises(ConfigurationError, match="tenant"):
         new_batch(client, write_many(tmp_path / "in.jsonl", 1), Terms(tenant=tenant))
+
+
+def test_what_was_seen_to_end_counts_though_the_queue_has_forgotten_it(client: Client, tmp_path: Path) -> None:
+    store = open_store(client)
+    batch = import_batch(client, store, write_many(tmp_path / "in.jsonl", 5))
+    seen = Totals(completed=3, output_tokens=12)
+    store.progress(batch.id, submitted=5, over_line=3, totals=seen)
+    assert refresh(client, store, batch.id).totals == seen
+    cancelled = cancel_batch(client, store, batch.id)
+    assert (cancelled.state, cancelled.totals.completed, cancelled.totals.failed) == (BatchState.CANCELLED, 3, 2)
+    store.close()
 
 
 def test_what_a_full_queue_never_took_has_expired(any_client: Client, store: BatchStore, tmp_path: Path) -> None:
