@@ -142,7 +142,7 @@ def test_a_file_that_is_cut_off_meanwhile_is_not_handed_in(
         chat("a") | {"url": "\0"},
         chat("a") | {"method": "P\0"},
         chat("a\0"),
-        chat("a", **{"x\0": 1}),
+        chat("a") | {"body": {"model": "m", "messages": [], "x\0": 1}},
         chat("a", messages=[{"role": "user", "content": [{"type": "a\0"}]}]),
         chat("a", response_format={"type": "a\0"}),
     ],
