@@ -112,8 +112,9 @@ def run_batch(
             pacing=pacing,
             is_resumed=before is not None,
         )
-        if batch.state.is_final:  # somebody saw its end while we were away
+        if batch.state is not BatchState.IN_PROGRESS or pump.is_late:  # what ended while we were away is not refused
             fill(client, store, batch, collector)
+        if batch.state.is_final:  # somebody saw its end
             pump.refuse_rest(path, REASONS[batch.state])
         else:
             _pump_to_the_end(pump, path)
