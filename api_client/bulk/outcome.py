@@ -44,7 +44,16 @@ def refresh(client: Client, store: BatchStore, batch_id: str) -> Batch:
     if not _may_end(batch) or any(_running(client, batch)):
         totals = _counted(client, store, batch, with_tokens=False)
         return msgspec.structs.replace(batch, totals=totals)
-    return conclude(store, batch, _counted(client, store, batch, with_tokens=True))
+    totals = _counted(client, store, batch, with_tokens=True)
+    if totals.ended < batch.total and _has_runner(store, batch):
+        return msgspec.structs.replace(batch, totals=totals)
+    return conclude(store, batch, totals)
+
+
+def _has_runner(store: BatchStore, batch: Batch) -> bool:
+    """Does somebody know better? Where results are not stored, those in a run's files are counted by it alone."""
+    is_alive = now_ms() - batch.seen_ms <= _ALIVE_MS
+    return is_alive and batch.state is BatchState.IN_PROGRESS and store.totals(batch, with_tokens=False) is None
 
 
 def _running(client: Client, batch: Batch) -> Iterator[bool]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 
 from api_client import Client
 from api_client.bulk import (
@@ -171,6 +172,17 @@ def test_what_was_seen_to_end_counts_though_the_queue_has_forgotten_it(client: C
     assert refresh(client, store, batch.id).totals == seen
     cancelled = cancel_batch(client, store, batch.id)
     assert (cancelled.state, cancelled.totals.completed, cancelled.totals.failed) == (BatchState.CANCELLED, 3, 2)
+    store.close()
+
+
+def test_a_run_that_is_about_to_say_more_is_not_concluded_for(client: Client, redis_url: str, tmp_path: Path) -> None:
+    store = open_store(client)
+    batch = import_batch(client, store, write_many(tmp_path / "in.jsonl", 5))
+    store.progress(batch.id, submitted=5, over_line=3, totals=Totals(completed=3))
+    with redis.Redis.from_url(redis_url) as server:
+        server.delete(*server.scan_iter("tm:{q}:job:*"))
+    found = refresh(client, store, batch.id)
+    assert (found.state, found.totals.completed) == (BatchState.IN_PROGRESS, 3)
     store.close()
 
 
