@@ -3,7 +3,7 @@
 from api_client.bulk.batch import Batch, BatchState, Totals
 from api_client.bulk.files import Paths
 from api_client.bulk.outcome import cancel_batch, export_batch, refresh
-from api_client.bulk.pump import Pacing, Progress
+from api_client.bulk.pacing import Pacing, Progress
 from api_client.bulk.store import BatchNotFound, BatchStore, open_store
 from api_client.bulk.work import Terms, import_batch, new_batch, run_batch
 

@@ -41,16 +41,15 @@ _NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
-    "reasoning_effort": (),
-    "verbosity": (),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
     "web_search_options": (),
     "moderation": (),
     "echo": (False,),
     "suffix": ("",),
-    "best_of": (1,),
 }
 _CHAT_ONLY: Final = frozenset({"messages", "max_completion_tokens", "top_logprobs"})
-_COMPLETION_ONLY: Final = frozenset({"prompt"})
+_COMPLETION_ONLY: Final = frozenset({"prompt", "best_of"})
 _ROLES: Final = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _COMPLETION_TOKENS: Final = 16  # what OpenAI gives a completion that names no length
 _MAX_STOPS: Final = 4
@@ -128,14 +127,17 @@ def _message(message: Any, place: int) -> dict[str, str]:
     role = message.get("role")
     if not isinstance(role, str) or role not in _ROLES:
         raise BodyError(f"{where}.role must be one of {', '.join(_ROLES)}, not {str(role)[:64]!r}", f"{where}.role")
-    for name in ("tool_calls", "function_call", "audio"):
+    for name in ("tool_calls", "tool_call_id", "function_call", "audio", "name"):
         if message.get(name):
             raise BodyError(f"'{where}.{name}' is not supported here", f"{where}.{name}", "unsupported_parameter")
-    return {"role": _ROLES[role], "content": _content(message.get("content"), where)}
+    content, refusal = message.get("content"), message.get("refusal")
+    if role == "assistant" and content is None and isinstance(refusal, str):
+        content = refusal  # what was said instead
+    return {"role": _ROLES[role], "content": _content(content, where)}
 
 
 def _content(content: Any, where: str) -> str:
-    """Text, or parts that all are text."""
+    """Text, or parts that all are text; a refusal is what the assistant said."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -144,11 +146,11 @@ def _content(content: Any, where: str) -> str:
     for place, part in enumerate(content):
         inner = f"{where}.content[{place}]"
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text":
+        if kind not in ("text", "refusal"):
             raise BodyError(f"{inner}: only text is supported, not {kind}", inner, "unsupported_parameter")
-        if not isinstance(part.get("text"), str):
-            raise BodyError(f"{inner}.text must be text", inner)
-        texts.append(part["text"])
+        if not isinstance(part.get(kind), str):
+            raise BodyError(f"{inner}.{kind} must be text", inner)
+        texts.append(part[kind])
     return "".join(texts)
 
 
@@ -156,6 +158,8 @@ def _completion(body: Mapping[str, Any]) -> dict[str, Any]:
     if "prompt" not in body:
         raise BodyError("Missing required parameter: 'prompt'.", "prompt", "missing_required_parameter")
     fields: dict[str, Any] = {"max_tokens": body.get("max_tokens", _COMPLETION_TOKENS), **_prompt(body["prompt"])}
+    if body.get("best_of", 1) not in (1, body.get("n", 1)):
+        raise BodyError("'best_of' other than n is not supported here", "best_of", "unsupported_parameter")
     logprobs = body.get("logprobs")
     if logprobs is not None:
         if isinstance(logprobs, bool) or not isinstance(logprobs, int) or not 0 <= logprobs <= 5:
@@ -188,7 +192,7 @@ def _biases(biases: Any) -> dict[int, float]:
         raise BodyError("logit_bias must be an object from token ids to numbers", "logit_bias")
     try:
         return {int(token): float(bias) for token, bias in biases.items()}
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise BodyError("logit_bias must be an object from token ids to numbers", "logit_bias") from None
 
 

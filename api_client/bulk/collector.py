@@ -30,7 +30,8 @@ class Collector:
         self._batch_id = batch_id
         self._sink = sink
         self._marks = done.marks if done else Marks()
-        self.totals = done.totals if done else Totals()
+        self.totals = self._settled = done.totals if done else Totals()
+        self._shares: dict[int, Totals] = {}  # of lines that are not settled
         self.jobs: dict[int, JobRequest] = {}  # by line, in the order in which they were handed in
         self.num_bytes = 0
         self._sizes: dict[int, int] = {}
@@ -53,6 +54,15 @@ class Collector:
         """The queue has lost it."""
         self._close(line_of(self._batch_id, job.job_id))
 
+    def up_to(self, line: int) -> Totals:
+        """What whoever continues behind this line must know. In files it can be read; else only what has come of the
+        lines so far is not counted again."""
+        if self._sink is not None:
+            return self.totals
+        for settled in [number for number in self._shares if number <= line]:
+            self._settled = self._settled.plus(self._shares.pop(settled))
+        return self._settled
+
     def take(self, results: Sequence[JobResult]) -> None:
         self._take([of_result(self._batch_id, result) for result in results])
 
@@ -66,6 +76,8 @@ class Collector:
         for answer in new.values():
             self._marks.add(answer.line)
             self.totals = self.totals.plus(answer.share)
+            if self._sink is None:
+                self._shares[answer.line] = answer.share
         for answer in answers:
             self._close(answer.line)
 

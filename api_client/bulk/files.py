@@ -63,8 +63,13 @@ class Paths:
 
     @classmethod
     def of(cls, output: Path, errors: Path | None = None) -> Paths:
-        """`out.jsonl` has its errors in `out.errors.jsonl`."""
-        return cls(output, errors or output.with_name(f"{output.stem}.errors{output.suffix or '.jsonl'}"))
+        """`out.jsonl` has its errors in `out.errors.jsonl`. Raises ConfigurationError for names that are none."""
+        if output.is_dir() or not output.name:
+            raise ConfigurationError(f"{output} is a directory: name a file for the answers")
+        paths = cls(output, errors or output.with_name(f"{output.stem}.errors{output.suffix or '.jsonl'}"))
+        if paths.errors.resolve() in (paths.output.resolve(), paths.record.resolve()):
+            raise ConfigurationError(f"{paths.errors} has another use: name another file for the errors")
+        return paths
 
     @property
     def record(self) -> Path:

@@ -26,6 +26,7 @@ from schemas.openai import URLS, LineEnvelope
 
 MAX_LINE_BYTES: Final = MAX_PAYLOAD_BYTES
 MAX_CUSTOM_ID_CHARS: Final = 512
+DIGEST_BYTES: Final = 16
 MAX_LISTED: Final = 50  # of the bad lines, in the batch object
 _decode: Final = msgspec.json.Decoder(LineEnvelope).decode
 
@@ -88,6 +89,8 @@ class Survey:
 
 def read(path: Path, see: Callable[[bytes], object] = lambda _: None) -> Iterator[Line]:
     """Every line that is not blank; `see` is shown all bytes. Raises ConfigurationError for a file that is no file."""
+    if path.exists() and not path.is_file():
+        raise ConfigurationError(f"cannot read {path}: it must be a file that can be read twice, no pipe or folder")
     try:
         with path.open("rb") as file:
             number = 0
@@ -142,9 +145,17 @@ def _missing(number: int, name: str | None, param: str) -> BadLine:
     return BadLine(number, name, "missing_required_parameter", f"Missing required parameter: '{param}'.", param)
 
 
+def read_again(path: Path, digest: str) -> Iterator[Line]:
+    """After the survey, which found this digest. Raises ConfigurationError at the end of another content."""
+    seen = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    yield from read(path, seen.update)
+    if seen.hexdigest() != digest:
+        raise ConfigurationError(f"{path} has changed since the batch was begun: bring the old content back, and go on")
+
+
 def survey(path: Path, each: Callable[[int], object] = lambda _: None) -> Survey:
     """The first pass; `each` is told now and then how many lines were read."""
-    found, digest = Survey(), hashlib.blake2b(digest_size=16)
+    found, digest = Survey(), hashlib.blake2b(digest_size=DIGEST_BYTES)
     with _Names() as names:
         for line in read(path, digest.update):
             found.total += 1

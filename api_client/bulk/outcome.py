@@ -18,7 +18,7 @@ from api_client.bulk.batch import Batch, BatchState, Totals, now_ms
 from api_client.bulk.collector import Collector
 from api_client.bulk.files import OutputFiles, Paths
 from api_client.bulk.lines import job_id, read
-from api_client.bulk.pump import WINDOW
+from api_client.bulk.pacing import WINDOW
 from api_client.bulk.store import BatchStore
 from api_client.client import Client
 from api_client.errors import ConfigurationError
@@ -44,7 +44,16 @@ def refresh(client: Client, store: BatchStore, batch_id: str) -> Batch:
     if not _may_end(batch) or any(_running(client, batch)):
         totals = _counted(client, store, batch, with_tokens=False)
         return msgspec.structs.replace(batch, totals=totals)
-    return conclude(store, batch, _counted(client, store, batch, with_tokens=True))
+    totals = _counted(client, store, batch, with_tokens=True)
+    if totals.ended < batch.total and _has_runner(store, batch):
+        return msgspec.structs.replace(batch, totals=totals)
+    return conclude(store, batch, totals)
+
+
+def _has_runner(store: BatchStore, batch: Batch) -> bool:
+    """Does somebody know better? Where results are not stored, those in a run's files are counted by it alone."""
+    is_alive = now_ms() - batch.seen_ms <= _ALIVE_MS
+    return is_alive and batch.state is BatchState.IN_PROGRESS and store.totals(batch, with_tokens=False) is None
 
 
 def _running(client: Client, batch: Batch) -> Iterator[bool]:
@@ -90,7 +99,7 @@ def _counted(client: Client, store: BatchStore, batch: Batch, *, with_tokens: bo
     for page in _pages(range(1, batch.submitted + 1)):
         for result in queries.results(client, [job_id(batch.id, line) for line in page]):
             totals = totals.plus(of_result(batch.id, result).share)
-    return totals
+    return max(batch.totals, totals, key=lambda known: known.ended)  # the queue forgets what lies in a run's files
 
 
 def cancel_batch(client: Client, store: BatchStore, batch_id: str) -> Batch:
@@ -109,17 +118,24 @@ def export_batch(
 ) -> tuple[Batch, int]:
     """Writes what there is, over what was there; returns the batch, and how many lines have no answer in the files.
 
-    `source`: the input file, for the names of lines that were never handed in.
+    `source`: the input file, for the names of lines that were never handed in. Raises ConfigurationError for the output
+    of a run that is not at its end: its answers may be nowhere else.
     """
     batch = refresh(client, store, batch_id)
     with OutputFiles(paths) as files:
+        begun = files.load_record()
+        if begun is not None and not begun.state.is_final:
+            raise ConfigurationError(
+                f"{paths.output} is what `bulk run` goes on with, of {begun.id}: name another output"
+            )
         files.discard()
         collector = Collector(batch.id, files)
         fill(client, store, batch, collector)
         if batch.state.is_final and collector.totals.ended < batch.total:
             _fill_rest(batch, collector, source or Path(batch.input_file))
+        output = str(paths.output.resolve()) if paths.output.stat().st_size else None
         errors = str(paths.errors.resolve()) if paths.errors.exists() else None
-    store.describe(msgspec.structs.replace(batch, output_file=str(paths.output.resolve()), error_file=errors))
+    store.describe(msgspec.structs.replace(batch, output_file=output, error_file=errors))
     return store.get(batch_id), batch.total - collector.totals.ended
 
 

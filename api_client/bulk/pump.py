@@ -10,8 +10,7 @@ begins nor how it ends.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -20,9 +19,10 @@ import msgspec
 
 from api_client.bulk import queries
 from api_client.bulk.answers import CANCELLED, EXPIRED, unanswered
-from api_client.bulk.batch import Batch, BatchState, Totals, now_ms
+from api_client.bulk.batch import Batch, BatchState, now_ms
 from api_client.bulk.collector import Collector
-from api_client.bulk.lines import BadLine, GoodLine, Marks, Order, job_id, line_of, read, repeated, to_request
+from api_client.bulk.lines import BadLine, GoodLine, Marks, Order, job_id, line_of, read_again, repeated, to_request
+from api_client.bulk.pacing import WINDOW, Pacing, Progress
 from api_client.bulk.patience import Patience
 from api_client.bulk.store import BatchStore
 from api_client.client import Client
@@ -31,39 +31,20 @@ from schemas.job import JobRequest
 from schemas.openai import LineError
 from schemas.result import JobResult, JobStatus
 
-WINDOW: Final = 2_000
 WINDOW_BYTES: Final = 64 * 1024 * 1024
 GROUP: Final = 250
 IDLE_LOOKS: Final = 3
 POLL_S: Final = 0.2  # between two looks at the oldest open jobs
 SWEEP_S: Final = 2.0  # between two looks at all of them
 LOOK_S: Final = 1.0  # how often the batch's record is written and read
-PATIENCE_S: Final = 600.0
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """For whoever watches. `note`: what is waited for, "" when all is well."""
-
-    total: int
-    in_flight: int
-    totals: Totals
-    note: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Pacing:
-    """`window`: jobs in the queue at once; enough for all workers' batches, and for what ends between two looks.
-    `late_s`: so long after its deadline a job that no worker looks at is taken back."""
-
-    window: int = WINDOW
-    patience_s: float = PATIENCE_S
-    late_s: float = 10.0
-    watch: Callable[[Progress], object] = lambda _: None
 
 
 class Pump:
-    """One run over one file. `is_resumed`: some of it may have been handed in before."""
+    """One run over one file. `is_resumed`: some of it may have been handed in before.
+
+    Answers that are kept in files say which lines are done; without them every line behind the last that is known to be
+    over is handed in again, which changes nothing where the queue has it, and is how its end is seen from here.
+    """
 
     def __init__(
         self,
@@ -84,7 +65,8 @@ class Pump:
         self._pacing = pacing
         self._is_resumed = is_resumed
         self._patience = Patience(pacing.patience_s, self._tell)
-        self._submitted = batch.submitted if not collector.keeps_answers else 0
+        self._reached = 0 if collector.keeps_answers else batch.over_line  # up to it every line was seen to here
+        self._noted = batch.submitted
         self._state = BatchState.IN_PROGRESS
         self._looked_at = 0.0
         self._polled_at = 0.0
@@ -118,13 +100,16 @@ class Pump:
         self._look(force=True)
         for jobs, bad, last_line in self._groups(path):
             if not self._has_room():
-                return
+                break
             self._answer_bad(bad)
             self._hand_in_lost()
             self._submit(self._unrecorded(jobs))
-            self._submitted = max(self._submitted, last_line)
+            if not self.goes_on:  # perhaps it took not all of them
+                break
+            self._reached = last_line
+            self._look(force=last_line - self._noted > WINDOW)  # others look for open jobs so far behind it
         if self.goes_on:
-            self._submitted = self._batch.last_line
+            self._reached = self._batch.last_line
         self._look(force=True)
 
     def drain(self) -> None:
@@ -145,10 +130,12 @@ class Pump:
         for line in self._undone(path):
             rest.append(unanswered(line.line, line.custom_id, why))
             if len(rest) >= GROUP:
-                self._answer_bad(rest)
+                self._answer_bad(self._jobless(rest))
                 rest = []
-        self._answer_bad(rest)
-        self._submitted = self._batch.last_line
+        self._answer_bad(self._jobless(rest))
+        if self._reached >= self._batch.submitted:
+            self._reached = self._batch.last_line
+        self._noted = self._batch.last_line
         self._look(force=True)
         self._tell()
 
@@ -168,12 +155,13 @@ class Pump:
             if len(jobs) + len(bad) >= min(GROUP, self._pacing.window):
                 yield jobs, bad, last_line
                 jobs, bad = [], []
-        yield jobs, bad, last_line
+        if jobs or bad:
+            yield jobs, bad, last_line
 
     def _undone(self, path: Path) -> Iterator[GoodLine | BadLine]:
-        start = self._submitted if not self._collector.keeps_answers else 0
-        for line in read(path):
-            if line.line > start and not self._collector.has(line.line):
+        start, collector = 0 if self._collector.keeps_answers else self._reached, self._collector
+        for line in read_again(path, self._batch.digest):
+            if line.line > start and line.line not in collector.jobs and not collector.has(line.line):
                 yield line
 
     def _job_of(self, line: GoodLine | BadLine) -> JobRequest | BadLine:
@@ -196,6 +184,14 @@ class Pump:
         known = self._patience.ask(lambda: self._store.recorded([job.job_id for job in jobs]))
         self._collector.take(list(known.values()))
         return [job for job in jobs if job.job_id not in known]
+
+    def _jobless(self, lines: list[BadLine]) -> list[BadLine]:
+        """An earlier run may have handed in some, which end by themselves."""
+        if not self._is_resumed or self._collector.keeps_answers:
+            return lines
+        names = [job_id(self._batch.id, bad.line) for bad in lines]
+        known = self._patience.ask(lambda: {*queries.standing(self._client, names), *self._store.recorded(names)})
+        return [bad for name, bad in zip(names, lines, strict=True) if name not in known]
 
     def _submit(self, jobs: Sequence[JobRequest]) -> None:
         """They are open as soon as the queue has them."""
@@ -304,13 +300,12 @@ class Pump:
         if not force and time.monotonic() - self._looked_at < LOOK_S:
             return
         self._looked_at = time.monotonic()
-        over_line = min(min(self._collector.jobs, default=self._submitted + 1) - 1, self._submitted)
-        if self._collector.keeps_answers or not self._is_resumed:
-            totals = self._collector.totals
-        else:
-            totals = self._batch.totals.plus(self._collector.totals)
+        self._noted = max(self._noted, self._reached)
+        lost = [line_of(self._batch.id, job.job_id) for job in self._lost]
+        over_line = min([self._reached + 1, *self._collector.jobs, *lost]) - 1
+        totals = self._collector.up_to(over_line)
         self._patience.ask(
-            lambda: self._store.progress(self._batch.id, submitted=self._submitted, over_line=over_line, totals=totals)
+            lambda: self._store.progress(self._batch.id, submitted=self._noted, over_line=over_line, totals=totals)
         )
         before, self._state = self._state, self._patience.ask(lambda: self._store.get(self._batch.id)).state
         if self._state is BatchState.CANCELLING and before is not BatchState.CANCELLING:

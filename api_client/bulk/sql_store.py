@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
+from api_client.bulk.answers import EXPIRED
 from api_client.bulk.batch import Batch, BatchState, Totals, now_ms
 from api_client.bulk.lines import BadLine
 from api_client.bulk.store import BatchNotFound
@@ -18,6 +19,7 @@ from api_client.database import Database
 from schemas.codec import decode_result
 from schemas.openai import BatchError
 from schemas.result import JobError, JobResult, JobStatus
+from schemas.validation import MAX_NAME_CHARS
 
 _COLUMNS: Final = (
     "id", "queue", "tenant", "model", "state", "endpoint", "input_file", "output_file", "error_file", "errors",
@@ -157,19 +159,20 @@ class SqlBatchStore:
     def totals(self, batch: Batch, *, with_tokens: bool) -> Totals | None:
         jobs, items, count = self._jobs, self._items, self._sql.func.count
         states = self._sql.select(jobs.c.state, count()).where(jobs.c.batch_id == batch.id).group_by(jobs.c.state)
-        refused = self._sql.select(count()).select_from(items).where(items.c.batch_id == batch.id)
+        code = items.c.error_code
+        codes = self._sql.select(code, count()).where(items.c.batch_id == batch.id).group_by(code)
         sums = [self._sql.func.coalesce(self._sql.func.sum(self._usage.c[name]), 0) for name in _TOKENS]
         both = jobs.join(self._usage, jobs.c.id == self._usage.c.job_id)
         tokens = self._sql.select(*sums).select_from(both).where(jobs.c.batch_id == batch.id)
         with self._database.connection() as connection:
             counted = {str(state): int(number) for state, number in connection.execute(states).all()}
-            num_refused = int(connection.execute(refused).scalar_one())
+            refused = {str(word): int(number) for word, number in connection.execute(codes).all()}
             used = [int(value) for value in connection.execute(tokens).one()] if with_tokens else [0, 0, 0]
         good = counted.pop(JobStatus.SUCCEEDED.value, 0)
         return Totals(
             completed=good,
-            failed=sum(counted.values()) + num_refused,
-            expired=counted.get(JobStatus.EXPIRED.value, 0),
+            failed=sum(counted.values()) + sum(refused.values()),
+            expired=counted.get(JobStatus.EXPIRED.value, 0) + refused.get(EXPIRED.code, 0),
             input_tokens=used[0],
             cached_tokens=used[1],
             output_tokens=used[2],
@@ -180,13 +183,26 @@ class SqlBatchStore:
 
 
 def _described(batch: Batch) -> dict[str, Any]:
+    """As the tables can hold it: names no longer than their columns."""
     options = {"any_model": batch.any_model, "last_line": batch.last_line, "digest": batch.digest}
-    return {
+    values = {
         **{name: getattr(batch, name) for name in _PLAIN},
+        "model": batch.model[:MAX_NAME_CHARS],
+        "completion_window": batch.completion_window.replace(" ", ""),
         "errors": msgspec.to_builtins(batch.errors) or None,
         "metadata": dict(batch.metadata) or None,
         "options": options,
     }
+    return {name: _storable(value) for name, value in values.items()}
+
+
+def _storable(value: Any) -> Any:
+    """Without NUL characters and lone surrogates, which PostgreSQL has no place for."""
+    if isinstance(value, str):
+        return value.replace("\0", "\ufffd").encode("utf-8", "replace").decode()
+    if isinstance(value, dict):
+        return {_storable(key): _storable(item) for key, item in value.items()}
+    return [_storable(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _batch(row: dict[str, Any]) -> Batch:
@@ -206,15 +222,16 @@ def _batch(row: dict[str, Any]) -> Batch:
 
 
 def _item(batch_id: str, bad: BadLine) -> dict[str, Any]:
-    return {
+    values = {
         "batch_id": batch_id,
         "line": bad.line,
         "custom_id": bad.custom_id,
         "state": _REFUSED if bad.status else _INVALID,
         "error_code": bad.code,
         "error_message": bad.message,
-        "error_param": bad.param,
+        "error_param": bad.param[:MAX_NAME_CHARS] if bad.param else None,
     }
+    return {name: _storable(value) for name, value in values.items()}
 
 
 def _bad_line(row: Any) -> BadLine:

@@ -26,13 +26,15 @@ from api_client.bulk.batch import (
     window_ms,
 )
 from api_client.bulk.collector import Collector
-from api_client.bulk.files import OutputFiles, Paths
+from api_client.bulk.files import Done, OutputFiles, Paths
 from api_client.bulk.lines import Survey, survey
 from api_client.bulk.outcome import REASONS, conclude, fill, refresh
-from api_client.bulk.pump import Pacing, Progress, Pump
+from api_client.bulk.pacing import Pacing, Progress
+from api_client.bulk.pump import Pump
 from api_client.bulk.store import BatchStore
 from api_client.client import Client
-from api_client.errors import ConfigurationError
+from api_client.errors import ConfigurationError, InvalidRequest
+from api_client.requests import build_request
 from schemas.openai import BatchError
 
 
@@ -53,7 +55,7 @@ def new_batch(client: Client, path: Path, terms: Terms | None = None) -> Batch:
     return Batch(
         id=new_batch_id(),
         queue=client.queue,
-        tenant=terms.tenant,
+        tenant=_checked_tenant(terms.tenant),
         any_model=terms.any_model,
         input_file=str(path.resolve()),
         completion_window=terms.completion_window,
@@ -61,6 +63,14 @@ def new_batch(client: Client, path: Path, terms: Terms | None = None) -> Batch:
         created_ms=now,
         expires_ms=now + window_ms(terms.completion_window),
     )
+
+
+def _checked_tenant(tenant: str) -> str:
+    """Every line's job bears it: what no job may be called is no line's fault."""
+    try:
+        return build_request({"prompt": "x", "tenant": tenant}).tenant
+    except InvalidRequest as error:
+        raise ConfigurationError(str(error)) from None
 
 
 def run_batch(
@@ -102,8 +112,9 @@ def run_batch(
             pacing=pacing,
             is_resumed=before is not None,
         )
-        if batch.state.is_final:  # somebody saw its end while we were away
+        if batch.state is not BatchState.IN_PROGRESS or pump.is_late:  # what ended while we were away is not refused
             fill(client, store, batch, collector)
+        if batch.state.is_final:  # somebody saw its end
             pump.refuse_rest(path, REASONS[batch.state])
         else:
             _pump_to_the_end(pump, path)
@@ -147,7 +158,7 @@ def import_batch(
     """Returns when every line is handed in. `batch`: one of `new_batch`, or one that was begun with this file."""
     pacing = pacing or Pacing()
     client.depth()
-    is_resumed = batch is not None and batch.submitted > 0
+    is_resumed = batch is not None and batch.state is not BatchState.VALIDATING
     batch = batch or new_batch(client, path, terms)
     store.create(batch)
     found = survey(path, _surveying(pacing))
@@ -159,7 +170,7 @@ def import_batch(
             client,
             store,
             batch,
-            Collector(batch.id),
+            Collector(batch.id, done=Done(totals=batch.totals)),
             repeated_lines=found.repeated,
             pacing=pacing,
             is_resumed=is_resumed,

@@ -28,7 +28,7 @@ from api_client.bulk import (
     run_batch,
 )
 from api_client.bulk.batch import DEFAULT_WINDOW
-from api_client.bulk.pump import WINDOW
+from api_client.bulk.pacing import WINDOW
 from api_client.cli.bulk_progress import bulk_progress
 from api_client.cli.output import ago, clock, complain, count, emit, err, out, say, table
 from api_client.cli.target import Json, Target, connected

@@ -58,6 +58,21 @@ def test_message_parts_and_roles() -> None:
 
 
 @pytest.mark.parametrize(
+    "turn", [{"content": None, "refusal": "No"}, {"content": [{"type": "refusal", "refusal": "No"}]}, {"content": "No"}]
+)
+def test_a_refusal_is_what_the_assistant_said(turn: dict[str, Any]) -> None:
+    job = job_of(chat("a", messages=[{"role": "assistant", **turn}, {"role": "user", "content": "Why?"}]))
+    assert isinstance(job, JobRequest)
+    assert job.messages == (Message("assistant", "No"), Message("user", "Why?"))
+
+
+def test_what_asks_for_nothing_is_let_pass() -> None:
+    assert isinstance(job_of(chat("a", verbosity="medium", reasoning_effort="none")), JobRequest)
+    for body in ({"best_of": 1}, {"best_of": 2, "n": 2}):
+        assert isinstance(job_of(completion("a", **body)), JobRequest)
+
+
+@pytest.mark.parametrize(
     ("wanted", "read"),
     [
         ({"type": "text"}, None),
@@ -95,6 +110,12 @@ def test_log_probabilities_of_a_chat() -> None:
         ({"messages": ["x"]}, "messages[0]", "invalid_value"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]", None),
         ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "messages[0].tool_calls", None),
+        ({"messages": [{"role": "user", "content": "x", "name": "Al"}]}, "messages[0].name", "unsupported_parameter"),
+        ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "c"}]}, "messages[0].tool_call_id", None),
+        ({"messages": [{"role": "assistant", "content": None}]}, "messages[0].content", "invalid_value"),
+        ({"messages": [{"role": "user", "content": [{"type": []}]}]}, "messages[0].content[0]", None),
+        ({"verbosity": "low"}, "verbosity", "unsupported_parameter"),
+        ({"best_of": 1}, "best_of", "unknown_parameter"),
         ({"logprobs": 3}, "logprobs", "invalid_value"),
         ({"top_logprobs": 3}, "top_logprobs", "invalid_value"),
         ({"logprobs": True, "top_logprobs": 99}, "top_logprobs", "invalid_value"),
@@ -102,6 +123,7 @@ def test_log_probabilities_of_a_chat() -> None:
         ({"stop": {"a": 1}}, "stop", "invalid_value"),
         ({"logit_bias": {"dog": 1}}, "logit_bias", "invalid_value"),
         ({"logit_bias": [1]}, "logit_bias", "invalid_value"),
+        ({"logit_bias": {"5": 10**400}}, "logit_bias", "invalid_value"),
         ({"response_format": {"type": "poem"}}, "response_format", "invalid_value"),
         ({"response_format": {"type": []}}, "response_format", "invalid_value"),
         ({"response_format": "json"}, "response_format", "invalid_value"),

@@ -17,12 +17,15 @@ from api_client.bulk import (
     BatchState,
     BatchStore,
     Pacing,
+    Progress,
     Terms,
     cancel_batch,
     export_batch,
     import_batch,
     refresh,
 )
+from api_client.bulk.batch import now_ms
+from api_client.errors import ConfigurationError
 from tests.bulk.support import completion, names, read, write, write_many
 from tests.bulk.test_run import Desk, Interrupted, interrupt_after, until
 from tests.support.worker import running_worker
@@ -111,6 +114,27 @@ async def test_a_run_whose_end_somebody_left_half_done_is_brought_to_it(desk: De
         (left,) = await asyncio.to_thread(desk.do, lambda _, store: store.newest())
         await until(lambda: desk.do(lambda _, store: len(list(store.results(left.id))) == 30))
     desk.do(lambda _, store: store.move(left.id, BatchState.FINALIZING, [BatchState.IN_PROGRESS]))
+    kept = desk.paths.output.read_bytes()
+    with pytest.raises(ConfigurationError, match="goes on with"):
+        await asyncio.to_thread(desk.do, lambda client, store: export_batch(client, store, left.id, desk.paths))
+    assert (desk.paths.output.read_bytes(), desk.paths.record.exists()) == (kept, True)
+    batch = await desk.run(path)
+    assert (batch.state, batch.totals.completed) == (BatchState.COMPLETED, 30)
+    assert len(set(names(desk.paths.output))) == 30
+
+
+async def test_what_was_answered_in_time_is_kept_by_a_run_that_goes_on_too_late(desk: Desk) -> None:
+    def interrupt(stand: Progress) -> None:
+        if stand.in_flight:
+            raise Interrupted
+
+    path = write_many(desk.folder / "in.jsonl", 30)
+    with pytest.raises(Interrupted):
+        await desk.run(path, terms=Terms(completion_window="8s"), window=30, watch=interrupt)
+    async with running_worker(desk.redis_url, str(desk.database)):
+        (left,) = await asyncio.to_thread(desk.do, lambda _, store: store.newest())
+        await until(lambda: desk.do(lambda _, store: len(list(store.results(left.id))) == 30))
+    await until(lambda: now_ms() > left.expires_ms)
     batch = await desk.run(path)
     assert (batch.state, batch.totals.completed) == (BatchState.COMPLETED, 30)
     assert len(set(names(desk.paths.output))) == 30

@@ -1,13 +1,14 @@
 """An input file, line by line: what is wrong with each, in memory that does not grow."""
 
 import json
+import os
 import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from api_client.bulk.lines import MAX_LINE_BYTES, BadLine, GoodLine, Marks, parse, read, survey
+from api_client.bulk.lines import MAX_LINE_BYTES, BadLine, GoodLine, Marks, parse, read, read_again, survey
 from api_client.errors import ConfigurationError
 from tests.bulk.support import chat, write, write_many
 
@@ -75,6 +76,22 @@ def test_a_file_that_is_none(tmp_path: Path) -> None:
     for path in (tmp_path / "missing", tmp_path):
         with pytest.raises(ConfigurationError, match="cannot read"):
             survey(path)
+
+
+def test_what_can_be_read_once_only(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/null")):
+        with pytest.raises(ConfigurationError, match="read twice"):
+            survey(path)
+
+
+def test_a_file_that_changes_between_two_readings_is_noticed(tmp_path: Path) -> None:
+    path = write_many(tmp_path / "in.jsonl", 5)
+    digest = survey(path).digest
+    assert len(list(read_again(path, digest))) == 5
+    for count in (4, 6):
+        with pytest.raises(ConfigurationError, match="has changed"):
+            list(read_again(write_many(path, count), digest))
 
 
 def test_marks() -> None:

@@ -289,7 +289,7 @@ async def test_an_import_is_cancelled_while_it_waits(desk: Desk, allowed_keys: l
     assert batch.state is BatchState.IN_PROGRESS
     ended = await asyncio.to_thread(desk.do, lambda client, store: cancel_batch(client, store, batch.id))
     assert (ended.state, ended.totals.failed) == (BatchState.CANCELLED, 12)
-    _, missing = await asyncio.to_thread(desk.do, _exported(batch.id, desk.paths))
-    assert missing == 0
+    exported, missing = await asyncio.to_thread(desk.do, _exported(batch.id, desk.paths))
+    assert (missing, exported.output_file, exported.error_file) == (0, None, str(desk.paths.errors.resolve()))
     assert len(names(desk.paths.errors)) == 12
     assert not read(desk.paths.output)

@@ -10,6 +10,7 @@ from sqlalchemy import inspect
 from api_client import Client
 from api_client.bulk import Batch, BatchNotFound, BatchState, BatchStore, Totals, open_store
 from api_client.bulk import sql_store as sql
+from api_client.bulk.answers import EXPIRED, unanswered
 from api_client.bulk.batch import check_metadata, window_ms
 from api_client.bulk.lines import BadLine
 from api_client.errors import ConfigurationError
@@ -100,13 +101,13 @@ async def test_results_of_a_batch_are_those_of_its_jobs(redis_url: str, database
     with Client(redis_url, queue="q", database=database) as client:
         batches = open_store(client)
         batches.create(BATCH)
-        batches.refuse("batch_1", [BadLine(9, None, "c", "m")])
+        batches.refuse("batch_1", [BadLine(9, None, "c", "m"), unanswered(10, "line-10", EXPIRED)])
         found = await asyncio.to_thread(lambda: list(batches.results("batch_1")))
         assert [job.job_id for job in found] == [f"batch_1-{line}" for line in range(1, 6)]
         assert found[0].metadata["custom_id"] == "line-1"
         assert set(batches.recorded(["batch_1-2", "none"])) == {"batch_1-2"}
         assert batches.totals(BATCH, with_tokens=True) == Totals(
-            completed=4, failed=2, expired=1, input_tokens=25, cached_tokens=10, output_tokens=10
+            completed=4, failed=3, expired=2, input_tokens=25, cached_tokens=10, output_tokens=10
         )
         batches.close()
 

@@ -9,6 +9,24 @@ from worker.settings import load_settings
 from worker.tasks.app import build_app
 
 
+@pytest.mark.parametrize(
+    ("terms", "says"),
+    [
+        ({"completion_windw": "1h"}, "has no completion_windw"),
+        ({"completion_window": 5}, "completion_window"),
+    ],
+)
+def test_an_order_with_other_terms_is_said_in_a_sentence(
+    sqlite_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, terms: dict[str, object], says: str
+) -> None:
+    app = build_app(load_settings({"database_url": sqlite_url, "redis_url": "redis://127.0.0.1:1/0", "queue": "q"}))
+    outcome = app.tasks["tokenmill.bulk.import"].apply(kwargs={"source": str(tmp_path / "in.jsonl"), **terms})
+    assert isinstance(outcome.result, ConfigurationError)
+    (said,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert says in said.getMessage()
+    assert not said.exc_info
+
+
 @pytest.mark.redis
 @pytest.mark.parametrize("name", ["none.jsonl", "."])
 def test_a_file_that_cannot_be_read_is_said_in_a_sentence(

@@ -13,9 +13,9 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -34,6 +34,7 @@ from api_client.bulk import (
     refresh,
 )
 from api_client.client import Client
+from api_client.errors import ConfigurationError
 from worker.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -60,6 +61,17 @@ class Order:
     tenant: str = ""
     any_model: bool = False
     metadata: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, **given: Any) -> Order:
+        """Raises ConfigurationError for terms that are none."""
+        unknown = sorted(set(given) - {known.name for known in fields(cls)})
+        if unknown:
+            raise ConfigurationError(f"an order of a bulk file has no {', '.join(unknown)}")
+        try:
+            return msgspec.convert(given, cls)
+        except msgspec.ValidationError as error:
+            raise ConfigurationError(f"an order of a bulk file: {error}") from None
 
 
 class BulkFiles:

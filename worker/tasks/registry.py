@@ -93,17 +93,15 @@ def _register_bulk(app: Celery, desk: Desk) -> None:
     def bring_in(
         task: Any, source: str, output: str | None = None, errors: str | None = None, queue: str = "", **terms: Any
     ) -> None:
-        order = Order(batch_id=f"batch_{task.request.id}", source=source, queue=queue, **terms)
+        batch_id = f"batch_{task.request.id}"
         try:
-            desk.bulk.bring_in(order)
+            desk.bulk.bring_in(Order.of(batch_id=batch_id, source=source, queue=queue, **terms))
         except (NotYet, QueueUnavailable) as error:
             raise task.retry(countdown=1, exc=error, throw=False) from None
         except TokenmillError as error:
-            log.error("batch %s was not handed in: %s", order.batch_id, error)
+            log.error("batch %s was not handed in: %s", batch_id, error)
             raise
         if output is not None:
-            exporting.apply_async(
-                (order.batch_id, queue, output, errors), queue=BULK, task_id=f"{task.request.id}-export"
-            )
+            exporting.apply_async((batch_id, queue, output, errors), queue=BULK, task_id=f"{task.request.id}-export")
 
     app.task(name="tokenmill.bulk.import", shared=False, **options)(bring_in)
