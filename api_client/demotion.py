@@ -5,7 +5,7 @@ not the connections: those that stay could be refused for ever. The library mind
 from __future__ import annotations
 
 import functools
-from typing import Any, cast
+from typing import Any
 
 import redis
 import redis.asyncio
@@ -37,7 +37,7 @@ def _leaving(kind: Any) -> type:
             self.disconnect()
             raise ConnectionError(_WHY) from error
 
-    return cast("type", type(kind.__name__, (kind,), {"read_response": read_response}))
+    return type(kind.__name__, (kind,), {"read_response": read_response})
 
 
 @functools.cache
@@ -51,4 +51,4 @@ def _leaving_async(kind: Any) -> type:
             await self.disconnect(nowait=True)
             raise ConnectionError(_WHY) from error
 
-    return cast("type", type(kind.__name__, (kind,), {"read_response": read_response}))
+    return type(kind.__name__, (kind,), {"read_response": read_response})

@@ -73,6 +73,7 @@ class Pump:
         self._swept_at = 0.0
         self._in_files: list[str] = []  # their answers lie there, which the queue has not been told
         self._waits = ""
+        self._at_once = GROUP  # jobs to a call: fewer where the queue never has room for so many
         self._has_given_up = False
         self._lost: list[JobRequest] = []
         self._num_ended = -1
@@ -194,23 +195,29 @@ class Pump:
         return [bad for name, bad in zip(names, lines, strict=True) if name not in known]
 
     def _submit(self, jobs: Sequence[JobRequest]) -> None:
-        """They are open as soon as the queue has them."""
+        """They are open as soon as the queue has them. It takes all of a call or nothing, and may never have room for
+        so many: then half of them are tried.
+        """
         while jobs:
+            part, rest = jobs[: self._at_once], jobs[self._at_once :]
             try:
-                self._patience.ask(partial(queries.hand_in, self._client, jobs))
+                self._patience.ask(partial(queries.hand_in, self._client, part))
             except QueueRefusal as refusal:  # it is full, or the tenant too fast
-                self._open([job for job in jobs if job.job_id in refusal.accepted])
+                self._open([job for job in part if job.job_id in refusal.accepted])
                 jobs = [job for job in jobs if job.job_id not in refusal.accepted]
+                if not refusal.accepted:
+                    self._at_once = max(1, len(part) // 2)
                 self._waits = str(refusal)
                 self._turn()
                 if not self.goes_on:
                     return
             except (IdempotencyConflict, InvalidRequest) as error:
-                self._submit_one_by_one(jobs, error)
-                return
+                self._submit_one_by_one(part, error)
+                jobs = rest
             else:
-                self._open(jobs)
-                return
+                self._open(part)
+                self._at_once = min(GROUP, 2 * self._at_once)
+                jobs = rest
 
     def _submit_one_by_one(self, jobs: Sequence[JobRequest], error: Exception) -> None:
         """One of them is to blame."""

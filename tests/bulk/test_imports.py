@@ -192,3 +192,19 @@ def test_what_a_full_queue_never_took_has_expired(any_client: Client, store: Bat
     any_client.set_queue_limit(1)
     batch = import_batch(any_client, store, path, terms=Terms(completion_window="1s"))
     assert (batch.state, batch.totals.expired, any_client.depth().num_queued) == (BatchState.EXPIRED, 10, 1)
+
+
+@pytest.mark.parametrize("limit", ["queue", "tenant"])
+def test_a_queue_with_less_room_than_a_group_has_jobs_takes_what_it_can(
+    any_client: Client, store: BatchStore, tmp_path: Path, limit: str
+) -> None:
+    """All of a call or none: the groups become smaller."""
+    if limit == "queue":
+        any_client.set_queue_limit(20)
+    else:
+        any_client.set_limits("*", rate=0.001, burst=20)
+        any_client.submit_many([{"prompt": "x"}] * 10)  # a full bucket would let a larger group pass
+    path = write_many(tmp_path / "in.jsonl", 60)
+    with pytest.raises(Interrupted):
+        import_batch(any_client, store, path, terms=Terms(), pacing=Pacing(1000, watch=stop_after(4)))
+    assert 10 <= any_client.depth().num_queued <= 20

@@ -158,3 +158,14 @@ async def test_what_can_never_run_is_refused_at_once(queue: Queue, bad: dict[str
         await queue.client.submit(**bad)
     assert all(caught.value.problems)
     assert (await queue.client.depth()).num_queued == 0
+
+
+async def test_more_jobs_at_once_than_a_burst_want_a_full_bucket_and_leave_a_debt(queue: Queue) -> None:
+    await queue.client.set_limits("t", rate=10, burst=5)
+    jobs = [{"prompt": "x", "tenant": "t"}] * 25
+    assert len(await queue.client.submit_many(jobs)) == 25
+    with pytest.raises(RateLimited) as refused:
+        await queue.client.submit_many(jobs)
+    assert 2.3 < refused.value.retry_after <= 2.5  # from -20 to 5, at 10 a second
+    with pytest.raises(RateLimited):
+        await queue.submit(tenant="t")

@@ -44,6 +44,13 @@ async def test_a_job_that_is_recorded_twice_is_told_once(url: str, store: Result
     assert [row["id"] for row in rows(url, "SELECT id FROM webhooks")] == ["msg_a_50"]
 
 
+async def test_a_death_that_is_recorded_twice_is_told_once(url: str, store: ResultStore) -> None:
+    """The first to record it died before it could acknowledge."""
+    await store.record([noticed(failed("a", status=JobStatus.DEAD, finished_ms=50))])
+    await store.record([noticed(failed("a", status=JobStatus.DEAD, finished_ms=60))])
+    assert [row["id"] for row in rows(url, "SELECT id FROM webhooks")] == ["msg_a_50"]
+
+
 async def test_a_redriven_job_is_told_again(url: str, store: ResultStore) -> None:
     await store.record([noticed(failed("a", status=JobStatus.DEAD, finished_ms=50))])
     await store.record([noticed(finished("a", token=2, finished_ms=60))])

@@ -64,12 +64,15 @@ async def test_the_dead_row_gives_way_once(url, redis_url):
 async def test_a_redriven_job_may_die_again_and_live_later(url, redis_url):
     async with client_of(redis_url, url) as client:
         job = await set_aside(client, redis_url, url)
+        began = (await client.result(job)).started_ms
         for _ in range(2):
             await client.redrive([job])
             redis = connect_async(redis_url)
             unlucky = JobStream(redis, client.keys, "unlucky")
             (delivery,) = await unlucky.claim(1)
             assert delivery.log == (), "it starts anew"
+            assert delivery.started_ms > began, "in time too"
+            began = delivery.started_ms
             await unlucky.dead_letter(delivery.job_id, delivery.token, "again")
             await unlucky.resign()
             await redis.aclose()

@@ -88,9 +88,9 @@ async def test_a_dead_job_gives_way_to_what_its_redrive_brings(store: ResultStor
 
 
 async def test_a_dead_job_that_dies_again_shows_its_last_death(store: ResultStore, url: str) -> None:
-    await store.record([failed("a", "first", status=JobStatus.DEAD, finished_ms=1000)])
-    await store.record([failed("a", "second", status=JobStatus.DEAD, finished_ms=2000)])
-    await store.record([failed("a", "first", status=JobStatus.DEAD, finished_ms=1000)])
+    await store.record([failed("a", "first", status=JobStatus.DEAD, started_ms=1000, finished_ms=1500)])
+    await store.record([failed("a", "second", status=JobStatus.DEAD, started_ms=2000, finished_ms=2500)])
+    await store.record([failed("a", "first", status=JobStatus.DEAD, started_ms=1000, finished_ms=3500)])
     assert rows(url, "SELECT error_message AS m FROM jobs") == [{"m": "second"}]
     assert counts(url) == (1, 1, 1, 1)
 

@@ -71,6 +71,14 @@ class FaultProxy(Stoppable):
 
         self._apply(change)
 
+    def lead_to(self, port: int) -> None:
+        """New connections go there; those that are open stay where they are."""
+
+        def change() -> None:
+            self._target = (self._target[0], port)
+
+        self._apply(change)
+
     def delay(self, seconds: float) -> None:
         """Hold back each piece of data, in both directions, for so long."""
 

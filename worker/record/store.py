@@ -197,7 +197,8 @@ def _insert(dialect: str, table: Table) -> Any:
 
 
 def _upsert_job(dialect: str) -> Any:
-    """Insert or ignore; a dead job's row gives way to a later end. Returns the ids that were written."""
+    """Insert or ignore; a dead job's row gives way to the end of a later life, which began later. Returns the ids
+    that were written."""
     statement = _insert(dialect, jobs)
     new = statement.excluded
     changed = {column.name: new[column.name] for column in jobs.c if column.name != "id"}
@@ -205,7 +206,7 @@ def _upsert_job(dialect: str) -> Any:
         jobs.c.state == JobStatus.DEAD.value,
         jobs.c.queue == new.queue,
         jobs.c.tenant == new.tenant,
-        or_(new.state != JobStatus.DEAD.value, new.finished_ms > jobs.c.finished_ms),
+        or_(new.state != JobStatus.DEAD.value, new.started_ms > jobs.c.started_ms),
     )
     return statement.on_conflict_do_update(index_elements=["id"], set_=changed, where=replaces).returning(jobs.c.id)
 

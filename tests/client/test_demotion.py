@@ -1,0 +1,74 @@
+"""A failover behind one address: the old primary lives on as a replica, and closes no connection."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import pytest
+
+from api_client import AsyncClient, Client, ClientOptions
+from api_client.connections import connect_async
+from schemas.control import WorkerStatus
+from schemas.keys import Keys
+from tests.consume.queue import QUEUE, token
+from tests.support.proxy import FaultProxy
+from tests.support.valkey import ValkeyServer
+from worker.consume.job_stream import JobStream
+from worker.errors import RedisUnavailable
+
+pytestmark = pytest.mark.redis
+
+
+class Failover:
+    """`proxy` is the address; `happen` makes the second server the primary behind it."""
+
+    def __init__(self, servers: list[ValkeyServer], proxy: FaultProxy) -> None:
+        self._old, self._new = servers
+        self.proxy = proxy
+
+    def happen(self) -> None:
+        with self._old.client() as old, self._new.client() as new:
+            new.execute_command("REPLICAOF", "127.0.0.1", self._old.port)
+            deadline = time.monotonic() + 60
+            while new.info("replication").get("master_link_status") != "up":
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            new.execute_command("REPLICAOF", "NO", "ONE")
+            old.execute_command("REPLICAOF", "127.0.0.1", self._new.port)
+        self.proxy.lead_to(self._new.port)
+
+
+@pytest.fixture
+def failover(make_valkey: Callable[..., ValkeyServer], make_proxy: Callable[[int], FaultProxy]) -> Failover:
+    servers = [make_valkey(persistent=False), make_valkey(persistent=False)]
+    return Failover(servers, make_proxy(servers[0].port))
+
+
+async def test_a_worker_goes_on_at_the_new_primary(failover: Failover) -> None:
+    redis = connect_async(failover.proxy.url)
+    worker = JobStream(redis, Keys(QUEUE), "w1")
+    async with AsyncClient(failover.proxy.url, queue=QUEUE) as client:
+        await client.submit(prompt="x")
+        (delivery,) = await worker.claim(1)
+        await worker.append([token(delivery, 0)])
+        failover.happen()
+        for call in (
+            lambda: worker.append([token(delivery, 1)]),
+            lambda: worker.heartbeat(WorkerStatus(worker_id="w1")),
+            lambda: worker.claim(1),
+        ):
+            try:
+                await call()
+            except RedisUnavailable:  # once
+                await call()
+    assert worker.held == {delivery.job_id: delivery.token}
+    await redis.aclose()
+
+
+async def test_clients_go_on_at_the_new_primary(failover: Failover) -> None:
+    with Client(failover.proxy.url, queue=QUEUE, options=ClientOptions()) as client:
+        async with AsyncClient(failover.proxy.url, queue=QUEUE) as aclient:
+            await asyncio.gather(asyncio.to_thread(client.submit, prompt="a"), aclient.submit(prompt="b"))
+            failover.happen()
+            await asyncio.gather(asyncio.to_thread(client.submit, prompt="c"), aclient.submit(prompt="d"))
+            assert (await aclient.depth()).num_queued == 4
