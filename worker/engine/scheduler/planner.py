@@ -78,24 +78,29 @@ class Planner:
 
     def _by_class(self, step: Step) -> None:
         """Decodes; then prefills by class, the waiting of a better class before the running of a worse one. Where
-        bulk work would make a step too long for others in it, all of it comes after them, as much as there is room."""
+        bulk work would make a step too long for others in it, all of it comes after them, as much as there is room;
+        its decodes leave its prefills a part of that."""
         state, now = self._state, self._state.clock()
         state.queue.refresh(now)
-        decodes, prefills = list(state.decoding), self._ranked(now)
+        decodes, prefills, admitted_below = list(state.decoding), self._ranked(now), 0
         if self._pace.is_kept:
             bulk = [sequence for sequence in decodes if sequence.priority >= BULK]
-            kept = min(MIN_TOKENS, len(bulk), step.tokens // 8)
+            bulk_prefills = [entry for entry in prefills if entry[1].priority >= BULK]
+            kept = min(MIN_TOKENS if bulk_prefills else len(bulk), MIN_TOKENS, step.tokens // 8)
             step.tokens -= kept
             self._decodes(step, [sequence for sequence in decodes if sequence.priority < BULK])
             self._prefills_by_class(step, [entry for entry in prefills if entry[1].priority < BULK])
             if state.queue.num_below(BULK):
                 self._admission.admit(step, max_rank=BULK - 1)
             step.tokens += kept
-            decodes, prefills = bulk, [entry for entry in prefills if entry[1].priority >= BULK]
+            decodes, prefills, admitted_below = bulk, bulk_prefills, BULK
         held_back = self._held_back(step, now)
         step.tokens -= held_back
+        for_prefills = min(MIN_TOKENS, step.tokens // 2) if self._pace.is_kept and prefills else 0
+        step.tokens -= for_prefills
         self._decodes(step, decodes)
-        self._prefills_by_class(step, prefills)
+        step.tokens += for_prefills
+        self._prefills_by_class(step, prefills, admitted_below)
         self._admission.admit(step)
         step.tokens += held_back
 
@@ -114,8 +119,8 @@ class Planner:
         room = self._pace.room_at(now, others)
         return 0 if room is None else max(0, step.tokens - room)
 
-    def _prefills_by_class(self, step: Step, ranked: list[tuple[int, Sequence]]) -> None:
-        admitted_below = 0
+    def _prefills_by_class(self, step: Step, ranked: list[tuple[int, Sequence]], admitted_below: int = 0) -> None:
+        """Those that wait, of ranks below `admitted_below`, have had their turn in this step."""
         for rank, sequence in ranked:
             if rank > admitted_below:
                 self._admission.admit(step, max_rank=rank - 1)
