@@ -91,6 +91,8 @@ class Admission:
                     head = place
             if verdict is Verdict.NO_ROW or (head is not None and head.bypassed >= self._config.max_bypass):
                 break
+            if place.has_taken and (verdict is not Verdict.NO_BLOCKS or self._state.kv.has_deferred):
+                break  # what it has taken is not for others, least of all for those whom it was taken from
         return is_final and step.tokens > 0
 
     def short_waiting(self, step: Step, max_rank: int | None = None) -> int:
@@ -139,6 +141,7 @@ class Admission:
         if verdict in (Verdict.NO_BLOCKS, Verdict.NO_ROW) and self._may_preempt:
             for victim in self._worth_preempting(step, place, verdict):
                 self._planner.preempt(step, victim)
+                place.has_taken = True
                 verdict = self._try(step, place)
                 if verdict is Verdict.ADMITTED or self._state.kv.has_deferred:
                     break
@@ -245,6 +248,7 @@ class Admission:
             state.queue.charge(sequence.tenant, sequence.num_tokens - num_computed)
         counters.recomputed_tokens += max(0, place.num_lost_tokens - num_computed)
         place.num_lost_tokens = place.bypassed = 0
+        place.has_taken = False
         place.is_long = sequence.num_tokens - num_computed > self._planner.threshold > 0
         place.since = state.clock()
         sequence.num_computed_tokens = sequence.num_committed_tokens = num_computed
