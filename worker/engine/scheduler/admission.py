@@ -143,7 +143,7 @@ class Admission:
                 self._planner.preempt(step, victim)
                 place.has_taken = True
                 verdict = self._try(step, place)
-                if verdict is Verdict.ADMITTED or self._state.kv.has_deferred:
+                if verdict is Verdict.ADMITTED:
                     break
         return verdict
 
@@ -162,8 +162,20 @@ class Admission:
         if verdict is Verdict.NO_ROW:
             return victims[:1]
         need = -(-place.sequence.num_tokens // kv.block_size)
-        held = sum(min(kv.num_private(victim)) for victim in victims)
-        return victims if kv.num_free + held >= need else []
+        free = kv.num_free
+        for count, victim in enumerate(victims, start=1):
+            free += min(kv.num_private(victim))
+            headroom = self._headroom(place.sequence, state.num_running - count)
+            if free - need >= (0 if headroom is None else max(headroom, *kv.margins)):
+                return victims[:count]
+        return []
+
+    def _headroom(self, sequence: Sequence, num_others: int) -> int | None:
+        """Blocks to be spared beside others that run, if they are more than the margin; None: it may have all."""
+        if not num_others:
+            return None
+        # who was preempted comes back only when each running one could grow too: else it is the next victim
+        return num_others if sequence.preemptions else 0
 
     def _try(self, step: Step, place: Place) -> Verdict:
         state, kv, sequence = self._state, self._state.kv, place.sequence
@@ -226,10 +238,7 @@ class Admission:
     def _take(self, step: Step, place: Place, hit: Hit, forked: int) -> int | None:
         """Take the blocks; the number of tokens that are computed already, or None if they do not fit."""
         state, kv, sequence = self._state, self._state.kv, place.sequence
-        headroom: int | None = None  # alone, it may have every block
-        if state.num_running and step.only is None:
-            # who was preempted comes back only when each running one could grow too: else it is the next victim
-            headroom = state.num_running if sequence.preemptions else 0
+        headroom = None if step.only is not None else self._headroom(sequence, state.num_running)
         if sequence.status is OFFLOADED:
             return sequence.num_committed_tokens if kv.restore(sequence, headroom) else None
         leader = place.leader if forked > hit.num_tokens else None
