@@ -36,13 +36,15 @@ def num_for_urgent(state: State) -> int:
 
 
 class Verdict(Enum):
-    """ADMITTED; or why not: a block it can share is being filled, a limit on prefills, adapters, blocks, a free row."""
+    """ADMITTED; or why not: a block it can share is being filled, a limit on prefills, adapters, blocks, the read
+    budget, a free row."""
 
     ADMITTED = auto()
     AWAITS = auto()
     LIMITED = auto()
     NO_ADAPTER = auto()
     NO_BLOCKS = auto()
+    NO_READS = auto()
     NO_ROW = auto()
 
 
@@ -87,7 +89,7 @@ class Admission:
             else:
                 skipped.append(place)
                 is_final = is_final and verdict in (Verdict.NO_BLOCKS, Verdict.NO_ROW, Verdict.NO_ADAPTER)
-                if verdict in (Verdict.NO_BLOCKS, Verdict.NO_ADAPTER) and head is None:
+                if verdict in (Verdict.NO_BLOCKS, Verdict.NO_READS, Verdict.NO_ADAPTER) and head is None:
                     head = place
             if verdict is Verdict.NO_ROW or (head is not None and head.bypassed >= self._config.max_bypass):
                 break
@@ -198,7 +200,10 @@ class Admission:
                 return Verdict.AWAITS
             hit = found
             start = max(hit.num_tokens, forked)
-        if self._is_limited(step, sequence, start):
+        chunk = min(sequence.num_tokens - start, step.tokens, self._planner.chunk_limit(sequence, start))
+        if step.reads is not None and step.items and self._planner.read_cost(start + chunk) > step.reads:
+            return Verdict.NO_READS
+        if self._is_limited(sequence, start, chunk):
             return Verdict.LIMITED
         taken = self._take(step, place, hit, forked)
         if taken is None:
@@ -218,13 +223,10 @@ class Admission:
             return wanted
         return -1 if leader.last_step >= self._state.kv.oldest_step else 0
 
-    def _is_limited(self, step: Step, sequence: Sequence, start: int) -> bool:
-        """Limits on concurrent prefills, and the read budget."""
+    def _is_limited(self, sequence: Sequence, start: int, chunk: int) -> bool:
+        """Limits on concurrent prefills."""
         config, planner = self._config, self._planner
         remaining = sequence.num_tokens - start
-        chunk = min(remaining, step.tokens, planner.chunk_limit(sequence, start))
-        if step.reads is not None and step.items and planner.read_cost(start + chunk) > step.reads:
-            return True
         prefilling = self._state.prefilling
         if chunk == remaining:
             return False  # done within this step

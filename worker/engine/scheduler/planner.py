@@ -31,6 +31,7 @@ class Planner:
         self._proposer = proposer if state.async_depth == 0 else None
         self._ageing_s = ageing_s
         self._admission = Admission(state, self)
+        self._stood_back: Sequence | None = None
         phases = {
             SchedulingPolicy.FIFO: self._decodes_first,
             SchedulingPolicy.PREFILL_FIRST: self._prefills_first,
@@ -51,6 +52,7 @@ class Planner:
         step = Step(state.next_step, budget, reads)
         state.kv.oldest_step = next(iter(state.in_flight), step.step_id)
         if only is None:
+            self._favour(step)
             self._fill(step)
         else:
             step.only = frozenset(only)
@@ -62,6 +64,30 @@ class Planner:
         if not plan.is_empty:
             state.launch(plan, moves)
         return plan
+
+    def _favour(self, step: Step) -> None:
+        """Who found too little left of the read budget goes before all others: shorter ones would leave it too little
+        for ever. Of bulk work only so much as a step carries of it anyway."""
+        sequence, self._stood_back = self._stood_back, None
+        if sequence is None or sequence.status not in (PREFILLING, DECODING):
+            return
+        held_back = max(0, step.tokens - MIN_TOKENS) if self._is_held_back(sequence) else 0
+        step.favoured = sequence
+        step.tokens -= held_back
+        self.schedule(step, sequence)
+        step.tokens += held_back
+
+    def _stand_back(self, step: Step, sequence: Sequence) -> None:
+        """Of those without reads the one that has not run for longest is favoured next, but not in two steps running.
+        Decodes take turns anyway, only bulk work's come after all others."""
+        if step.favoured is not None or not (sequence.status is PREFILLING or self._is_held_back(sequence)):
+            return
+        first = self._stood_back
+        if first is None or sequence.last_step < first.last_step:
+            self._stood_back = sequence
+
+    def _is_held_back(self, sequence: Sequence) -> bool:
+        return self._pace.is_kept and sequence.priority >= BULK
 
     # ── the policies' orders ──
 
@@ -182,7 +208,7 @@ class Planner:
         for sequence in prefills:
             if step.tokens <= 0:
                 return
-            if sequence.status is PREFILLING:
+            if sequence.status is PREFILLING and sequence is not step.favoured:
                 self.schedule(step, sequence)
 
     def chunk_limit(self, sequence: Sequence, start: int) -> int:
@@ -208,6 +234,7 @@ class Planner:
         if end <= start:
             return False
         if step.reads is not None and step.items and self.read_cost(end) > step.reads:
+            self._stand_back(step, sequence)
             return False
         if end > sequence.num_slots:
             reach = self._state.kv.reach(sequence)
