@@ -10,7 +10,7 @@ from schemas.generation import FinishReason, SamplingParams
 from tests.engine.scheduler.fake_device import FakeDevice
 from tests.engine.scheduler.loop import Loop, make_cache, make_sequence
 from worker.engine.plan import StepOutput, StepPlan
-from worker.engine.sequence import Sequence
+from worker.engine.sequence import Sequence, SequenceStatus
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -109,6 +109,23 @@ def test_a_preempted_sequences_result_in_flight_is_stale() -> None:
     stats = loop.scheduler.snapshot()
     assert stats.preemptions > 0
     assert stats.generated_tokens == 40, "a stale token is not counted, and not said twice"
+
+
+@pytest.mark.parametrize(("num_bulk", "length"), [(2, 14), (3, 6), (3, 14)])
+def test_what_an_urgent_request_takes_from_bulk_work_is_not_given_back(num_bulk: int, length: int) -> None:
+    """Blocks that a step in flight may write come free after it: nobody else starts until then."""
+    loop = ahead(num_blocks=21, policy="priority", safety_margin=0.05, bulk_slowdown=None)
+    loop.add(*[endless(f"bulk {number}", number, length, 60, priority=2) for number in range(num_bulk)])
+    for _ in range(6):
+        loop.step()
+    urgent = endless("urgent", 9, 60, 4, priority=0)
+    loop.add(urgent)
+    for _ in range(num_bulk + 2):
+        loop.step()
+    assert urgent.status is not SequenceStatus.WAITING
+    assert loop.scheduler.snapshot().preemptions <= num_bulk
+    loop.run()
+    loop.assert_truth()
 
 
 def test_an_id_that_comes_back_does_not_get_its_predecessors_token() -> None:

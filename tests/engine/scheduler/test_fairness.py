@@ -157,6 +157,24 @@ def test_interactive_takes_blocks_from_bulk_only_if_that_helps() -> None:
     loop.assert_truth()
 
 
+@pytest.mark.parametrize(("length", "preempts"), [(80, True), (84, False)])
+def test_interactive_disturbs_no_bulk_where_the_safety_margin_would_refuse_it_still(
+    length: int, preempts: bool
+) -> None:
+    """Of 40 blocks 16 are a standard one's and 4 the margin."""
+    loop = Loop.build(make_cache(41, prefix_cache=False), policy="priority", safety_margin=0.1)
+    loop.add(endless("standard", 1, 60, 60, priority=1))
+    loop.add(*[endless(f"bulk {number}", 2 + number, 15, 40, priority=2) for number in range(2)])
+    for _ in range(3):
+        loop.step()
+    loop.add(endless("urgent", 4, length, 4, priority=0))
+    loop.step()
+    assert (loop.scheduler.snapshot().preemptions > 0) is preempts
+    assert ("urgent" in {item.sequence.request_id for item in loop.plans[-1].scheduled}) is preempts
+    loop.run()
+    loop.assert_truth()
+
+
 def test_fifo_does_not_preempt_to_admit() -> None:
     loop = Loop.build(max_num_seqs=1)
     loop.add(endless("bulk", 1, 4, 9, priority=2))

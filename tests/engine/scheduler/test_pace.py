@@ -145,6 +145,24 @@ def test_urgent_prompts_without_end_leave_bulk_its_part() -> None:
     loop.assert_truth()
 
 
+@pytest.mark.parametrize("num_decodes", [0, 9])
+def test_urgent_prompts_without_end_leave_a_bulk_prompt_its_part(num_decodes: int) -> None:
+    loop = Loop.build(make_cache(400), max_num_seqs=24, max_num_batched_tokens=32, policy="priority")
+    loop.seconds_of = lambda plan: 0.02 + 0.01 * plan.num_tokens
+    for number in range(num_decodes):
+        loop.add(forever(f"bulk {number}", number, 200, length=1, priority=2))
+    loop.step()
+    names = ("prompt", "prompt too")
+    prompts = [forever(name, len(name), 2, length=70, priority=2) for name in names]
+    loop.add(*prompts)
+    while not all(prompt.num_computed_tokens for prompt in prompts):
+        loop.step()
+    for number in range(100):
+        loop.add(forever(f"urgent {number}", number, 2, length=40, priority=0))
+        loop.step()
+    assert {(name, 0) for name in names} <= loop.ends.keys()
+
+
 def forever(name: str, seed: int, max_tokens: int, length: int = 5, **fields: Any) -> Sequence:
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     return make_sequence(name, prompt(seed, length), max_tokens, params=params, **fields)

@@ -122,6 +122,27 @@ def test_the_read_budget_is_kept_and_everyone_gets_a_turn() -> None:
     assert max(len(plan.scheduled) for plan in loop.plans) == 2
 
 
+@pytest.mark.parametrize("policy", ["fifo", "prefill_first", "priority"])
+@pytest.mark.parametrize(("priority", "is_cached"), [(1, False), (2, False), (1, True)])
+def test_short_requests_without_end_leave_a_long_one_its_reads(policy: str, priority: int, is_cached: bool) -> None:
+    """In the middle of its prompt, or where most of that is cached, which makes its first chunk read all of it."""
+    loop = Loop.build(
+        make_cache(400), policy=policy, max_num_batched_tokens=16, max_num_seqs=8, max_read_tokens=100, max_bypass=4
+    )
+    if is_cached:
+        loop.add(make_sequence("first", prompt(50, 150), 1))
+        loop.run()
+    for number in range(260):
+        loop.add(make_sequence(f"short {number}", prompt(number % 40, 10), 12, priority=1))
+        if number == 4:
+            loop.add(make_sequence("long", prompt(50, 150), 4, priority=priority))
+        loop.step()
+        loop.clock.now += 1.0
+    assert ("long", 0) in loop.ends
+    assert loop.scheduler.capacity().waiting
+    loop.assert_truth()
+
+
 def test_a_lone_sequence_longer_than_the_read_budget_still_runs() -> None:
     loop = Loop.build(max_read_tokens=5)
     loop.add(make_sequence("a", prompt(1, 30), 5))

@@ -73,6 +73,24 @@ def test_with_a_host_pool_the_victim_is_offloaded_and_nothing_recomputed() -> No
     assert loop.device.computed == 2 * (8 + 19)
 
 
+def test_a_block_that_came_back_half_filled_is_shared_only_once_it_is_full() -> None:
+    """Preempted in the middle of its prompt, back for a step that does not fill the block, and cancelled."""
+    loop = Loop.build(make_cache(8, num_host_blocks=12), max_num_batched_tokens=3, max_num_seqs=4)
+    loop.add(*[long_one(name, seed, 1, length) for name, seed, length in (("a", 30, 6), ("b", 31, 9))])
+    for _ in range(3):
+        loop.step()
+    half = long_one("half", 1, 16, 4)
+    loop.add(half)
+    while not (half.preemptions and half.status is SequenceStatus.PREFILLING):
+        loop.step()
+    assert loop.plans[-1].swap_in
+    assert half.num_committed_tokens == 3, "of a block's 4"
+    loop.cancel("half")
+    loop.add(long_one("same", 1, 16, 4))
+    loop.run()
+    loop.assert_truth()
+
+
 def test_a_full_host_pool_falls_back_to_a_soft_reset() -> None:
     loop = Loop.build(make_cache(9, num_host_blocks=1), max_num_seqs=2)
     loop.add(long_one("a", 1, 8, 20), long_one("b", 2, 8, 20))

@@ -227,9 +227,7 @@ class KVManager:
                     pool.share(entry)
         sequence.block_tables = []
         for group, (pool, prefix) in enumerate(zip(self.pools, prefixes, strict=True)):
-            table = [
-                entry if entry >= 0 else self._promote(sequence, group, entry, i) for i, entry in enumerate(prefix)
-            ]
+            table = [e if e >= 0 else self._promote(sequence, group, e, i) for i, e in enumerate(prefix)]
             if sources:
                 table.append(pool.allocate())
                 self.tier.moves.copies.append(BlockCopy(group, sources[group], table[-1]))
@@ -239,13 +237,14 @@ class KVManager:
         self._extend(sequence, [self._target(g, start, sequence.num_tokens) for g in range(len(self.pools))])
 
     def _promote(self, sequence: Sequence, group: int, entry: int, index: int) -> int:
-        """A device block for one on the host; others may share it once the copy has been made."""
+        """A device block for one on the host; others may share it once the copy has been made, if it is full."""
         block = self.pools[group].allocate()
-        moves = self.tier.moves
+        moves, committed = self.tier.moves, sequence.num_committed_tokens  # 0: it is one of the prefix cache
         self.tier.copy_in(group, -1 - entry, block)
         if index < len(sequence.block_hashes):
             self.pools[group].fence(block, sequence.block_hashes[index], sequence)
-            moves.lifting.append((group, block, sequence))
+            if not 0 < committed < (index + 1) * self.block_size:
+                moves.lifting.append((group, block, sequence))
         if sequence not in moves.arrived:
             moves.arrived.append(sequence)
         return block

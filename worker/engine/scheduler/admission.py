@@ -36,13 +36,15 @@ def num_for_urgent(state: State) -> int:
 
 
 class Verdict(Enum):
-    """ADMITTED; or why not: a block it can share is being filled, a limit on prefills, adapters, blocks, a free row."""
+    """ADMITTED; or why not: a block it can share is being filled, a limit on prefills, adapters, blocks, the read
+    budget, a free row."""
 
     ADMITTED = auto()
     AWAITS = auto()
     LIMITED = auto()
     NO_ADAPTER = auto()
     NO_BLOCKS = auto()
+    NO_READS = auto()
     NO_ROW = auto()
 
 
@@ -87,10 +89,12 @@ class Admission:
             else:
                 skipped.append(place)
                 is_final = is_final and verdict in (Verdict.NO_BLOCKS, Verdict.NO_ROW, Verdict.NO_ADAPTER)
-                if verdict in (Verdict.NO_BLOCKS, Verdict.NO_ADAPTER) and head is None:
+                if verdict in (Verdict.NO_BLOCKS, Verdict.NO_READS, Verdict.NO_ADAPTER) and head is None:
                     head = place
             if verdict is Verdict.NO_ROW or (head is not None and head.bypassed >= self._config.max_bypass):
                 break
+            if place.has_taken and (verdict is not Verdict.NO_BLOCKS or self._state.kv.has_deferred):
+                break  # what it has taken is not for others, least of all for those whom it was taken from
         return is_final and step.tokens > 0
 
     def short_waiting(self, step: Step, max_rank: int | None = None) -> int:
@@ -139,8 +143,9 @@ class Admission:
         if verdict in (Verdict.NO_BLOCKS, Verdict.NO_ROW) and self._may_preempt:
             for victim in self._worth_preempting(step, place, verdict):
                 self._planner.preempt(step, victim)
+                place.has_taken = True
                 verdict = self._try(step, place)
-                if verdict is Verdict.ADMITTED or self._state.kv.has_deferred:
+                if verdict is Verdict.ADMITTED:
                     break
         return verdict
 
@@ -159,8 +164,20 @@ class Admission:
         if verdict is Verdict.NO_ROW:
             return victims[:1]
         need = -(-place.sequence.num_tokens // kv.block_size)
-        held = sum(min(kv.num_private(victim)) for victim in victims)
-        return victims if kv.num_free + held >= need else []
+        free = kv.num_free
+        for count, victim in enumerate(victims, start=1):
+            free += min(kv.num_private(victim))
+            headroom = self._headroom(place.sequence, state.num_running - count)
+            if free - need >= (0 if headroom is None else max(headroom, *kv.margins)):
+                return victims[:count]
+        return []
+
+    def _headroom(self, sequence: Sequence, num_others: int) -> int | None:
+        """Blocks to be spared beside others that run, if they are more than the margin; None: it may have all."""
+        if not num_others:
+            return None
+        # who was preempted comes back only when each running one could grow too: else it is the next victim
+        return num_others if sequence.preemptions else 0
 
     def _try(self, step: Step, place: Place) -> Verdict:
         state, kv, sequence = self._state, self._state.kv, place.sequence
@@ -183,7 +200,10 @@ class Admission:
                 return Verdict.AWAITS
             hit = found
             start = max(hit.num_tokens, forked)
-        if self._is_limited(step, sequence, start):
+        chunk = min(sequence.num_tokens - start, step.tokens, self._planner.chunk_limit(sequence, start))
+        if step.reads is not None and step.items and self._planner.read_cost(start + chunk) > step.reads:
+            return Verdict.NO_READS
+        if self._is_limited(sequence, start, chunk):
             return Verdict.LIMITED
         taken = self._take(step, place, hit, forked)
         if taken is None:
@@ -203,13 +223,10 @@ class Admission:
             return wanted
         return -1 if leader.last_step >= self._state.kv.oldest_step else 0
 
-    def _is_limited(self, step: Step, sequence: Sequence, start: int) -> bool:
-        """Limits on concurrent prefills, and the read budget."""
+    def _is_limited(self, sequence: Sequence, start: int, chunk: int) -> bool:
+        """Limits on concurrent prefills."""
         config, planner = self._config, self._planner
         remaining = sequence.num_tokens - start
-        chunk = min(remaining, step.tokens, planner.chunk_limit(sequence, start))
-        if step.reads is not None and step.items and planner.read_cost(start + chunk) > step.reads:
-            return True
         prefilling = self._state.prefilling
         if chunk == remaining:
             return False  # done within this step
@@ -223,10 +240,7 @@ class Admission:
     def _take(self, step: Step, place: Place, hit: Hit, forked: int) -> int | None:
         """Take the blocks; the number of tokens that are computed already, or None if they do not fit."""
         state, kv, sequence = self._state, self._state.kv, place.sequence
-        headroom: int | None = None  # alone, it may have every block
-        if state.num_running and step.only is None:
-            # who was preempted comes back only when each running one could grow too: else it is the next victim
-            headroom = state.num_running if sequence.preemptions else 0
+        headroom = None if step.only is not None else self._headroom(sequence, state.num_running)
         if sequence.status is OFFLOADED:
             return sequence.num_committed_tokens if kv.restore(sequence, headroom) else None
         leader = place.leader if forked > hit.num_tokens else None
@@ -245,6 +259,7 @@ class Admission:
             state.queue.charge(sequence.tenant, sequence.num_tokens - num_computed)
         counters.recomputed_tokens += max(0, place.num_lost_tokens - num_computed)
         place.num_lost_tokens = place.bypassed = 0
+        place.has_taken = False
         place.is_long = sequence.num_tokens - num_computed > self._planner.threshold > 0
         place.since = state.clock()
         sequence.num_computed_tokens = sequence.num_committed_tokens = num_computed

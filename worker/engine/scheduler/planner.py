@@ -31,6 +31,7 @@ class Planner:
         self._proposer = proposer if state.async_depth == 0 else None
         self._ageing_s = ageing_s
         self._admission = Admission(state, self)
+        self._stood_back: Sequence | None = None
         phases = {
             SchedulingPolicy.FIFO: self._decodes_first,
             SchedulingPolicy.PREFILL_FIRST: self._prefills_first,
@@ -51,6 +52,7 @@ class Planner:
         step = Step(state.next_step, budget, reads)
         state.kv.oldest_step = next(iter(state.in_flight), step.step_id)
         if only is None:
+            self._favour(step)
             self._fill(step)
         else:
             step.only = frozenset(only)
@@ -62,6 +64,30 @@ class Planner:
         if not plan.is_empty:
             state.launch(plan, moves)
         return plan
+
+    def _favour(self, step: Step) -> None:
+        """Who found too little left of the read budget goes before all others: shorter ones would leave it too little
+        for ever. Of bulk work only so much as a step carries of it anyway."""
+        sequence, self._stood_back = self._stood_back, None
+        if sequence is None or sequence.status not in (PREFILLING, DECODING):
+            return
+        held_back = max(0, step.tokens - MIN_TOKENS) if self._is_held_back(sequence) else 0
+        step.favoured = sequence
+        step.tokens -= held_back
+        self.schedule(step, sequence)
+        step.tokens += held_back
+
+    def _stand_back(self, step: Step, sequence: Sequence) -> None:
+        """Of those without reads the one that has not run for longest is favoured next, but not in two steps running.
+        Decodes take turns anyway, only bulk work's come after all others."""
+        if step.favoured is not None or not (sequence.status is PREFILLING or self._is_held_back(sequence)):
+            return
+        first = self._stood_back
+        if first is None or sequence.last_step < first.last_step:
+            self._stood_back = sequence
+
+    def _is_held_back(self, sequence: Sequence) -> bool:
+        return self._pace.is_kept and sequence.priority >= BULK
 
     # ── the policies' orders ──
 
@@ -78,24 +104,29 @@ class Planner:
 
     def _by_class(self, step: Step) -> None:
         """Decodes; then prefills by class, the waiting of a better class before the running of a worse one. Where
-        bulk work would make a step too long for others in it, all of it comes after them, as much as there is room."""
+        bulk work would make a step too long for others in it, all of it comes after them, as much as there is room;
+        its decodes leave its prefills a part of that."""
         state, now = self._state, self._state.clock()
         state.queue.refresh(now)
-        decodes, prefills = list(state.decoding), self._ranked(now)
+        decodes, prefills, admitted_below = list(state.decoding), self._ranked(now), 0
         if self._pace.is_kept:
             bulk = [sequence for sequence in decodes if sequence.priority >= BULK]
-            kept = min(MIN_TOKENS, len(bulk), step.tokens // 8)
+            bulk_prefills = [entry for entry in prefills if entry[1].priority >= BULK]
+            kept = min(MIN_TOKENS if bulk_prefills else len(bulk), MIN_TOKENS, step.tokens // 8)
             step.tokens -= kept
             self._decodes(step, [sequence for sequence in decodes if sequence.priority < BULK])
             self._prefills_by_class(step, [entry for entry in prefills if entry[1].priority < BULK])
             if state.queue.num_below(BULK):
                 self._admission.admit(step, max_rank=BULK - 1)
             step.tokens += kept
-            decodes, prefills = bulk, [entry for entry in prefills if entry[1].priority >= BULK]
+            decodes, prefills, admitted_below = bulk, bulk_prefills, BULK
         held_back = self._held_back(step, now)
         step.tokens -= held_back
+        for_prefills = min(MIN_TOKENS, step.tokens // 2) if self._pace.is_kept and prefills else 0
+        step.tokens -= for_prefills
         self._decodes(step, decodes)
-        self._prefills_by_class(step, prefills)
+        step.tokens += for_prefills
+        self._prefills_by_class(step, prefills, admitted_below)
         self._admission.admit(step)
         step.tokens += held_back
 
@@ -114,8 +145,8 @@ class Planner:
         room = self._pace.room_at(now, others)
         return 0 if room is None else max(0, step.tokens - room)
 
-    def _prefills_by_class(self, step: Step, ranked: list[tuple[int, Sequence]]) -> None:
-        admitted_below = 0
+    def _prefills_by_class(self, step: Step, ranked: list[tuple[int, Sequence]], admitted_below: int = 0) -> None:
+        """Those that wait, of ranks below `admitted_below`, have had their turn in this step."""
         for rank, sequence in ranked:
             if rank > admitted_below:
                 self._admission.admit(step, max_rank=rank - 1)
@@ -177,7 +208,7 @@ class Planner:
         for sequence in prefills:
             if step.tokens <= 0:
                 return
-            if sequence.status is PREFILLING:
+            if sequence.status is PREFILLING and sequence is not step.favoured:
                 self.schedule(step, sequence)
 
     def chunk_limit(self, sequence: Sequence, start: int) -> int:
@@ -203,6 +234,7 @@ class Planner:
         if end <= start:
             return False
         if step.reads is not None and step.items and self.read_cost(end) > step.reads:
+            self._stand_back(step, sequence)
             return False
         if end > sequence.num_slots:
             reach = self._state.kv.reach(sequence)

@@ -33,6 +33,7 @@ class Place:
     leader: Sequence | None = None
     num_lost_tokens: int = 0  # computed before a soft reset
     is_counted: bool = False  # its cache hit has been reported
+    has_taken: bool = False  # others were preempted for it, and it has not started yet
     is_long: bool = False  # started with more to compute than the threshold for long prefills
 
     def __lt__(self, other: "Place") -> bool:

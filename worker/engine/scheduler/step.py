@@ -16,6 +16,7 @@ class Step:
     items: list[ScheduledSequence] = field(default_factory=list)
     admitted: set[Sequence] = field(default_factory=set)
     has_preempted: bool = False
+    favoured: Sequence | None = None  # goes first: it had to stand back in a step before, for its reads
     only: frozenset[Sequence] | None = None
 
     def add(self, sequence: Sequence, end: int, samples: bool, draft_ids: tuple[int, ...] = ()) -> None:
