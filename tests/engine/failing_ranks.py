@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from worker.engine import Engine, EngineConfig, SamplingParams
-from worker.engine.engine import EngineError
+from worker.engine.faults import EngineError
 from worker.engine.model.paged import PagedStep
 from worker.engine.parallel import LeadingRunner, follow
 from worker.engine.ranks import Ranks

@@ -6,8 +6,7 @@ import pytest
 
 from schemas.generation import FinishReason, SamplingParams
 from worker.engine import Engine, EngineConfig, GenerationRequest, RequestError
-from worker.engine.engine import EngineError
-from worker.engine.faults import is_device_lost
+from worker.engine.faults import EngineError, is_device_lost
 from worker.engine.synthetic import END_OF_TEXT, SyntheticRunner
 
 GREEDY = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)

@@ -19,7 +19,8 @@ from worker.engine.types import (
 )
 
 if TYPE_CHECKING:
-    from worker.engine.engine import Engine, EngineError
+    from worker.engine.engine import Engine
+    from worker.engine.faults import EngineError
 
 __all__ = [
     "Capacity",

@@ -1,9 +1,7 @@
 """The engine: a running continuous batch that anyone can step.
 
-A step is three calls: the scheduler plans, the runner executes, the scheduler commits. On an
-asynchronous device the next step is planned and launched before the last one's tokens reach the host.
-A step that raises is bisected: the sequence that breaks it fails alone and the others go on. It knows
-no text, no queue and no process: `host.py` runs it elsewhere.
+It takes requests in, has them stepped (`stepping.py`) and gives their events out. It knows no text, no queue and no
+process: `host.py` runs it elsewhere.
 
 The calls for direct use carry the names of Transformers' continuous-batching manager where they mean
 the same.
@@ -21,19 +19,15 @@ import msgspec
 
 from schemas.generation import FinishReason, SamplingParams
 from worker.engine.config import EngineConfig
-from worker.engine.faults import is_device_lost, refusal_event, sentence_of
+from worker.engine.faults import EngineError, refusal_event
 from worker.engine.intake import Intake
 from worker.engine.outputs import Outputs
-from worker.engine.plan import StepOutput, StepPlan
 from worker.engine.preparing import Needs, Preparing
 from worker.engine.runners import Runner, load_runner
 from worker.engine.scheduler import Scheduler
 from worker.engine.sequence import Sequence
+from worker.engine.stepping import Steps
 from worker.engine.types import Capacity, EngineStats, GenerationOutput, GenerationRequest, RequestError, TokenEvent
-
-
-class EngineError(RuntimeError):
-    """The engine itself is broken (its device is lost): it must be restarted; its requests are not to blame."""
 
 
 class Engine:
@@ -46,9 +40,8 @@ class Engine:
         self._outputs = Outputs()
         self._early: list[TokenEvent] = []  # events that arose outside a step (refusals, cancels)
         self._preparing = Preparing()  # not yet schedulable
-        self._in_flight: tuple[StepPlan, Any] | None = None
+        self._steps = Steps(runner, scheduler)
         self._ids = itertools.count()
-        self._steps = self._failed_steps = 0
         self._busy_s = 0.0
 
     @classmethod
@@ -188,7 +181,7 @@ class Engine:
 
     @property
     def _can_step(self) -> bool:
-        return bool(self._early or self._in_flight or self.scheduler.has_work)
+        return bool(self._early or self._steps.are_under_way or self.scheduler.has_work)
 
     def step(self) -> list[TokenEvent]:
         """Run one iteration and return its events; with nothing to do, return at once.
@@ -199,75 +192,10 @@ class Engine:
         self._take_prepared()
         events, self._early = self._early, []
         events += self.scheduler.expire()
-        events += self._step_asynchronous() if self.runner.is_asynchronous else self._step_synchronous()
+        events += self._steps.next()
         self._outputs.deliver(events)
         self._busy_s += time.perf_counter() - started
         return events
-
-    def _step_synchronous(self) -> list[TokenEvent]:
-        plan = self.scheduler.plan()
-        if plan.is_empty:
-            return []
-        self._steps += 1
-        try:
-            output = self.runner.execute(plan)
-        except Exception as error:
-            return self._bisect(plan, error)
-        return self._commit(plan, output)
-
-    def _step_asynchronous(self) -> list[TokenEvent]:
-        """Launch step N+1 from a plan with placeholders, then wait for step N and commit it."""
-        previous = self._in_flight
-        plan = self.scheduler.plan()
-        self._in_flight = None
-        try:
-            if not plan.is_empty:
-                self._steps += 1
-                self._in_flight = (plan, self.runner.launch(plan))
-        except Exception as error:
-            events = self._finish(previous) if previous else []
-            return events + self._bisect(plan, error)
-        return self._finish(previous) if previous else []
-
-    def _finish(self, launched: tuple[StepPlan, Any]) -> list[TokenEvent]:
-        plan, step = launched
-        try:
-            output = self.runner.finish(step)
-        except Exception as error:
-            if self._in_flight is not None:  # what was launched on top of a failed step is void too
-                self.scheduler.abandon(self._in_flight[0])
-                self._in_flight = None
-            return self._bisect(plan, error)
-        return self._commit(plan, output)
-
-    def _commit(self, plan: StepPlan, output: StepOutput) -> list[TokenEvent]:
-        events = self.scheduler.commit(plan, output)
-        self.runner.release(self.scheduler.take_released())
-        return events
-
-    def _bisect(self, plan: StepPlan, error: Exception) -> list[TokenEvent]:
-        """A step raised: take it back, then run halves of it until the guilty sequence stands alone."""
-        self._failed_steps += 1
-        self.scheduler.abandon(plan)
-        if is_device_lost(error) or not self.runner.is_alive():
-            raise EngineError(f"the device is lost: {error}") from error
-        sequences = [item.sequence for item in plan.scheduled]
-        if len(sequences) == 1:
-            return self.scheduler.fail(sequences[0], f"the model failed on this request: {sentence_of(error)}")
-        if not sequences:
-            raise EngineError(f"a step without sequences failed: {error}") from error
-        middle = len(sequences) // 2
-        return self._run_only(sequences[:middle]) + self._run_only(sequences[middle:])
-
-    def _run_only(self, sequences: list[Sequence]) -> list[TokenEvent]:
-        plan = self.scheduler.plan(only=sequences)
-        if plan.is_empty:
-            return []
-        try:
-            output = self.runner.execute(plan)
-        except Exception as error:
-            return self._bisect(plan, error)
-        return self._commit(plan, output)
 
     def _take_prepared(self) -> None:
         """Grammars compile and adapters load off the step's path; their requests join when they are done."""
@@ -333,8 +261,8 @@ class Engine:
         captured, replayed = self.runner.graph_counts
         return msgspec.structs.replace(
             self.scheduler.snapshot(),
-            steps=self._steps,
-            failed_steps=self._failed_steps,
+            steps=self._steps.num_begun,
+            failed_steps=self._steps.num_failed,
             busy_s=self._busy_s,
             graphs_captured=captured,
             graph_replays=replayed,

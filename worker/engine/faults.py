@@ -6,6 +6,10 @@ from schemas.generation import FinishReason
 from worker.engine.types import RequestError, TokenEvent
 
 
+class EngineError(RuntimeError):
+    """The engine itself is broken (its device is lost): it must be restarted; its requests are not to blame."""
+
+
 def refusal_event(request_id: str, error: RequestError, choice: int = 0) -> TokenEvent:
     return TokenEvent(
         request_id=request_id,

@@ -9,7 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from worker.engine.engine import Engine, EngineError
+from worker.engine.engine import Engine
+from worker.engine.faults import EngineError
 from worker.engine.mailbox import (
     Broken,
     Cancel,
