@@ -130,8 +130,12 @@ INLINE void store_steps(vi steps, Quad *to, int64_t count) {
 
 Row quantise(const float *x, int64_t k, Quad *values) {
     const Range range = range_of(x, k);
+    if (range.bad != 0.0f) {  // a row that is not finite must not come out finite; NaN as a whole number is anything
+        memset((void *)values, 0, quads(k) * sizeof(Quad));
+        return {0.0f, range.bad, 0};
+    }
     const float low = range.low, width = range.high - low;
-    const bool varies = width > 0.0f && range.bad == 0.0f;
+    const bool varies = width > 0.0f;
     const float inverse = varies ? 255.0f / width : 0.0f, scale = varies ? width / 255.0f : 0.0f;
     const auto steps_of = [&](vf v) __attribute__((always_inline)) {
         const vf magic = splat(12582912.0f);  // 1.5 · 2^23: adding it rounds to the nearest integer, ties to even
@@ -153,8 +157,7 @@ Row quantise(const float *x, int64_t k, Quad *values) {
     }
     int32_t sum = 0;
     for (int j = 0; j < VW; ++j) sum += sums[j];
-    // A row that is not finite must not come out finite.
-    return {scale, low + 128.0f * scale + range.bad, 128 * sum};
+    return {scale, low + 128.0f * scale, 128 * sum};
 }
 
 }  // namespace
