@@ -90,7 +90,7 @@ def build_request(arguments: Mapping[str, Any]) -> JobRequest:
     try:
         fields["deadline_ms"] = _moment_ms(given.get("deadline"), now_ms, now_ms)
         fields["not_before_ms"] = _moment_ms(given.get("not_before"), now_ms, 0)
-        request = msgspec.convert(_plain(fields), JobRequest)
+        request = msgspec.convert(_plain(fields), JobRequest, str_keys=True)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:  # msgspec's ValidationError is a ValueError
         raise InvalidRequest([str(error)]) from error
     return checked(request, is_decoded=True)

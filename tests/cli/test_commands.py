@@ -72,6 +72,13 @@ def test_submit_prints_an_id_and_nothing_else(shell: Shell, client: Client) -> N
     assert again[0] == again[1]
 
 
+def test_a_bias_is_json_from_token_ids_to_numbers(shell: Shell, client: Client) -> None:
+    done = shell("submit", "Hello", "--logit-bias", '{"5": 10, "7": -0.5}')
+    assert done.exit_code == 0, done.stderr
+    payload = cast("bytes", client._redis.hget(client.keys.job(done.stdout.strip()), "request"))
+    assert decode_request(payload).params.logit_bias == {5: 10, 7: -0.5}
+
+
 def test_the_prompt_may_come_from_stdin_a_file_or_json(shell: Shell, tmp_path: Path) -> None:
     chat = tmp_path / "chat.json"
     chat.write_text('[{"role": "user", "content": "Hi"}]')

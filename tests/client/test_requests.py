@@ -48,6 +48,15 @@ def test_times_are_relative_or_absolute() -> None:
     assert spans.not_before_ms == spans.created_ms + 5_000
 
 
+def test_token_ids_may_come_as_json_has_them() -> None:
+    plain, from_json = (build_request({"prompt": "x", "logit_bias": {key: 1.5}}) for key in (5, "5"))
+    assert from_json.params.logit_bias == plain.params.logit_bias == {5: 1.5}
+    assert fingerprint(from_json) == fingerprint(plain)
+    for key in ("x", "5.0", " 5", 5.0, True):
+        with pytest.raises(InvalidRequest, match=r"Expected `int`, got .* in `\$\.params\.logit_bias`"):
+            build_request({"prompt": "x", "logit_bias": {key: 1.5}})
+
+
 def test_everything_wrong_is_said_at_once() -> None:
     with pytest.raises(InvalidRequest) as caught:
         build_request({"prompt": "x", "max_tokens": 0, "temperature": -1.0})
