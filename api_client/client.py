@@ -20,7 +20,19 @@ import redis
 from api_client import programs, queue_programs, queue_state, scripts
 from api_client.base import ClientBase, ClientOptions, translate
 from api_client.connections import SERVER_TROUBLE, connect
-from api_client.effects import Commands, Effect, Follow, Listen, LookUp, Program, Receive, RunScript, Sleep, Tell
+from api_client.effects import (
+    Commands,
+    Effect,
+    Follow,
+    Listen,
+    LookUp,
+    Program,
+    Receive,
+    RunScript,
+    Signal,
+    Sleep,
+    Tell,
+)
 from api_client.errors import JobFailed, QueueUnavailable
 from api_client.queue_programs import DeadJob
 from api_client.queue_state import QueueState
@@ -208,7 +220,7 @@ class _Performer:
                 return time.sleep(seconds)
         raise TypeError(f"no such effect: {effect!r}")
 
-    def receive(self, timeout: float) -> bytes | None:
+    def receive(self, timeout: float) -> bytes | Signal | None:
         assert self._subscription is not None, "a program listens before it receives"
         return self._subscription.receive(timeout)
 
