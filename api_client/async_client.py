@@ -178,10 +178,12 @@ class AsyncClient(ClientBase):
                 if isinstance(effect, Tell):
                     yield effect.value
                 elif isinstance(effect, Follow):
-                    receive, timeout, told_by = performer.receiver(), effect.timeout, effect.told_by
+                    receive, timeout = performer.receiver(), effect.timeout
+                    told_by, taken = effect.told_by, effect.taken
                     while (values := told_by(message := await receive(timeout))) is not None:
                         for value in values:
                             yield value
+                        taken()
                     performer.answer = message
                 else:
                     await performer.perform(effect)

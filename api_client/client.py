@@ -185,6 +185,7 @@ class Client(ClientBase):
                     if isinstance(effect, Follow):
                         while (values := effect.told_by(answer := performer.receive(effect.timeout))) is not None:
                             yield from values
+                            effect.taken()
                     else:
                         answer = performer.perform(effect)
                 except SERVER_TROUBLE as error:

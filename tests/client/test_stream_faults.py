@@ -104,6 +104,28 @@ async def test_a_subscription_that_was_made_anew_is_no_silence(queue: Queue, red
     await client.close()
 
 
+@pytest.mark.parametrize("kind", ["sync", "async"])
+async def test_the_reader_s_own_time_is_no_silence(queue: Queue, redis_url: str, kind: str) -> None:
+    """He takes longer than the time limit over a chunk from the log, and over one that was published."""
+    client: Any = AsyncClient(redis_url, queue=QUEUE) if kind == "async" else Threaded(Client(redis_url, queue=QUEUE))
+    job = await queue.submit()
+    worker = queue.worker()
+    (delivery,) = await worker.claim(1)
+    await worker.append([token(delivery, 0)])
+    told = []
+    async for chunk in client.stream(job, timeout=0.6):
+        told.append(chunk)
+        if chunk.index == 0:
+            await worker.append([token(delivery, 1)])
+            await asyncio.sleep(0.8)
+        elif chunk.index == 1:
+            await queue.redis.execute_command("CLIENT", "KILL", "TYPE", "PUBSUB")
+            await asyncio.sleep(0.8)
+            await worker.finish([end_of(delivery, 2)])
+    assert_told(told, 2)
+    await client.close()
+
+
 async def test_a_lost_reply_to_submit_makes_no_second_job(faulty: tuple[Any, FaultProxy], queue: Queue) -> None:
     client, proxy = faulty
     await client.depth()  # connected
