@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from api_client.connections import Link, parse_url
-from api_client.errors import ConfigurationError, QueueUnavailable, TokenmillError
+from api_client.errors import ClientClosed, ConfigurationError, QueueUnavailable, TokenmillError
 from api_client.programs import QueueView
 from api_client.requests import build_request, checked
 from schemas.job import JobRequest
@@ -48,6 +48,7 @@ class ClientBase:
         )
         self._database = database
         self._results: SqlResults | None = None
+        self.is_closed = False
         publish = "SPUBLISH" if parse_url(url).is_cluster else "PUBLISH"
         self.script_head = (self.keys.meta, self.keys.base, publish)
 
@@ -94,6 +95,12 @@ class ClientBase:
 
     def _requests(self, jobs: Iterable[JobRequest | Mapping[str, Any]]) -> list[JobRequest]:
         return [checked(job) if isinstance(job, JobRequest) else build_request(job) for job in jobs]
+
+
+def check_open(client: ClientBase) -> None:
+    """Raises ClientClosed."""
+    if client.is_closed:
+        raise ClientClosed
 
 
 def translate(error: Exception) -> QueueUnavailable:

@@ -18,7 +18,7 @@ from typing import Any, Self, TypeVar
 import redis
 
 from api_client import programs, queue_programs, queue_state, scripts
-from api_client.base import ClientBase, ClientOptions, translate
+from api_client.base import ClientBase, ClientOptions, check_open, translate
 from api_client.connections import SERVER_TROUBLE, connect
 from api_client.effects import (
     Commands,
@@ -139,6 +139,8 @@ class Client(ClientBase):
         self._run(queue_programs.set_queue_limit(self._view, limit))
 
     def close(self) -> None:
+        """For good; calls and streams in other threads end with ClientClosed."""
+        self.is_closed = True
         self._redis.close()
         self._close_results()
 
@@ -188,7 +190,10 @@ class Client(ClientBase):
                             effect.taken()
                     else:
                         answer = performer.perform(effect)
-                except SERVER_TROUBLE as error:
+                except Exception as error:
+                    check_open(self)  # closed by another thread: then the library says whatever comes to its mind
+                    if not isinstance(error, SERVER_TROUBLE):
+                        raise
                     trouble = translate(error)
         finally:
             program.close()
@@ -204,6 +209,7 @@ class _Performer:
         self._subscription: Subscription | None = None
 
     def perform(self, effect: Effect) -> Any:
+        check_open(self._client)
         match effect:
             case RunScript(script, arguments):
                 return scripts.call(self._redis, script, *self._client.script_head, *arguments)
@@ -242,3 +248,5 @@ class _Performer:
         if self._subscription is not None:
             self._subscription.close()
             self._subscription = None
+        if self._client.is_closed:  # while this ran: what it has given back to the pool is open
+            self._redis.close()
