@@ -79,6 +79,16 @@ def test_a_bias_is_json_from_token_ids_to_numbers(shell: Shell, client: Client) 
     assert decode_request(payload).params.logit_bias == {5: 10, 7: -0.5}
 
 
+def test_an_unknown_job_keeps_no_other_from_being_cancelled(shell: Shell, client: Client) -> None:
+    first, second, third, fourth = (str(client.submit(prompt="x")) for _ in range(4))
+    done = shell("cancel", first, "nope", second)
+    assert (done.exit_code, done.stdout) == (1, f"{first} cancelled\n{second} cancelled\n")
+    assert "no job nope" in done.stderr
+    done = shell("cancel", third, "nope", fourth, "--json")
+    assert done.exit_code == 1
+    assert json.loads(done.stdout) == {third: "cancelled", "nope": "unknown", fourth: "cancelled"}
+
+
 def test_the_prompt_may_come_from_stdin_a_file_or_json(shell: Shell, tmp_path: Path) -> None:
     chat = tmp_path / "chat.json"
     chat.write_text('[{"role": "user", "content": "Hi"}]')
