@@ -68,6 +68,13 @@ def test_every_problem_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not [line for line in problems if "\n" in line]
 
 
+@pytest.mark.parametrize("name", [n for n in Settings.model_fields if n.endswith(("_seconds", "_days"))])
+def test_no_time_is_longer_than_clocks_and_databases_can_count(name: str) -> None:
+    problems = _problems(**{name: "1e16"})
+    flag = f"--{name.replace('_', '-')}"
+    assert any(line.startswith(flag) and "at most" in line for line in problems), problems
+
+
 def test_a_late_heartbeat_must_not_cost_the_lease() -> None:
     assert "at most half" in _problems(lease_seconds="6", heartbeat_seconds="5")[0]
 
