@@ -19,7 +19,7 @@ from ipaddress import IPv4Network, IPv6Network, ip_network
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, ValidationError, create_model
+from pydantic import Field, ValidationError, ValidationInfo, create_model, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from api_client.connections import parse_url
@@ -75,9 +75,7 @@ class Settings(_EngineFields):
 
     # where
     redis_url: str = Field("redis://localhost:6379/0", description="Redis or Valkey: redis://, rediss:// or unix://")
-    database_url: str = Field(
-        "sqlite:///tokenmill.db", description="results and usage: sqlite:///FILE or postgresql://"
-    )
+    database_url: str = Field("sqlite:///tokenmill.db", description="results, usage: sqlite:///FILE or postgresql://")
     queue: str = Field("", description="queue to serve (default: the model's name)")
     key_prefix: str = Field("tm:", description="first part of every Redis key")
     worker_id: str = Field("", description="name of this worker (default: host, process id)")
@@ -94,7 +92,7 @@ class Settings(_EngineFields):
     result_ttl_seconds: Seconds = Field(3600, gt=0, description="Redis keeps a result this long; SQL keeps it for good")
     log_ttl_seconds: Seconds = Field(3600, gt=0, description="Redis keeps the tokens of an unfinished job this long")
     idempotency_ttl_seconds: Seconds = Field(
-        86_400, gt=0, description="an idempotency key is remembered this long after its job's end"
+        86_400, gt=0, description="its key is remembered so long after a job's end"
     )
     # limits
     queue_limit: int = Field(0, ge=0, description="submit refuses above this many waiting jobs; 0: no limit")
@@ -124,9 +122,7 @@ class Settings(_EngineFields):
     webhook_sweep_seconds: Seconds = Field(2.0, ge=0.1, description="how often webhooks that are due are looked for")
     rollup_seconds: Seconds = Field(300.0, ge=1, description="how often usage is summed up by day")
     retention_sweep_seconds: Seconds = Field(600.0, ge=1, description="how often what is old is looked for")
-    retain_payload_days: Days = Field(
-        0.0, ge=0, description="prompts and answers in SQL are kept so long; 0: for ever"
-    )
+    retain_payload_days: Days = Field(0.0, ge=0, description="prompts and answers in SQL stay so long; 0: for ever")
     retain_job_days: Days = Field(0.0, ge=0, description="finished jobs' rows; 0: for ever")
     retain_usage_days: Days = Field(0.0, ge=0, description="usage of single jobs; its sums by day stay; 0: for ever")
     retain_webhook_days: Days = Field(30.0, ge=0, description="webhooks that were delivered or are dead; 0: for ever")
@@ -140,6 +136,12 @@ class Settings(_EngineFields):
     otel_sample_ratio: float = Field(1.0, ge=0, le=1, description="share traced of the jobs that bring no trace")
     stall_seconds: Seconds = Field(120.0, gt=0, description="/healthz fails when work waits and nothing moved so long")
     engine_host: Literal["process", "thread"] = Field("process", description="where the engine runs")
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _none_is_no_text(cls, value: object, info: ValidationInfo) -> object:
+        is_text = info.field_name is not None and cls.model_fields[info.field_name].annotation is str
+        return "" if value is None and is_text else value
 
     @property
     def queue_name(self) -> str:
@@ -168,14 +170,13 @@ class Settings(_EngineFields):
 
     def variables(self) -> dict[str, str]:
         """The environment under which `load_settings` gives these settings again: for child processes."""
-        changed = self.model_dump(exclude_defaults=True)
-        return {_variable(name): _text(value) for name, value in changed.items()}
+        return {_variable(name): _text(value) for name, value in self.model_dump(exclude_defaults=True).items()}
 
 
 def _text(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
-    return "none" if value is None else str(value)
+    return "none" if value in (None, "") else str(value)  # an empty variable counts as none at all
 
 
 def child_environment(settings: Settings) -> dict[str, str]:

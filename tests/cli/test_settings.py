@@ -91,6 +91,14 @@ def test_empty_and_none_mean_unset(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (settings.lease_seconds, settings.engine_config().num_blocks, settings.metrics_port) == (10.0, None, None)
 
 
+def test_a_text_that_is_unset_is_empty_in_a_child_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = load_settings({"key_prefix": "", "metrics_host": "none"})
+    assert (empty.key_prefix, empty.metrics_host, load_settings({"queue": "none"}).queue) == ("", "", "")
+    for name, value in empty.variables().items():
+        monkeypatch.setenv(name, value)
+    assert load_settings() == empty
+
+
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(EngineConfig)])
 def test_each_engine_setting_is_a_setting_with_a_help_text(name: str) -> None:
     assert name in Settings.model_fields
