@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -48,6 +49,7 @@ class ClientBase:
         )
         self._database = database
         self._results: SqlResults | None = None
+        self._opening = threading.Lock()
         self.is_closed = False
         publish = "SPUBLISH" if parse_url(url).is_cluster else "PUBLISH"
         self.script_head = (self.keys.meta, self.keys.base, publish)
@@ -71,20 +73,24 @@ class ClientBase:
         return self._view
 
     def look_up(self, job_id: str) -> JobResult | None:
-        """In the database, if there is one."""
+        """In the database, if there is one. Raises ClientClosed."""
         if self._database is None:
             return None
-        if self._results is None:
-            from api_client.sql import SqlResults  # SQLAlchemy is an extra
+        with self._opening:
+            check_open(self)
+            if self._results is None:
+                from api_client.sql import SqlResults  # SQLAlchemy is an extra
 
-            self._results = SqlResults(self._database)
-        found: JobResult | None = self._results.get(job_id)
+                self._results = SqlResults(self._database)
+            results = self._results
+        found: JobResult | None = results.get(job_id)
         return found
 
     def _close_results(self) -> None:
-        if self._results is not None:
-            self._results.close()
-            self._results = None
+        with self._opening:
+            if self._results is not None:
+                self._results.close()
+                self._results = None
 
     def _request(self, request: JobRequest | None, arguments: Mapping[str, Any]) -> JobRequest:
         if request is None:
