@@ -4,13 +4,14 @@ import ipaddress
 import socket
 import ssl
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.tasks.receiver import Dripping, Receiver
 from worker.tasks.addresses import AddressRefused, AddressUnknown, is_permitted, resolve
-from worker.tasks.sender import Sender, SendFailed
+from worker.tasks.sender import Sender, SendFailed, _Deadline
 
 LOCAL = (ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1/128"))
 
@@ -80,6 +81,15 @@ def test_retry_after_is_read_in_seconds() -> None:
 def test_an_answer_that_never_ends_is_cut_off() -> None:
     with Dripping() as server, pytest.raises(SendFailed, match="did not answer within"):
         Sender(0.5, LOCAL).post(server.url, b"{}", {})
+
+
+def test_a_connection_that_is_made_at_the_last_moment_is_cut_off_too() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, _Deadline(0.01) as deadline:
+        time.sleep(0.1)
+        deadline.watch(ours)
+        theirs.settimeout(5)
+        assert theirs.recv(1) == b""
 
 
 def test_a_closed_port_and_an_answer_that_is_none() -> None:

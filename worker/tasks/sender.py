@@ -154,10 +154,15 @@ class _Deadline:
 
     def watch(self, sock: Sock) -> Sock:
         self._sock = sock
+        if self.has_passed:
+            self._shut()
         return sock
 
     def _cut(self) -> None:
         self.has_passed = True
+        self._shut()
+
+    def _shut(self) -> None:
         if self._sock is not None:
             with contextlib.suppress(OSError):
                 socket.socket.shutdown(self._sock, socket.SHUT_RDWR)  # beneath TLS: its owner is in the midst of it
