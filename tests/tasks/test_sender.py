@@ -5,6 +5,7 @@ import socket
 import ssl
 import subprocess
 import time
+from email.utils import formatdate
 from pathlib import Path
 
 import pytest
@@ -71,11 +72,14 @@ def test_a_redirect_is_not_followed() -> None:
         assert (reply.status, reply.is_success, elsewhere.received) == (302, False, [])
 
 
-def test_retry_after_is_read_in_seconds() -> None:
-    answers = [(503, {"Retry-After": "120"}), (503, {"Retry-After": "Fri, 31 Dec 1999 23:59:59 GMT"})]
-    with Receiver(answers) as receiver:
+def test_retry_after_is_read_in_seconds_and_as_a_date() -> None:
+    soon = formatdate(time.time() + 120, usegmt=True)
+    values = ["120", "Fri, 31 Dec 1999 23:59:59 GMT", soon, "soon", "Fri, 99 Dec 1999 23:59:59 GMT", "1" * 20]
+    with Receiver([(503, {"Retry-After": value}) for value in values]) as receiver:
         sender = Sender(30, LOCAL)
-        assert [sender.post(receiver.url, b"{}", {}).retry_after_s for _ in range(2)] == [120.0, None]
+        seconds, past, date, *others = (sender.post(receiver.url, b"{}", {}).retry_after_s for _ in values)
+    assert (seconds, past, others) == (120.0, 0.0, [None, None, None])
+    assert 60 < (date or 0) <= 121
 
 
 def test_an_answer_that_never_ends_is_cut_off() -> None:
