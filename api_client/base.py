@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import redis.asyncio.sentinel
+import redis.sentinel
+
 from api_client.connections import Link, parse_url
 from api_client.errors import ClientClosed, ConfigurationError, QueueUnavailable, TokenmillError
 from api_client.programs import QueueView
@@ -17,6 +20,8 @@ from schemas.result import JobResult
 
 if TYPE_CHECKING:
     from api_client.sql import SqlResults
+
+_NO_MASTER = (redis.sentinel.MasterNotFoundError, redis.asyncio.sentinel.MasterNotFoundError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +117,8 @@ def check_open(client: ClientBase) -> None:
 def translate(error: Exception) -> QueueUnavailable:
     if isinstance(error, QueueUnavailable):
         return error
-    trouble = QueueUnavailable(f"the queue's server: {type(error).__name__}: {error}")
+    # Of sentinels that know no master the library prints each, with all that it is made of.
+    words = str(error).partition(" : ")[0] if isinstance(error, _NO_MASTER) else str(error)
+    trouble = QueueUnavailable(f"the queue's server: {type(error).__name__}: {words}")
     trouble.__cause__ = error
     return trouble

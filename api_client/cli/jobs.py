@@ -13,7 +13,7 @@ from rich.text import Text
 from api_client.cli.follow import show_answer
 from api_client.cli.moments import moment_ms
 from api_client.cli.output import ago, clock, complain, emit, err, out, say, seconds, state, table
-from api_client.cli.target import Job, Json, Target, connected
+from api_client.cli.target import MOST, Job, Json, Target, connected
 from api_client.client import Client
 from api_client.errors import JobNotFound, TokenmillError
 from api_client.records import JobInfo
@@ -138,7 +138,7 @@ def jobs(
     after: Annotated[
         str | None, typer.Option(help="The page of ended ones behind this cursor.", metavar="CURSOR")
     ] = None,
-    limit: Annotated[int, typer.Option("--limit", "-l", min=1, help="At most so many of each kind.")] = 20,
+    limit: Annotated[int, typer.Option("--limit", "-l", min=1, max=MOST, help="At most so many of each kind.")] = 20,
     all_queues: Annotated[bool, typer.Option("--all-queues", help="Ended jobs of every queue.")] = False,
     json: Json = False,
 ) -> None:

@@ -89,6 +89,21 @@ def test_an_unknown_job_keeps_no_other_from_being_cancelled(shell: Shell, client
     assert json.loads(done.stdout) == {third: "cancelled", "nope": "unknown", fourth: "cancelled"}
 
 
+@pytest.mark.parametrize(
+    "command", ["jobs", "webhooks list", "webhooks redrive --all", "dead list", "dead redrive --all"]
+)
+def test_more_than_a_database_can_count_is_refused(shell: Shell, command: str) -> None:
+    done = shell(*command.split(), "--limit", "99999999999999999999")
+    assert done.exit_code == 2
+    assert "1000000000" in done.stderr
+
+
+@pytest.mark.parametrize("command", [("status", "\udcff"), ("usage", "--tenant", "\udcff")])
+def test_an_argument_that_is_no_text_is_refused(shell: Shell, command: tuple[str, ...]) -> None:
+    done = shell(*command)
+    assert (done.exit_code, done.stderr) == (1, "Error: an argument, or a variable, is not UTF-8\n")
+
+
 def test_the_prompt_may_come_from_stdin_a_file_or_json(shell: Shell, tmp_path: Path) -> None:
     chat = tmp_path / "chat.json"
     chat.write_text('[{"role": "user", "content": "Hi"}]')
