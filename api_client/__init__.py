@@ -4,6 +4,7 @@ from api_client.async_client import AsyncClient
 from api_client.base import ClientOptions
 from api_client.client import Client
 from api_client.errors import (
+    ClientClosed,
     ConfigurationError,
     IdempotencyConflict,
     InvalidRequest,
@@ -22,7 +23,7 @@ from api_client.records import JobInfo, QueueDepth
 from api_client.requests import JobHandle
 
 __all__ = [
-    "AsyncClient", "Client", "ClientOptions", "ConfigurationError", "DeadJob", "IdempotencyConflict", "InvalidRequest",
-    "JobFailed", "JobHandle", "JobInfo", "JobNotFound", "QueueDepth", "QueueFull", "QueueRefusal", "QueueUnavailable",
-    "RateLimited", "ResultTimeout", "TokenmillError", "UnreadableRecord",
+    "AsyncClient", "Client", "ClientClosed", "ClientOptions", "ConfigurationError", "DeadJob", "IdempotencyConflict",
+    "InvalidRequest", "JobFailed", "JobHandle", "JobInfo", "JobNotFound", "QueueDepth", "QueueFull", "QueueRefusal",
+    "QueueUnavailable", "RateLimited", "ResultTimeout", "TokenmillError", "UnreadableRecord",
 ]  # fmt: skip

@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar
 import redis.asyncio
 
 from api_client import programs, queue_programs, queue_state, scripts
-from api_client.base import ClientBase, ClientOptions, translate
+from api_client.base import ClientBase, ClientOptions, check_open, translate
 from api_client.cancellation import heeding_cancellation
 from api_client.connections import SERVER_TROUBLE, connect_async
 from api_client.effects import (
@@ -138,6 +138,8 @@ class AsyncClient(ClientBase):
         await self._run(queue_programs.set_queue_limit(self._view, limit))
 
     async def close(self) -> None:
+        """For good; calls and streams in progress end with ClientClosed."""
+        self.is_closed = True
         await self._hub.close()
         await self._redis.aclose()
         if self.has_database:
@@ -178,10 +180,12 @@ class AsyncClient(ClientBase):
                 if isinstance(effect, Tell):
                     yield effect.value
                 elif isinstance(effect, Follow):
-                    receive, timeout, told_by = performer.receiver(), effect.timeout, effect.told_by
+                    receive, timeout = performer.receiver(), effect.timeout
+                    told_by, taken = effect.told_by, effect.taken
                     while (values := told_by(message := await receive(timeout))) is not None:
                         for value in values:
                             yield value
+                        taken()
                     performer.answer = message
                 else:
                     await performer.perform(effect)
@@ -219,7 +223,10 @@ class _Performer:
         try:
             with heeding_cancellation():
                 self.answer = await self._perform(effect)
-        except SERVER_TROUBLE as error:
+        except Exception as error:
+            check_open(self._client)  # closed by another task: then the library says whatever comes to its mind
+            if not isinstance(error, SERVER_TROUBLE):
+                raise
             self._trouble = translate(error)
 
     def receiver(self) -> Callable[[float], Awaitable[bytes | Signal | None]]:
@@ -227,6 +234,7 @@ class _Performer:
         return self._subscription.receive
 
     async def _perform(self, effect: Effect) -> Any:
+        check_open(self._client)
         match effect:
             case RunScript(script, arguments):
                 async with self._turns:
@@ -263,3 +271,5 @@ class _Performer:
         if self._subscription is not None:
             subscription, self._subscription = self._subscription, None
             await subscription.close()
+        if self._client.is_closed:  # while this ran: what it has given back to the pool is open
+            await self._redis.aclose()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import redis.asyncio.sentinel
+import redis.sentinel
+
 from api_client.connections import Link, parse_url
-from api_client.errors import ConfigurationError, QueueUnavailable, TokenmillError
+from api_client.errors import ClientClosed, ConfigurationError, QueueUnavailable, TokenmillError
 from api_client.programs import QueueView
 from api_client.requests import build_request, checked
 from schemas.job import JobRequest
@@ -16,6 +20,8 @@ from schemas.result import JobResult
 
 if TYPE_CHECKING:
     from api_client.sql import SqlResults
+
+_NO_MASTER = (redis.sentinel.MasterNotFoundError, redis.asyncio.sentinel.MasterNotFoundError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +54,8 @@ class ClientBase:
         )
         self._database = database
         self._results: SqlResults | None = None
+        self._opening = threading.Lock()
+        self.is_closed = False
         publish = "SPUBLISH" if parse_url(url).is_cluster else "PUBLISH"
         self.script_head = (self.keys.meta, self.keys.base, publish)
 
@@ -70,20 +78,24 @@ class ClientBase:
         return self._view
 
     def look_up(self, job_id: str) -> JobResult | None:
-        """In the database, if there is one."""
+        """In the database, if there is one. Raises ClientClosed."""
         if self._database is None:
             return None
-        if self._results is None:
-            from api_client.sql import SqlResults  # SQLAlchemy is an extra
+        with self._opening:
+            check_open(self)
+            if self._results is None:
+                from api_client.sql import SqlResults  # SQLAlchemy is an extra
 
-            self._results = SqlResults(self._database)
-        found: JobResult | None = self._results.get(job_id)
+                self._results = SqlResults(self._database)
+            results = self._results
+        found: JobResult | None = results.get(job_id)
         return found
 
     def _close_results(self) -> None:
-        if self._results is not None:
-            self._results.close()
-            self._results = None
+        with self._opening:
+            if self._results is not None:
+                self._results.close()
+                self._results = None
 
     def _request(self, request: JobRequest | None, arguments: Mapping[str, Any]) -> JobRequest:
         if request is None:
@@ -96,9 +108,17 @@ class ClientBase:
         return [checked(job) if isinstance(job, JobRequest) else build_request(job) for job in jobs]
 
 
+def check_open(client: ClientBase) -> None:
+    """Raises ClientClosed."""
+    if client.is_closed:
+        raise ClientClosed
+
+
 def translate(error: Exception) -> QueueUnavailable:
     if isinstance(error, QueueUnavailable):
         return error
-    trouble = QueueUnavailable(f"the queue's server: {type(error).__name__}: {error}")
+    # Of sentinels that know no master the library prints each, with all that it is made of.
+    words = str(error).partition(" : ")[0] if isinstance(error, _NO_MASTER) else str(error)
+    trouble = QueueUnavailable(f"the queue's server: {type(error).__name__}: {words}")
     trouble.__cause__ = error
     return trouble

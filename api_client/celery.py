@@ -14,6 +14,7 @@ and hands its result on as Celery does with any task's. Submitting twice is one 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -26,10 +27,11 @@ import celery.exceptions
 import celery.result
 from celery import states
 from celery.backends.base import DisabledBackend
+from celery.utils.time import maybe_iso8601, maybe_make_aware
 
 from api_client.celery_values import GenerationFailed, fields_of, value_of
 from api_client.client import Client
-from api_client.errors import JobNotFound, ResultTimeout
+from api_client.errors import JobNotFound, QueueUnavailable, ResultTimeout
 from api_client.requests import new_job_id
 from schemas.result import JobStatus
 
@@ -104,18 +106,21 @@ class GenerationTask(_BaseTask):  # type: ignore[misc]
         return super().apply_async(args, kwargs, task_id, producer, link, link_error, shadow, **options)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """In a Celery worker: the job's result, or put off until later."""
+        """In a Celery worker: the job's result, or put off until later; also while the queue's server is away."""
         job_id = self.request.id
         is_eager = self.request.is_eager
         if is_eager:
             self._submit(job_id, args, kwargs, {})
         try:
             result = self.client.result(job_id, timeout=None if is_eager else self.wait_s)
-        except ResultTimeout:
+        except (ResultTimeout, QueueUnavailable):
+            if is_eager:
+                raise
             pause_s = self.pauses_s[min(self.request.retries, len(self.pauses_s) - 1)]
             raise self.retry(countdown=pause_s, throw=False) from None
         except JobNotFound:  # the queue has lost it, or nobody has submitted it yet
-            self._submit(job_id, args, kwargs, {})
+            with contextlib.suppress(QueueUnavailable):
+                self._submit(job_id, args, kwargs, {})
             raise self.retry(countdown=self.pauses_s[0], throw=False) from None
         return value_of(result, self.returns)
 
@@ -125,12 +130,21 @@ class GenerationTask(_BaseTask):  # type: ignore[misc]
 
     def _submit(self, task_id: str, args: Any, kwargs: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         fields = fields_of(args, {**self.defaults, **kwargs})
-        begins = options.get("eta") or options.get("countdown")
-        if begins is not None:
-            fields["not_before"] = begins if isinstance(begins, datetime) else timedelta(seconds=begins)
+        countdown = options.get("countdown")
+        if options.get("eta"):
+            fields["not_before"] = self._moment(options["eta"])
+        elif countdown is not None:
+            is_number = isinstance(countdown, int | float)
+            fields["not_before"] = timedelta(seconds=countdown) if is_number else countdown
         if options.get("expires") is not None:
-            fields["deadline"] = options["expires"]
+            fields["deadline"] = self._moment(options["expires"])
         self.client.submit(job_id=task_id, idempotency_key=f"celery:{task_id}", **fields)
+
+    def _moment(self, given: Any) -> Any:
+        """As Celery reads it: ISO 8601 as well, and without a zone in its own, not this machine's."""
+        with contextlib.suppress(ValueError):  # then it is refused as it is
+            given = maybe_iso8601(given) if isinstance(given, str) else given
+        return maybe_make_aware(given, self._get_app().timezone) if isinstance(given, datetime) else given
 
 
 class GenerationResult(_BaseResult):  # type: ignore[misc]

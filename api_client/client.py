@@ -18,9 +18,21 @@ from typing import Any, Self, TypeVar
 import redis
 
 from api_client import programs, queue_programs, queue_state, scripts
-from api_client.base import ClientBase, ClientOptions, translate
+from api_client.base import ClientBase, ClientOptions, check_open, translate
 from api_client.connections import SERVER_TROUBLE, connect
-from api_client.effects import Commands, Effect, Follow, Listen, LookUp, Program, Receive, RunScript, Sleep, Tell
+from api_client.effects import (
+    Commands,
+    Effect,
+    Follow,
+    Listen,
+    LookUp,
+    Program,
+    Receive,
+    RunScript,
+    Signal,
+    Sleep,
+    Tell,
+)
 from api_client.errors import JobFailed, QueueUnavailable
 from api_client.queue_programs import DeadJob
 from api_client.queue_state import QueueState
@@ -127,6 +139,8 @@ class Client(ClientBase):
         self._run(queue_programs.set_queue_limit(self._view, limit))
 
     def close(self) -> None:
+        """For good; calls and streams in other threads end with ClientClosed."""
+        self.is_closed = True
         self._redis.close()
         self._close_results()
 
@@ -173,9 +187,13 @@ class Client(ClientBase):
                     if isinstance(effect, Follow):
                         while (values := effect.told_by(answer := performer.receive(effect.timeout))) is not None:
                             yield from values
+                            effect.taken()
                     else:
                         answer = performer.perform(effect)
-                except SERVER_TROUBLE as error:
+                except Exception as error:
+                    check_open(self)  # closed by another thread: then the library says whatever comes to its mind
+                    if not isinstance(error, SERVER_TROUBLE):
+                        raise
                     trouble = translate(error)
         finally:
             program.close()
@@ -191,6 +209,7 @@ class _Performer:
         self._subscription: Subscription | None = None
 
     def perform(self, effect: Effect) -> Any:
+        check_open(self._client)
         match effect:
             case RunScript(script, arguments):
                 return scripts.call(self._redis, script, *self._client.script_head, *arguments)
@@ -208,7 +227,7 @@ class _Performer:
                 return time.sleep(seconds)
         raise TypeError(f"no such effect: {effect!r}")
 
-    def receive(self, timeout: float) -> bytes | None:
+    def receive(self, timeout: float) -> bytes | Signal | None:
         assert self._subscription is not None, "a program listens before it receives"
         return self._subscription.receive(timeout)
 
@@ -229,3 +248,5 @@ class _Performer:
         if self._subscription is not None:
             self._subscription.close()
             self._subscription = None
+        if self._client.is_closed:  # while this ran: what it has given back to the pool is open
+            self._redis.close()

@@ -8,11 +8,12 @@ is retried behind the caller's back unless it says so: whoever sends a write kno
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
-from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit, urlunsplit
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 import redis
 import redis.asyncio
@@ -86,7 +87,9 @@ def parse_url(url: str) -> Endpoint:
         )
     if not kind:
         _check_port(parts)
-        return Endpoint("single", urlunsplit(parts))
+        if scheme != "unix" and not re.fullmatch(r"(/[0-9]*)?/?", parts.path):
+            raise ConfigurationError("the path of a Redis URL is a database number: redis://host:6379/0")
+        return Endpoint("single", url.strip())  # not put together anew: that loses a slash of unix://
     options: dict[str, Any] = dict(parse_qsl(parts.query))
     if scheme == "rediss":
         options["ssl"] = True
@@ -109,7 +112,7 @@ def _address(text: str, default_port: int) -> tuple[str, int]:
     host, colon, port = text.rpartition(":")
     if not colon or "]" in port:  # an IPv6 address without a port
         return text.strip("[]"), default_port
-    if not port.isdigit():
+    if not (port.isascii() and port.isdigit()):
         raise ConfigurationError(_NO_PORT)
     return host.strip("[]"), int(port)
 
@@ -129,7 +132,7 @@ def _path(parts: SplitResult, kind: str) -> tuple[str, int]:
         return "", 0
     if not names:
         raise ConfigurationError("a Sentinel URL names its service: redis+sentinel://host:26379/<service>/<db>")
-    if len(names) > 1 and not names[1].isdigit():
+    if len(names) > 2 or not all(name.isascii() and name.isdigit() for name in names[1:]):
         raise ConfigurationError("the last part of a Sentinel URL is a database number: /<service>/<db>")
     return names[0], int(names[1]) if len(names) > 1 else 0
 
@@ -171,8 +174,17 @@ def _options_of_urls() -> Iterator[None]:
     """Values after the `?` are the library's business; its words name the option, its cause repeats the value."""
     try:
         yield
+    except TypeError:  # of a name that may be part of a password: not a word
+        raise ConfigurationError("the Redis URL has an option that Redis clients do not know") from None
     except ValueError as error:
         raise ConfigurationError(f"the Redis URL has an option that cannot be: {error}") from None
+
+
+def _with_known_options(client: Any) -> Any:
+    """The library would find out at the first command. Raises TypeError."""
+    pool = client.connection_pool
+    pool.connection_class(**pool.connection_kwargs)  # connects to nothing
+    return client
 
 
 def connect(url: str, link: Link | None = None) -> redis.Redis:
@@ -182,14 +194,16 @@ def connect(url: str, link: Link | None = None) -> redis.Redis:
     options = _options(link) | {"retry": redis.retry.Retry(_backoff(), link.retries)}
     if endpoint.kind == "single":
         with _options_of_urls():
-            client = redis.Redis.from_url(endpoint.url, **options)
+            client = cast("redis.Redis", _with_known_options(redis.Redis.from_url(endpoint.url, **options)))
         leave_replicas(client)
         return client
     options |= endpoint.options
     if endpoint.kind == "sentinel":
         asked = _sentinel_options(options) | {"retry": redis.retry.Retry(_backoff(), 0)}
         sentinel = _sync_sentinel(list(endpoint.hosts), sentinel_kwargs=asked, **options)
-        return cast("redis.Redis", sentinel.master_for(endpoint.service, redis_class=_ThroughSentinel))
+        with _options_of_urls():
+            client = _with_known_options(sentinel.master_for(endpoint.service, redis_class=_ThroughSentinel))
+        return cast("redis.Redis", client)
     nodes = [_sync_node(host, port) for host, port in endpoint.hosts]
     try:
         return cast("redis.Redis", redis.cluster.RedisCluster(startup_nodes=nodes, **options))
@@ -203,16 +217,20 @@ def connect_async(url: str, link: Link | None = None) -> redis.asyncio.Redis:
     options = _options(link) | {"retry": redis.asyncio.retry.Retry(_backoff(), link.retries)}
     if endpoint.kind == "single":
         with _options_of_urls():
-            client = redis.asyncio.Redis.from_url(endpoint.url, **options)
-        leave_replicas(client)
-        return client
+            made = redis.asyncio.Redis.from_url(endpoint.url, **options)
+            aclient = cast("redis.asyncio.Redis", _with_known_options(made))
+        leave_replicas(aclient)
+        return aclient
     options |= endpoint.options
     if endpoint.kind == "sentinel":
         asked = _sentinel_options(options) | {"retry": redis.asyncio.retry.Retry(_backoff(), 0)}
         sentinel = _async_sentinel(list(endpoint.hosts), sentinel_kwargs=asked, **options)
-        return cast("redis.asyncio.Redis", sentinel.master_for(endpoint.service, redis_class=_AsyncThroughSentinel))
+        with _options_of_urls():
+            client = _with_known_options(sentinel.master_for(endpoint.service, redis_class=_AsyncThroughSentinel))
+        return cast("redis.asyncio.Redis", client)
     nodes = [redis.asyncio.cluster.ClusterNode(host, port) for host, port in endpoint.hosts]
-    return cast("redis.asyncio.Redis", redis.asyncio.cluster.RedisCluster(startup_nodes=nodes, **options))
+    with _options_of_urls():
+        return cast("redis.asyncio.Redis", redis.asyncio.cluster.RedisCluster(startup_nodes=nodes, **options))
 
 
 class _ThroughSentinel(redis.Redis):

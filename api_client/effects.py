@@ -51,11 +51,13 @@ class Receive:
 @dataclass(frozen=True, slots=True)
 class Follow:
     """Receive, and hand the values that `told_by` makes of each message to the user as Tell does, until it makes None
-    of one: the way of every token. Answer: that message, or what else Receive answers.
+    of one: the way of every token. `taken` is called when the user comes back for more. Answer: that message, or what
+    else Receive answers.
     """
 
     timeout: float
     told_by: Callable[[Any], Sequence[Any] | None]
+    taken: Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)

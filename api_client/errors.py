@@ -11,6 +11,7 @@ TokenmillError
 ├── ResultTimeout             not ended yet; also a TimeoutError
 ├── JobFailed                 it ended without an answer              (.result)
 ├── UnreadableRecord          what the queue holds of a job is damaged, or of a later version: update
+├── ClientClosed              `close` was called, before or meanwhile; also a RuntimeError
 └── QueueUnavailable          the server cannot be reached, or refuses to write
 """
 
@@ -82,6 +83,11 @@ class JobFailed(TokenmillError):
         reason = result.error.message if result.error else f"its state is {result.status.value}"
         super().__init__(f"job {result.job_id} has no answer: {reason}")
         self.result = result
+
+
+class ClientClosed(TokenmillError, RuntimeError):
+    def __init__(self) -> None:
+        super().__init__("this client has been closed")
 
 
 class QueueUnavailable(TokenmillError, ConnectionError):

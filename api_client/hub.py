@@ -12,6 +12,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import redis.asyncio
@@ -197,9 +198,11 @@ class ChannelHub:
         self._session: _Session | None = None
         self._reader: asyncio.Task[None] | None = None
         self._trouble: Exception | None = None
+        self._is_closed = False
 
     async def subscribe(self, channel: str) -> HubSubscription:
         """Returns when the server has confirmed. Raises QueueUnavailable."""
+        self._check_open()
         name = channel.encode()
         subscription = HubSubscription(self, name)
         others = self._subscribers.get(name, ())
@@ -236,13 +239,23 @@ class ChannelHub:
             await self._session.tell(channel, lambda: channel in self._subscribers)
 
     async def close(self) -> None:
-        self._subscribers.clear()
-        self._confirmed.clear()
+        """For good. Whoever waits for a message is told at once that there may be some that he will never get."""
+        self._is_closed = True
+        subscribers, self._subscribers = self._subscribers, {}
+        for confirmed in self._confirmed.values():
+            confirmed.set()
         await self._stop_reader()
+        for subscription in chain(*subscribers.values()):
+            subscription.deliver(Signal.MISSED)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise QueueUnavailable("cannot subscribe: closed")
 
     async def _wait_confirmed(self, channel: bytes) -> None:
         if not await wait_at_most(self._confirmed[channel], _CONFIRM_S):
             raise QueueUnavailable(f"cannot subscribe: {self._trouble or 'no answer'}") from self._trouble
+        self._check_open()
 
     async def _stop_reader(self) -> None:
         """Whoever subscribes meanwhile gets a reader of his own."""

@@ -160,6 +160,7 @@ class _Patience:
         return min(self._view.idle_s, left)
 
     def progress(self) -> None:
+        """A token was there, and the user has taken it: his time is no silence."""
         if self._timeout is not None:
             self._since = time.monotonic()
 
@@ -184,21 +185,20 @@ def follow(view: QueueView, job_id: str, starting_after: int, timeout: float | N
     """Tells every chunk after the first `starting_after` tokens once. `timeout`: the longest silence."""
     cursor = StreamCursor(job_id, starting_after)
     patience = _Patience(view, job_id, timeout)
-    told_by = functools.partial(_told_by, cursor, patience)
+    told_by = functools.partial(_told_by, cursor)
     while not cursor.is_over:
         try:
             yield Listen(view.keys.chunks(job_id))
             yield from _catch_up(view, cursor, patience)
             while not cursor.is_over:
-                message = yield Follow(patience.turn(), told_by)
+                message = yield Follow(patience.turn(), told_by, patience.progress)
                 chunk = _chunk_of(message)
                 told = cursor.accept(chunk) if chunk is not None else None
                 if told is None:
                     yield from _look_again(view, cursor, patience, was_silent=message is None)
                     continue
+                yield from _tell(told)
                 patience.progress()
-                for chunk in told:
-                    yield Tell(chunk)
         except (QueueUnavailable, JobNotFound) as trouble:
             result = yield LookUp(job_id)
             if result is not None:
@@ -223,13 +223,10 @@ def _chunk_of(message: object) -> Chunk | None:
         return None
 
 
-def _told_by(cursor: StreamCursor, patience: _Patience, message: object) -> list[Chunk] | None:
+def _told_by(cursor: StreamCursor, message: object) -> list[Chunk] | None:
     """What of it is news; None where something is missing before it, and at the job's end."""
     chunk = _chunk_of(message)
-    told = cursor.accept(chunk) if chunk is not None and not chunk.is_last else None
-    if told is not None:
-        patience.progress()
-    return told
+    return cursor.accept(chunk) if chunk is not None and not chunk.is_last else None
 
 
 def _catch_up(view: QueueView, cursor: StreamCursor, patience: _Patience) -> Program[None]:
@@ -243,8 +240,8 @@ def _catch_up(view: QueueView, cursor: StreamCursor, patience: _Patience) -> Pro
             )
         )
         for chunk in cursor.accept_log(read_log(entries)):
-            patience.progress()
             yield Tell(chunk)
+            patience.progress()
         if cursor.is_torn:
             start = cursor.log_start
             continue

@@ -6,6 +6,7 @@ It knows no connection; what makes a request bad is decided in schemas/validatio
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import threading
 import time
@@ -88,9 +89,9 @@ def build_request(arguments: Mapping[str, Any]) -> JobRequest:
     fields = {name: value for name, value in given.items() if name in _REQUEST}
     fields |= {"job_id": given.get("job_id") or new_job_id(), "created_ms": now_ms, "params": params}
     try:
-        fields["deadline_ms"] = _moment_ms(given.get("deadline"), now_ms, now_ms)
-        fields["not_before_ms"] = _moment_ms(given.get("not_before"), now_ms, 0)
-        request = msgspec.convert(_plain(fields), JobRequest)
+        for name, origin_ms in (("deadline", now_ms), ("not_before", 0)):
+            fields[f"{name}_ms"] = _moment_ms(name, given.get(name), now_ms, origin_ms)
+        request = msgspec.convert(_plain(fields), JobRequest, str_keys=True)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:  # msgspec's ValidationError is a ValueError
         raise InvalidRequest([str(error)]) from error
     return checked(request, is_decoded=True)
@@ -104,7 +105,7 @@ def checked(request: JobRequest, *, is_decoded: bool = False) -> JobRequest:
     return request
 
 
-def _moment_ms(value: Any, now_ms: int, origin_ms: int) -> int | None:
+def _moment_ms(name: str, value: Any, now_ms: int, origin_ms: int) -> int | None:
     """Seconds after the origin, a span of time from now on, or a moment."""
     if value is None:
         return None
@@ -113,7 +114,9 @@ def _moment_ms(value: Any, now_ms: int, origin_ms: int) -> int | None:
     if isinstance(value, timedelta):
         return now_ms + round(value.total_seconds() * 1000)
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"a time is a number of seconds, a datetime or a timedelta, not {value!r}")
+        raise TypeError(f"{name}: a time is a number of seconds, a datetime or a timedelta, not {value!r}")
+    if not math.isfinite(value * 1000):
+        raise ValueError(f"{name} is no time: {value!r}")
     return origin_ms + round(value * 1000)
 
 

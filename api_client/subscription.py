@@ -13,6 +13,7 @@ import redis
 import redis.cluster
 
 from api_client.connections import SERVER_TROUBLE
+from api_client.effects import Signal
 from api_client.errors import QueueUnavailable
 
 _CONFIRM_S = 5.0
@@ -31,16 +32,20 @@ class Subscription:
                 self.close()
                 raise QueueUnavailable("the server did not confirm a subscription")
 
-    def receive(self, timeout: float) -> bytes | None:
-        """The next message, or None after `timeout` seconds. Raises QueueUnavailable when the connection is gone."""
+    def receive(self, timeout: float) -> bytes | Signal | None:
+        """The next message; None after `timeout` seconds; MISSED where the library has subscribed anew. Raises
+        QueueUnavailable when the connection is gone."""
         deadline = time.monotonic() + timeout
         while True:
             message = self._next(max(0.0, deadline - time.monotonic()))
-            if message is not None and message["type"] in ("message", "smessage"):
+            if message is None:
+                if time.monotonic() >= deadline:
+                    return None
+            elif message["type"] in ("message", "smessage"):
                 return bytes(message["data"])
-            if message is None and time.monotonic() >= deadline:
-                return None
-            if message is not None and "unsubscribe" in message["type"]:
+            elif message["type"] in ("subscribe", "ssubscribe"):
+                return Signal.MISSED
+            elif "unsubscribe" in message["type"]:
                 raise QueueUnavailable("the server ended a subscription: its slot has moved")
 
     def close(self) -> None:

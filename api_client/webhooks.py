@@ -26,6 +26,7 @@ from schemas.webhook import WebhookEvent
 TOLERANCE_S: Final = 300
 _PREFIX: Final = "whsec_"
 _LEAST_KEY_BYTES: Final = 16
+_MOST_DIGITS: Final = 15  # of a time: what is longer may be more than a float, or than Python reads
 _decoder = msgspec.json.Decoder(WebhookEvent)
 
 
@@ -42,8 +43,8 @@ def verify(
     if missing:
         raise BadSignature(f"the message has no {', '.join(missing)}")
     message_id, sent, signatures = (given[f"webhook-{name}"] for name in ("id", "timestamp", "signature"))
-    if not (sent.isascii() and sent.isdigit()):
-        raise BadSignature(f"the message's time is {sent!r}, not seconds since 1970")
+    if not (sent.isascii() and sent.isdigit() and len(sent) <= _MOST_DIGITS):
+        raise BadSignature(f"the message's time is {sent[:32]!r}, not seconds since 1970")
     age_s = (time.time() if now is None else now) - int(sent)
     if abs(age_s) > tolerance_s:
         raise BadSignature(f"the message was sent {age_s:.0f} s ago; {tolerance_s:g} s are tolerated")

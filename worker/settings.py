@@ -16,10 +16,10 @@ import socket
 import typing
 from collections.abc import Iterator, Mapping
 from ipaddress import IPv4Network, IPv6Network, ip_network
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, ValidationError, create_model
+from pydantic import Field, ValidationError, ValidationInfo, create_model, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from api_client.connections import parse_url
@@ -48,6 +48,8 @@ _CONFIG = SettingsConfigDict(
     frozen=True,
     allow_inf_nan=False,
 )
+Seconds = Annotated[float, Field(le=1e9)]
+Days = Annotated[float, Field(le=36_500)]
 
 if TYPE_CHECKING:
     _EngineFields = BaseSettings
@@ -73,9 +75,7 @@ class Settings(_EngineFields):
 
     # where
     redis_url: str = Field("redis://localhost:6379/0", description="Redis or Valkey: redis://, rediss:// or unix://")
-    database_url: str = Field(
-        "sqlite:///tokenmill.db", description="results and usage: sqlite:///FILE or postgresql://"
-    )
+    database_url: str = Field("sqlite:///tokenmill.db", description="results, usage: sqlite:///FILE or postgresql://")
     queue: str = Field("", description="queue to serve (default: the model's name)")
     key_prefix: str = Field("tm:", description="first part of every Redis key")
     worker_id: str = Field("", description="name of this worker (default: host, process id)")
@@ -85,14 +85,14 @@ class Settings(_EngineFields):
     # the promise
     lease_seconds: float = Field(10.0, ge=0.5, le=3600, description="a silent worker's jobs are free after this long")
     heartbeat_seconds: float | None = Field(None, gt=0, description="(default: a third of the lease)")
-    drain_seconds: float = Field(30.0, ge=0, description="after SIGTERM, running jobs may finish within this time")
-    record_drain_seconds: float = Field(20.0, ge=0, description="after that, results may still be recorded this long")
+    drain_seconds: Seconds = Field(30.0, ge=0, description="after SIGTERM, running jobs may finish within this time")
+    record_drain_seconds: Seconds = Field(20.0, ge=0, description="after that, results may still be recorded this long")
     max_deliveries: int = Field(10, ge=1, description="a job whose workers vanished so often is set aside as dead")
     max_crashes: int = Field(3, ge=1, description="a job that was in more engine crashes is set aside as dead")
-    result_ttl_seconds: float = Field(3600, gt=0, description="Redis keeps a result this long; SQL keeps it for good")
-    log_ttl_seconds: float = Field(3600, gt=0, description="Redis keeps the tokens of an unfinished job this long")
-    idempotency_ttl_seconds: float = Field(
-        86_400, gt=0, description="an idempotency key is remembered this long after its job's end"
+    result_ttl_seconds: Seconds = Field(3600, gt=0, description="Redis keeps a result this long; SQL keeps it for good")
+    log_ttl_seconds: Seconds = Field(3600, gt=0, description="Redis keeps the tokens of an unfinished job this long")
+    idempotency_ttl_seconds: Seconds = Field(
+        86_400, gt=0, description="its key is remembered so long after a job's end"
     )
     # limits
     queue_limit: int = Field(0, ge=0, description="submit refuses above this many waiting jobs; 0: no limit")
@@ -102,9 +102,9 @@ class Settings(_EngineFields):
     tenant_jobs_per_minute: float = Field(0.0, ge=0, description="jobs of one tenant admitted a minute; 0: no limit")
     bulk_share: float = Field(0.1, ge=0, le=1, description="share of new places kept for bulk jobs while any wait")
     chunk_tokens: int = Field(1, ge=1, description="tokens a chunk of a lone choice waits for; the first does not")
-    chunk_wait_seconds: float = Field(0.1, ge=0, description="no token waits longer than this for its chunk to fill")
+    chunk_wait_seconds: Seconds = Field(0.1, ge=0, description="no token waits longer than this for its chunk to fill")
     checkpoint_tokens: int = Field(32, ge=1, description="tokens a log entry of jobs that do not stream")
-    poll_seconds: float = Field(1.0, gt=0, description="a claim is tried at least this often")
+    poll_seconds: Seconds = Field(1.0, gt=0, description="a claim is tried at least this often")
     # recording
     record_group: int = Field(256, ge=1, description="most finished jobs in one SQL transaction")
     record_buffer: int = Field(1024, ge=1, description="finished jobs that may wait for SQL before intake stops")
@@ -116,18 +116,16 @@ class Settings(_EngineFields):
     webhook_networks: str = Field("", description="private networks that webhooks may reach, as 10.0.0.0/8,192.168.1.7")
     webhook_timeout_seconds: float = Field(10.0, gt=0, le=120, description="one try, from connecting to the answer")
     webhook_attempts: int = Field(10, ge=1, description="tries before a webhook is set aside as dead")
-    webhook_retry_seconds: float = Field(5.0, gt=0, description="pause after the first try; each next is four times it")
-    webhook_max_retry_seconds: float = Field(21_600.0, gt=0, description="longest pause between two tries")
+    webhook_retry_seconds: Seconds = Field(5.0, gt=0, description="pause after the first try; each next: four times it")
+    webhook_max_retry_seconds: Seconds = Field(21_600.0, gt=0, description="longest pause between two tries")
     webhook_per_host: int = Field(8, ge=1, le=64, description="webhooks on their way to one host at once")
-    webhook_sweep_seconds: float = Field(2.0, ge=0.1, description="how often webhooks that are due are looked for")
-    rollup_seconds: float = Field(300.0, ge=1, description="how often usage is summed up by day")
-    retention_sweep_seconds: float = Field(600.0, ge=1, description="how often what is old is looked for")
-    retain_payload_days: float = Field(
-        0.0, ge=0, description="prompts and answers in SQL are kept so long; 0: for ever"
-    )
-    retain_job_days: float = Field(0.0, ge=0, description="finished jobs' rows; 0: for ever")
-    retain_usage_days: float = Field(0.0, ge=0, description="usage of single jobs; its sums by day stay; 0: for ever")
-    retain_webhook_days: float = Field(30.0, ge=0, description="webhooks that were delivered or are dead; 0: for ever")
+    webhook_sweep_seconds: Seconds = Field(2.0, ge=0.1, description="how often webhooks that are due are looked for")
+    rollup_seconds: Seconds = Field(300.0, ge=1, description="how often usage is summed up by day")
+    retention_sweep_seconds: Seconds = Field(600.0, ge=1, description="how often what is old is looked for")
+    retain_payload_days: Days = Field(0.0, ge=0, description="prompts and answers in SQL stay so long; 0: for ever")
+    retain_job_days: Days = Field(0.0, ge=0, description="finished jobs' rows; 0: for ever")
+    retain_usage_days: Days = Field(0.0, ge=0, description="usage of single jobs; its sums by day stay; 0: for ever")
+    retain_webhook_days: Days = Field(30.0, ge=0, description="webhooks that were delivered or are dead; 0: for ever")
     # watching
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="debug, info, warning, error")
     log_format: Literal["text", "json"] = Field("text", description="text or json")
@@ -136,8 +134,14 @@ class Settings(_EngineFields):
     metrics_port: int | None = Field(None, ge=0, le=65535, description="their port; 0: any (default: not served)")
     otel_endpoint: str = Field("", description="OTLP over HTTP, as http://host:4318 (default: no traces)")
     otel_sample_ratio: float = Field(1.0, ge=0, le=1, description="share traced of the jobs that bring no trace")
-    stall_seconds: float = Field(120.0, gt=0, description="/healthz fails when work waits and nothing moved this long")
+    stall_seconds: Seconds = Field(120.0, gt=0, description="/healthz fails when work waits and nothing moved so long")
     engine_host: Literal["process", "thread"] = Field("process", description="where the engine runs")
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _none_is_no_text(cls, value: object, info: ValidationInfo) -> object:
+        is_text = info.field_name is not None and cls.model_fields[info.field_name].annotation is str
+        return "" if value is None and is_text else value
 
     @property
     def queue_name(self) -> str:
@@ -166,14 +170,13 @@ class Settings(_EngineFields):
 
     def variables(self) -> dict[str, str]:
         """The environment under which `load_settings` gives these settings again: for child processes."""
-        changed = self.model_dump(exclude_defaults=True)
-        return {_variable(name): _text(value) for name, value in changed.items()}
+        return {_variable(name): _text(value) for name, value in self.model_dump(exclude_defaults=True).items()}
 
 
 def _text(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
-    return "none" if value is None else str(value)
+    return "none" if value in (None, "") else str(value)  # an empty variable counts as none at all
 
 
 def child_environment(settings: Settings) -> dict[str, str]:
@@ -307,12 +310,9 @@ def _task_problems(settings: Settings) -> Iterator[tuple[str, str]]:
 
 def _redis_problem(url: str) -> str | None:
     try:
-        endpoint = parse_url(url)
-        if endpoint.kind == "single":
-            _ = urlsplit(url).port
-    except ValueError as error:  # ConfigurationError is one
-        words = str(error).split(", not ")[0]  # of other errors not a word: they repeat parts of the URL
-        return words if isinstance(error, ConfigurationError) else "is not a URL"
+        parse_url(url)
+    except ConfigurationError as error:
+        return str(error).split(", not ")[0]
     return None
 
 

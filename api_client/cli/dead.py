@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from api_client.cli.output import ago, emit, err, out, say, show_redriven, table
-from api_client.cli.target import Json, Target, connected
+from api_client.cli.target import MOST, Json, Target, connected
 from api_client.errors import InvalidRequest
 
 
@@ -21,7 +21,7 @@ def register(app: typer.Typer) -> None:
 def list_dead(
     target: Target,
     *,
-    limit: Annotated[int, typer.Option("--limit", "-l", min=1, help="At most so many.")] = 50,
+    limit: Annotated[int, typer.Option("--limit", "-l", min=1, max=MOST, help="At most so many.")] = 50,
     history: Annotated[bool, typer.Option("--history", help="Each crash before the end.")] = False,
     json: Json = False,
 ) -> None:
@@ -46,7 +46,7 @@ def redrive(
     job: Annotated[list[str] | None, typer.Argument(help="Ids of the jobs.", metavar="[JOB]...")] = None,
     *,
     everything: Annotated[bool, typer.Option("--all", help="Every dead job, the oldest first.")] = False,
-    limit: Annotated[int, typer.Option("--limit", "-l", min=1, help="With --all: at most so many.")] = 1000,
+    limit: Annotated[int, typer.Option("--limit", "-l", min=1, max=MOST, help="With --all: at most so many.")] = 1000,
     json: Json = False,
 ) -> None:
     """Return dead jobs to the queue, as if new: with their log, if it still exists."""

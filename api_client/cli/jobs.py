@@ -13,8 +13,9 @@ from rich.text import Text
 from api_client.cli.follow import show_answer
 from api_client.cli.moments import moment_ms
 from api_client.cli.output import ago, clock, complain, emit, err, out, say, seconds, state, table
-from api_client.cli.target import Job, Json, Target, connected
-from api_client.errors import TokenmillError
+from api_client.cli.target import MOST, Job, Json, Target, connected
+from api_client.client import Client
+from api_client.errors import JobNotFound, TokenmillError
 from api_client.records import JobInfo
 from api_client.sql import JobRow
 from schemas.result import JobStatus
@@ -79,15 +80,28 @@ def cancel(
     *,
     json: Json = False,
 ) -> None:
-    """Stop jobs that wait or run; what a running one has generated is kept."""
-    with target.client() as client:
-        outcomes = {job_id: client.cancel(job_id) for job_id in job}
-    if json:
-        emit(outcomes)
-        return
-    for job_id, outcome in outcomes.items():
-        words = outcome if outcome in ("cancelled", "cancelling") else f"is over already: {outcome}"
-        say(f"{job_id} {words}\n")
+    """Stop jobs that wait or run; what a running one has generated is kept. Exits with 1 where one is unknown."""
+    outcomes: dict[str, str] = {}
+    try:
+        with target.client() as client:
+            for job_id in job:
+                outcomes[job_id] = outcome = _cancel(client, job_id)
+                if not json and outcome != "unknown":
+                    words = outcome if outcome in ("cancelled", "cancelling") else f"is over already: {outcome}"
+                    say(f"{job_id} {words}\n")
+    finally:  # the server may go away in the midst of it
+        if json and outcomes:
+            emit(outcomes)
+    if "unknown" in outcomes.values():
+        raise typer.Exit(1)
+
+
+def _cancel(client: Client, job_id: str) -> str:
+    try:
+        return client.cancel(job_id)
+    except JobNotFound as error:
+        complain(str(error))
+        return "unknown"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +138,7 @@ def jobs(
     after: Annotated[
         str | None, typer.Option(help="The page of ended ones behind this cursor.", metavar="CURSOR")
     ] = None,
-    limit: Annotated[int, typer.Option("--limit", "-l", min=1, help="At most so many of each kind.")] = 20,
+    limit: Annotated[int, typer.Option("--limit", "-l", min=1, max=MOST, help="At most so many of each kind.")] = 20,
     all_queues: Annotated[bool, typer.Option("--all-queues", help="Ended jobs of every queue.")] = False,
     json: Json = False,
 ) -> None:

@@ -46,6 +46,9 @@ class CommandGroup(TyperGroup):
             if isinstance(error.__cause__, redis.exceptions.ConnectionError):
                 complain("--redis-url or TOKENMILL_REDIS_URL says where it is; `tokenmill dev` starts one", "hint")
             raise typer.Exit(1) from error
+        except UnicodeEncodeError as error:
+            complain("an argument, or a variable, is not UTF-8")
+            raise typer.Exit(1) from error
         except BrokenPipeError:
             sys.stderr.close()  # whoever read us has gone; say nothing more
             raise typer.Exit(1) from None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from api_client.cli.output import ago, emit, err, say, seconds, show_redriven, state, table
-from api_client.cli.target import Json, Target, connected
+from api_client.cli.target import MOST, Json, Target, connected
 from api_client.errors import InvalidRequest
 from api_client.webhooks import new_secret, tenant_secret
 
@@ -37,7 +37,7 @@ def list_webhooks(
     ] = None,
     tenant: Annotated[str | None, typer.Option(help="Only this tenant's.")] = None,
     job: Annotated[str | None, typer.Option(help="Only this job's.")] = None,
-    limit: Annotated[int, typer.Option("--limit", "-l", min=1, help="At most so many.")] = 50,
+    limit: Annotated[int, typer.Option("--limit", "-l", min=1, max=MOST, help="At most so many.")] = 50,
     json: Json = False,
 ) -> None:
     """Webhooks and what became of them, the latest first; of every queue."""
@@ -57,7 +57,7 @@ def redrive(
     webhook: Annotated[list[str] | None, typer.Argument(help="Ids of webhooks.", metavar="[WEBHOOK]...")] = None,
     *,
     everything: Annotated[bool, typer.Option("--all", help="Every dead webhook, the oldest first.")] = False,
-    limit: Annotated[int, typer.Option("--limit", "-l", min=1, help="With --all: at most so many.")] = 1000,
+    limit: Annotated[int, typer.Option("--limit", "-l", min=1, max=MOST, help="With --all: at most so many.")] = 1000,
     json: Json = False,
 ) -> None:
     """Send dead webhooks again, with the ids that they had."""

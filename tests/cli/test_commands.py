@@ -72,6 +72,38 @@ def test_submit_prints_an_id_and_nothing_else(shell: Shell, client: Client) -> N
     assert again[0] == again[1]
 
 
+def test_a_bias_is_json_from_token_ids_to_numbers(shell: Shell, client: Client) -> None:
+    done = shell("submit", "Hello", "--logit-bias", '{"5": 10, "7": -0.5}')
+    assert done.exit_code == 0, done.stderr
+    payload = cast("bytes", client._redis.hget(client.keys.job(done.stdout.strip()), "request"))
+    assert decode_request(payload).params.logit_bias == {5: 10, 7: -0.5}
+
+
+def test_an_unknown_job_keeps_no_other_from_being_cancelled(shell: Shell, client: Client) -> None:
+    first, second, third, fourth = (str(client.submit(prompt="x")) for _ in range(4))
+    done = shell("cancel", first, "nope", second)
+    assert (done.exit_code, done.stdout) == (1, f"{first} cancelled\n{second} cancelled\n")
+    assert "no job nope" in done.stderr
+    done = shell("cancel", third, "nope", fourth, "--json")
+    assert done.exit_code == 1
+    assert json.loads(done.stdout) == {third: "cancelled", "nope": "unknown", fourth: "cancelled"}
+
+
+@pytest.mark.parametrize(
+    "command", ["jobs", "webhooks list", "webhooks redrive --all", "dead list", "dead redrive --all"]
+)
+def test_more_than_a_database_can_count_is_refused(shell: Shell, command: str) -> None:
+    done = shell(*command.split(), "--limit", "99999999999999999999")
+    assert done.exit_code == 2
+    assert "1000000000" in done.stderr
+
+
+@pytest.mark.parametrize("command", [("status", "\udcff"), ("usage", "--tenant", "\udcff")])
+def test_an_argument_that_is_no_text_is_refused(shell: Shell, command: tuple[str, ...]) -> None:
+    done = shell(*command)
+    assert (done.exit_code, done.stderr) == (1, "Error: an argument, or a variable, is not UTF-8\n")
+
+
 def test_the_prompt_may_come_from_stdin_a_file_or_json(shell: Shell, tmp_path: Path) -> None:
     chat = tmp_path / "chat.json"
     chat.write_text('[{"role": "user", "content": "Hi"}]')

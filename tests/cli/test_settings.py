@@ -68,6 +68,13 @@ def test_every_problem_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not [line for line in problems if "\n" in line]
 
 
+@pytest.mark.parametrize("name", [n for n in Settings.model_fields if n.endswith(("_seconds", "_days"))])
+def test_no_time_is_longer_than_clocks_and_databases_can_count(name: str) -> None:
+    problems = _problems(**{name: "1e16"})
+    flag = f"--{name.replace('_', '-')}"
+    assert any(line.startswith(flag) and "at most" in line for line in problems), problems
+
+
 def test_a_late_heartbeat_must_not_cost_the_lease() -> None:
     assert "at most half" in _problems(lease_seconds="6", heartbeat_seconds="5")[0]
 
@@ -82,6 +89,14 @@ def test_empty_and_none_mean_unset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKENMILL_NUM_BLOCKS", "none")
     settings = load_settings({"metrics_port": "none"})
     assert (settings.lease_seconds, settings.engine_config().num_blocks, settings.metrics_port) == (10.0, None, None)
+
+
+def test_a_text_that_is_unset_is_empty_in_a_child_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = load_settings({"key_prefix": "", "metrics_host": "none"})
+    assert (empty.key_prefix, empty.metrics_host, load_settings({"queue": "none"}).queue) == ("", "", "")
+    for name, value in empty.variables().items():
+        monkeypatch.setenv(name, value)
+    assert load_settings() == empty
 
 
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(EngineConfig)])

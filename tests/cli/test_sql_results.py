@@ -1,12 +1,15 @@
 """What a producer reads from SQL: the results that Redis gave, lists, and sums."""
 
 import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sqlalchemy
 
+from api_client import Client, ClientClosed, sql
 from api_client.errors import ConfigurationError, QueueUnavailable
 from api_client.sql import SqlResults
 from schemas import ChoiceResult, FinishReason, JobStatus
@@ -46,6 +49,25 @@ def test_a_result_is_the_one_that_was_recorded(url: str, results: SqlResults) ->
     _record(url, *jobs)
     assert [results.get(job.result.job_id) for job in jobs] == [job.result for job in jobs]
     assert results.get("unknown") is None
+
+
+def test_threads_of_one_client_open_one_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+
+    class Slow(SqlResults):
+        def __init__(self, url: str) -> None:
+            opened.append(url)
+            time.sleep(0.05)
+            super().__init__(url)
+
+    monkeypatch.setattr(sql, "SqlResults", Slow)
+    url = f"sqlite:///{tmp_path}/t.db"
+    upgrade(url)
+    with Client(queue="q", database=url) as client, ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(client.look_up, "abcdef")) == [None] * 6
+    assert opened == [url]
+    with pytest.raises(ClientClosed):
+        client.look_up("a")
 
 
 def test_after_a_purge_of_payloads_the_rest_is_there(url: str, results: SqlResults) -> None:

@@ -10,8 +10,18 @@ from typing import Any
 
 import pytest
 
-from api_client import AsyncClient, Client, ClientOptions, ConfigurationError, JobFailed, JobNotFound, ResultTimeout
+from api_client import (
+    AsyncClient,
+    Client,
+    ClientClosed,
+    ClientOptions,
+    ConfigurationError,
+    JobFailed,
+    JobNotFound,
+    ResultTimeout,
+)
 from api_client.base import ClientBase
+from api_client.connections import Link
 from api_client.errors import QueueUnavailable
 from schemas.chunk import Chunk
 from schemas.control import WorkerStatus
@@ -234,6 +244,47 @@ async def test_no_thread_is_left_and_none_was_needed(redis_url: str, queue: Queu
         with pytest.raises(ResultTimeout):
             next(stream)
         assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+async def test_closing_ends_what_is_in_progress_and_leaves_nothing_open(
+    queue: Queue, redis_url: str, kind: str
+) -> None:
+    options = ClientOptions(link=Link(retries=3, client_name="closing"), idle_s=15)
+    client: Any = AsyncClient(redis_url, queue=QUEUE, options=options)
+    if kind == "sync":
+        client = Threaded(Client(redis_url, queue=QUEUE, options=options))
+    job = await queue.submit()
+    waiting = [asyncio.create_task(call(job)) for call in (lambda job: collect(client, job), client.result) * 2]
+
+    async def num_open() -> int:
+        return sum(info["name"] == "closing" for info in await queue.redis.client_list())
+
+    await asyncio.sleep(0.3)
+    assert await num_open()
+    await client.close()
+    async with asyncio.timeout(8):
+        outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes] == [ClientClosed] * 4
+    for call in (client.status(job), client.submit(prompt="x"), collect(client, job)):
+        with pytest.raises(ClientClosed, match="has been closed"):
+            await call
+
+    async def all_gone() -> bool:
+        return not await num_open()
+
+    await until(all_gone)
+
+
+async def test_closing_while_many_begin_to_listen_ends_them_all(queue: Queue, redis_url: str) -> None:
+    job = await queue.submit()
+    client = AsyncClient(redis_url, queue=QUEUE)
+    waiting = [asyncio.create_task(client.result(job)) for _ in range(20)]
+    await asyncio.sleep(0.01)
+    await client.close()
+    async with asyncio.timeout(4):
+        outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+    assert {type(outcome) for outcome in outcomes} == {ClientClosed}
 
 
 async def test_no_server_is_said_at_once_and_plainly() -> None:

@@ -1,12 +1,37 @@
 """What a connection costs beside its round trips."""
 
 from importlib import metadata
+from typing import Any
 
 import pytest
 
+from api_client import AsyncClient, Client, ConfigurationError, QueueUnavailable
 from api_client.connections import connect, connect_async
+from worker.embedded import free_port
 
 pytestmark = pytest.mark.redis
+
+
+@pytest.mark.parametrize("kind", [connect, connect_async])
+@pytest.mark.parametrize("url", ["redis://h?pass=hunter2", "redis+sentinel://h/main?pass=hunter2", "unix:///s?pass=x"])
+def test_an_option_that_nobody_knows_is_refused_without_repeating_it(kind: Any, url: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"has an option that Redis clients do not know$"):
+        kind(url)
+
+
+@pytest.mark.parametrize("kind", [connect, connect_async])
+def test_a_socket_of_this_machine_may_be_named(kind: Any) -> None:
+    options = kind("unix:///run/redis.sock?db=1").connection_pool.connection_kwargs
+    assert (options["path"], options["db"]) == ("/run/redis.sock", 1)
+
+
+async def test_sentinels_that_are_away_are_spoken_of_in_a_sentence() -> None:
+    url = f"redis+sentinel://127.0.0.1:{free_port()}/main/0"
+    with Client(url, queue="q") as client, pytest.raises(QueueUnavailable, match=r"No master found for 'main'$"):
+        client.depth()
+    async with AsyncClient(url, queue="q") as aclient:
+        with pytest.raises(QueueUnavailable, match=r"No master found for 'main'$"):
+            await aclient.depth()
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Requests, ids, fingerprints and URLs: what is decided before anything is sent."""
 
+import math
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
@@ -48,10 +49,26 @@ def test_times_are_relative_or_absolute() -> None:
     assert spans.not_before_ms == spans.created_ms + 5_000
 
 
+def test_token_ids_may_come_as_json_has_them() -> None:
+    plain, from_json = (build_request({"prompt": "x", "logit_bias": {key: 1.5}}) for key in (5, "5"))
+    assert from_json.params.logit_bias == plain.params.logit_bias == {5: 1.5}
+    assert fingerprint(from_json) == fingerprint(plain)
+    for key in ("x", "5.0", " 5", 5.0, True):
+        with pytest.raises(InvalidRequest, match=r"Expected `int`, got .* in `\$\.params\.logit_bias`"):
+            build_request({"prompt": "x", "logit_bias": {key: 1.5}})
+
+
 def test_everything_wrong_is_said_at_once() -> None:
     with pytest.raises(InvalidRequest) as caught:
         build_request({"prompt": "x", "max_tokens": 0, "temperature": -1.0})
     assert len(caught.value.problems) == 2
+
+
+@pytest.mark.parametrize("name", ["deadline", "not_before"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e308, "soon"])
+def test_a_time_that_is_none_is_named(name: str, value: object) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{name}"):
+        build_request({"prompt": "x", name: value})
 
 
 def test_unknown_names_are_named() -> None:
@@ -105,6 +122,7 @@ def test_a_jobs_cost_grows_with_prompt_and_answer() -> None:
     ("url", "kind", "hosts", "service", "options"),
     [
         ("redis://h:1/2", "single", (), "", {}),
+        ("unix:///run/redis.sock?db=1", "single", (), "", {}),
         ("redis+sentinel://a:1,b/main/3", "sentinel", (("a", 1), ("b", 26379)), "main", {"db": 3}),
         (
             "rediss+cluster://u:p%40@a:1,[::1]:2?ssl_ca_certs=/ca", "cluster", (("a", 1), ("::1", 2)), "",
@@ -122,7 +140,8 @@ def test_urls_of_all_kinds(
 @pytest.mark.parametrize(
     "url",
     ["http://h", "redis+nonsense://h", "redis+sentinel://h", "redis+sentinel://h/main/x", "redis+cluster://h/3",
-     "redis+cluster://", "redis+cluster://h:port"],
+     "redis+cluster://", "redis+cluster://h:port", "redis+cluster://h:²", "redis+sentinel://h/main/1/2",
+     "redis://h/abc", "redis://h/1/2", "rediss://h/-1"],
 )  # fmt: skip
 def test_wrong_urls_are_refused_in_a_sentence(url: str) -> None:
     with pytest.raises(ConfigurationError):

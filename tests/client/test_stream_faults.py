@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from api_client import AsyncClient, ClientOptions, JobNotFound
+from api_client import AsyncClient, Client, ClientOptions, JobNotFound
 from schemas.chunk import Chunk
 from schemas.codec import encode
 from schemas.result import JobResult
@@ -29,8 +29,6 @@ async def faulty(
     request: pytest.FixtureRequest, valkey: ValkeyServer, redis_url: str, make_proxy: MakeProxy
 ) -> AsyncIterator[tuple[Any, FaultProxy]]:
     """A client behind a proxy, and the proxy."""
-    from api_client import Client
-
     proxy = make_proxy(valkey.port)
     if request.param == "sync":
         with Client(proxy.url, queue=QUEUE, options=OPTIONS) as client:
@@ -80,6 +78,52 @@ async def test_a_server_out_of_reach_for_a_while_leaves_no_seam(faulty: tuple[An
         proxy.heal()
         assert_told(await reading, 60)
         assert (await waiting).token_ids == tuple(range(60))
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+async def test_a_subscription_that_was_made_anew_is_no_silence(queue: Queue, redis_url: str, kind: str) -> None:
+    """What came while there was none is looked up at once, long before a silent stream would look."""
+    patient = ClientOptions(idle_s=15)
+    client: Any = AsyncClient(redis_url, queue=QUEUE, options=patient)
+    if kind == "sync":
+        client = Threaded(Client(redis_url, queue=QUEUE, options=patient))
+    job = await queue.submit()
+    worker = queue.worker()
+    (delivery,) = await worker.claim(1)
+    stream = client.stream(job)
+    first = asyncio.create_task(anext(stream))
+    await asyncio.sleep(0.3)
+    item = token(delivery, 0)
+    await worker.append([type(item)(item.token, item.chunk, checkpoint=True)])  # in the log, and never published
+    assert await queue.redis.execute_command("CLIENT", "KILL", "TYPE", "PUBSUB")
+    async with asyncio.timeout(8):
+        told = [await first]
+        await worker.finish([end_of(delivery, 1)])
+        told += [chunk async for chunk in stream]
+    assert_told(told, 1)
+    await client.close()
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+async def test_the_reader_s_own_time_is_no_silence(queue: Queue, redis_url: str, kind: str) -> None:
+    """He takes longer than the time limit over a chunk from the log, and over one that was published."""
+    client: Any = AsyncClient(redis_url, queue=QUEUE) if kind == "async" else Threaded(Client(redis_url, queue=QUEUE))
+    job = await queue.submit()
+    worker = queue.worker()
+    (delivery,) = await worker.claim(1)
+    await worker.append([token(delivery, 0)])
+    told = []
+    async for chunk in client.stream(job, timeout=0.6):
+        told.append(chunk)
+        if chunk.index == 0:
+            await worker.append([token(delivery, 1)])
+            await asyncio.sleep(0.8)
+        elif chunk.index == 1:
+            await queue.redis.execute_command("CLIENT", "KILL", "TYPE", "PUBSUB")
+            await asyncio.sleep(0.8)
+            await worker.finish([end_of(delivery, 2)])
+    assert_told(told, 2)
+    await client.close()
 
 
 async def test_a_lost_reply_to_submit_makes_no_second_job(faulty: tuple[Any, FaultProxy], queue: Queue) -> None:
@@ -132,8 +176,6 @@ async def test_a_subscriber_slower_than_the_servers_patience_recovers(
     job = await queue.submit()
     worker = queue.worker()
     (delivery,) = await worker.claim(1)
-    from api_client import Client
-
     with Client(server.url, queue=QUEUE, options=OPTIONS) as client:
         stream = client.stream(job, timeout=60)
         await worker.append([token(delivery, 0)])

@@ -5,7 +5,9 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from celery import Celery, chain, chord, group
 from api_client import Client
 from api_client.celery import GenerationResult, GenerationTask, generation_task
 from api_client.celery_values import GenerationFailed, fields_of
-from api_client.errors import InvalidRequest
+from api_client.errors import InvalidRequest, JobNotFound, QueueUnavailable
 from schemas import JobStatus
 from tests.support.valkey import ValkeyServer
 from tests.support.worker import QUEUE, database_url, running_worker
@@ -177,6 +179,60 @@ def test_by_itself_it_is_on_the_stream_at_once(lonely: GenerationTask, redis_url
     assert answer.state == "FAILURE"
     again = answer.get(propagate=False)
     assert (again.status, again.job_id) == ("cancelled", answer.id)
+
+
+class AwayQueue:
+    """Its server is out of reach."""
+
+    def submit(self, **_: Any) -> None:
+        raise QueueUnavailable("away")
+
+    def result(self, _job: str, timeout: float | None) -> None:
+        raise QueueUnavailable("away")
+
+
+class ForgetfulQueue(AwayQueue):
+    def result(self, job: str, timeout: float | None) -> None:
+        raise JobNotFound(job)
+
+
+@pytest.mark.parametrize("queue", [AwayQueue(), ForgetfulQueue()])
+def test_while_the_queue_is_away_a_task_is_put_off(queue: Any) -> None:
+    app = Celery("away", broker="memory://", set_as_current=False)
+    task = generation_task(app, queue=QUEUE, pauses_s=(7.0,))
+    task._clients[os.getpid()] = queue
+    task.push_request(id="a", retries=0, is_eager=False, called_directly=False, args=("hi",), kwargs={})
+    with pytest.raises(celery.exceptions.Retry) as caught:
+        task.run("hi")
+    assert caught.value.when == 7.0
+    with pytest.raises(QueueUnavailable):
+        task.apply(("hi",)).get()
+
+
+NAIVE = datetime(2100, 1, 1, 12)  # noqa: DTZ001
+
+
+@pytest.mark.parametrize("moment", [NAIVE, "2100-01-01T12:00:00", "2100-01-01T13:00:00+01:00"])
+def test_moments_are_read_as_celery_reads_them(
+    monkeypatch: pytest.MonkeyPatch, lonely: GenerationTask, redis_url: str, allowed_keys: list[str], moment: Any
+) -> None:
+    allowed_keys.append("tm:{q}:*")
+    monkeypatch.setenv("TZ", "America/New_York")
+    time.tzset()
+    try:
+        begins, ends = lonely.apply_async(("a",), eta=moment), lonely.apply_async(("a",), expires=moment)
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    noon_ms = datetime(2100, 1, 1, 12, tzinfo=UTC).timestamp() * 1000
+    with Client(redis_url, queue=QUEUE) as client:
+        assert client.status(begins.id).not_before_ms == client.status(ends.id).deadline_ms == noon_ms
+
+
+@pytest.mark.parametrize("options", [{"eta": "soon"}, {"countdown": "5"}, {"expires": "never"}])
+def test_what_is_no_moment_is_refused(lonely: GenerationTask, options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match="a time is a number of seconds, a datetime or a timedelta"):
+        lonely.apply_async(("a",), **options)
 
 
 def test_a_bad_request_is_refused_where_it_is_made(lonely: GenerationTask) -> None:

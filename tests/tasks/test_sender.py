@@ -4,13 +4,15 @@ import ipaddress
 import socket
 import ssl
 import subprocess
+import time
+from email.utils import formatdate
 from pathlib import Path
 
 import pytest
 
 from tests.tasks.receiver import Dripping, Receiver
 from worker.tasks.addresses import AddressRefused, AddressUnknown, is_permitted, resolve
-from worker.tasks.sender import Sender, SendFailed
+from worker.tasks.sender import Sender, SendFailed, _Deadline
 
 LOCAL = (ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1/128"))
 
@@ -70,16 +72,28 @@ def test_a_redirect_is_not_followed() -> None:
         assert (reply.status, reply.is_success, elsewhere.received) == (302, False, [])
 
 
-def test_retry_after_is_read_in_seconds() -> None:
-    answers = [(503, {"Retry-After": "120"}), (503, {"Retry-After": "Fri, 31 Dec 1999 23:59:59 GMT"})]
-    with Receiver(answers) as receiver:
+def test_retry_after_is_read_in_seconds_and_as_a_date() -> None:
+    soon = formatdate(time.time() + 120, usegmt=True)
+    values = ["120", "Fri, 31 Dec 1999 23:59:59 GMT", soon, "soon", "Fri, 99 Dec 1999 23:59:59 GMT", "1" * 20]
+    with Receiver([(503, {"Retry-After": value}) for value in values]) as receiver:
         sender = Sender(30, LOCAL)
-        assert [sender.post(receiver.url, b"{}", {}).retry_after_s for _ in range(2)] == [120.0, None]
+        seconds, past, date, *others = (sender.post(receiver.url, b"{}", {}).retry_after_s for _ in values)
+    assert (seconds, past, others) == (120.0, 0.0, [None, None, None])
+    assert 60 < (date or 0) <= 121
 
 
 def test_an_answer_that_never_ends_is_cut_off() -> None:
     with Dripping() as server, pytest.raises(SendFailed, match="did not answer within"):
         Sender(0.5, LOCAL).post(server.url, b"{}", {})
+
+
+def test_a_connection_that_is_made_at_the_last_moment_is_cut_off_too() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, _Deadline(0.01) as deadline:
+        time.sleep(0.1)
+        deadline.watch(ours)
+        theirs.settimeout(5)
+        assert theirs.recv(1) == b""
 
 
 def test_a_closed_port_and_an_answer_that_is_none() -> None:

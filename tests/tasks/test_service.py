@@ -19,6 +19,7 @@ from tests.record.support import rows
 from tests.support.worker import QUEUE, running_worker
 from tests.tasks.receiver import Receiver, eventually
 from tests.tasks.support import SECRET
+from worker.embedded import free_port
 from worker.record.connection import open_engine
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -119,3 +120,14 @@ def _answer_a_file(redis_url: str, database: str, folder: Path) -> None:
     assert {answer["custom_id"] for answer in answers} == {f"line-{n}" for n in range(20)}
     assert all(answer["response"]["body"]["usage"]["completion_tokens"] in (1, 2) for answer in answers)
     assert len((folder / "out.errors.jsonl").read_text().splitlines()) == 1
+
+
+def test_it_ends_though_its_broker_was_never_there(sqlite_url: str, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with tasks(f"redis://127.0.0.1:{free_port()}/0", sqlite_url, log) as process:
+        eventually(lambda: "Cannot connect" in log.read_text() and "beat" in log.read_text())
+        process.terminate()
+        try:
+            assert process.wait(30) == 0, log.read_text()
+        finally:
+            process.kill()

@@ -67,7 +67,7 @@ def test_a_changed_body_and_a_foreign_secret_are_refused() -> None:
         verify(body, headers, new_secret(), now=NOW)
 
 
-@pytest.mark.parametrize("stamp", ["", "soon", "-1", "١", "1e9"])
+@pytest.mark.parametrize("stamp", ["", "soon", "-1", "١", "1e9", "9" * 400, "9" * 5000])
 def test_a_time_that_is_none_is_refused(stamp: str) -> None:
     body, headers = message()
     with pytest.raises(BadSignature):

@@ -8,6 +8,7 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from typing import Final
 
 from celery import Celery
 from celery.beat import EmbeddedService
@@ -21,6 +22,8 @@ from worker.tasks.watch import TasksWatch
 from worker.telemetry import configure_logging
 
 log = logging.getLogger(__name__)
+
+BEAT_END_S: Final = 5.0  # its thread ends with the process
 
 
 def run(settings: Settings) -> int:
@@ -85,7 +88,9 @@ def _work(worker: Celery.Worker, beat: EmbeddedService) -> None:
     try:
         worker.start()
     finally:
-        beat.stop()
+        # Not `beat.stop`, which waits for its end: while it looks for its broker, it hears nothing.
+        beat.service.stop()
+        beat.join(BEAT_END_S)
 
 
 @contextlib.contextmanager

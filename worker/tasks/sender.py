@@ -13,8 +13,11 @@ import http.client
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC
+from email.utils import parsedate_to_datetime
 from typing import Final, Self, TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
@@ -139,8 +142,16 @@ def _exchange(
 
 
 def _seconds(value: str | None) -> float | None:
-    """Of Retry-After only the form in seconds."""
-    return float(value) if value is not None and value.isascii() and value.isdigit() and len(value) < 9 else None
+    """Of Retry-After, in either form: seconds, or a date."""
+    if value is None:
+        return None
+    if value.isascii() and value.isdigit():
+        return float(value) if len(value) < 9 else None
+    try:
+        moment = parsedate_to_datetime(value)
+        return max(0.0, (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp() - time.time())
+    except (ValueError, OverflowError):
+        return None
 
 
 class _Deadline:
@@ -154,10 +165,15 @@ class _Deadline:
 
     def watch(self, sock: Sock) -> Sock:
         self._sock = sock
+        if self.has_passed:
+            self._shut()
         return sock
 
     def _cut(self) -> None:
         self.has_passed = True
+        self._shut()
+
+    def _shut(self) -> None:
         if self._sock is not None:
             with contextlib.suppress(OSError):
                 socket.socket.shutdown(self._sock, socket.SHUT_RDWR)  # beneath TLS: its owner is in the midst of it
