@@ -205,6 +205,7 @@ class Engine:
         """Launch step N+1 from a plan with placeholders, then wait for step N and commit it."""
         previous = self._in_flight
         plan = self.scheduler.plan()
+        self.runner.release(self.scheduler.take_released())  # who comes back in the same plan starts anew
         self._in_flight = None
         try:
             if not plan.is_empty:

@@ -118,3 +118,18 @@ def test_cancelling_in_flight_frees_everything(folder):
     assert {engine.get_result(i).finish_reason for i in ids} == {FinishReason.CANCELLED}
     engine.scheduler.check_integrity()
     assert engine.stats().blocks_free == engine.stats().blocks_total
+
+
+def test_who_comes_back_in_the_plan_that_preempts_it_says_the_same(folder):
+    """What the sampler kept of it is dropped before the step is launched, not what it keeps of that step."""
+    prompts = [[5, 6, 7], [90, 8]]
+    params = SamplingParams(max_tokens=24, temperature=0, presence_penalty=2, ignore_eos=True)
+    engine = engine_of(folder, async_batching=True)
+    plain = engine.generate_batch(prompts, params)
+    names = engine.add_requests(prompts, params)
+    for _ in range(3):
+        for _ in range(5):
+            engine.step()
+        for name in names:
+            engine.scheduler._state.preempt(*engine.scheduler.sequences(name))
+    assert [engine.get_result(name).token_ids for name in names] == [output.token_ids for output in plain]
