@@ -38,7 +38,7 @@ def test_it_steps_before_it_is_ready_and_leaves_nothing(folder: Path, num_blocks
     execute = runner.execute
 
     def noted(plan: StepPlan) -> StepOutput:
-        steps.append("decode" if plan.is_decode_only else "prefill")
+        steps.append("decode" if all(item.num_tokens == 1 for item in plan.scheduled) else "prefill")
         output: StepOutput = execute(plan)
         return output
 

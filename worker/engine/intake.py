@@ -20,12 +20,11 @@ _SEED_MASK = (1 << 63) - 1
 
 @dataclass(slots=True)
 class Intake:
-    """Checks requests for one model and numbers their arrival."""
+    """Checks requests for one model."""
 
     vocab_size: int
     max_model_len: int
     can_structure: bool = True
-    _arrivals: int = 0
 
     def admit(self, request: GenerationRequest) -> list[Sequence]:
         """One sequence per choice. Raises RequestError with one sentence that names what is wrong."""
@@ -57,11 +56,9 @@ class Intake:
                     tenant=request.tenant,
                     cache_salt=request.cache_salt,
                     deadline=request.deadline,
-                    arrival=self._arrivals,
                     max_tokens=limit,
                 )
             )
-            self._arrivals += 1
         return sequences
 
     def _check_prompt(self, request: GenerationRequest) -> None:

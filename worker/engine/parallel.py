@@ -2,7 +2,7 @@
 
 The model is split by Transformers' own plan (`tp_plan="auto"`), each rank holding some heads and their KV.
 Before each step rank 0 broadcasts what the plan says, as MessagePack in a tensor: positions, token ids,
-block tables, block moves. A follower keeps no policy; it builds the same inputs, runs the same forward
+new blocks, block moves. A follower keeps no policy; it builds the same inputs, runs the same forward
 pass (whose collectives meet rank 0's) and drops the logits. Steps are synchronous: a follower needs the
 sampled tokens, and they come with the next plan. A step that fails on one rank ends all of them: the others
 are inside it, and no step can be repeated. Start it with torchrun, on every rank the same call.
@@ -11,6 +11,7 @@ are inside it, and no step can be repeated. Start it with torchrun, on every ran
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Self
 
 import msgspec
@@ -30,11 +31,12 @@ class _Item(msgspec.Struct, array_like=True):
     num_tokens: int
     draft_ids: tuple[int, ...]
     token_ids: tuple[int, ...]  # from `start` on, without the drafts
-    block_tables: tuple[tuple[int, ...], ...]
+    num_blocks: tuple[int, ...]  # by layer group: entries of its table that were sent before
+    block_tables: tuple[tuple[int, ...], ...]  # those behind them
     samples: bool
 
 
-class _Step(msgspec.Struct, tag="step"):
+class Step(msgspec.Struct, tag="step"):
     step_id: int
     items: tuple[_Item, ...]
     swap_out: tuple[tuple[int, int, int], ...]
@@ -50,17 +52,67 @@ class _End(msgspec.Struct, tag="end"):
     pass
 
 
-_Message = _Step | _Release | _End
+_Message = Step | _Release | _End
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(_Message)
+
+
+@dataclass(slots=True)
+class _Known:
+    """What the other ranks have of a sequence. In one epoch a block table only grows; an entry that left its window
+    stays with them, for nobody looks at it."""
+
+    key: int
+    epoch: int
+    num_blocks: tuple[int, ...]
+
+
+class Telling:
+    """What rank 0 tells of its plans: of each sequence only what the others do not have yet."""
+
+    def __init__(self) -> None:
+        self._known: dict[Sequence, _Known] = {}
+        self._next_key = 0
+
+    def describe(self, plan: StepPlan) -> Step:
+        return Step(
+            plan.step_id,
+            tuple(self._item(item) for item in plan.scheduled),
+            *(_flat(copies) for copies in (plan.swap_out, plan.copies, plan.swap_in)),
+        )
+
+    def _item(self, item: ScheduledSequence) -> _Item:
+        sequence = item.sequence
+        tables = sequence.block_tables
+        known = self._known.get(sequence)
+        if known is None:
+            known = self._known[sequence] = _Known(self._next_key, item.epoch, (0,) * len(tables))
+            self._next_key += 1
+        sent = known.num_blocks if known.epoch == item.epoch else (0,) * len(tables)
+        known.epoch, known.num_blocks = item.epoch, tuple(map(len, tables))
+        stop = item.start + item.num_tokens - len(item.draft_ids)
+        return _Item(
+            key=known.key,
+            epoch=item.epoch,
+            start=item.start,
+            num_tokens=item.num_tokens,
+            draft_ids=item.draft_ids,
+            token_ids=tuple(sequence.token_ids[item.start : stop]),
+            num_blocks=sent,
+            block_tables=tuple(tuple(table[first:]) for table, first in zip(tables, sent, strict=True)),
+            samples=item.samples,
+        )
+
+    def forget(self, sequences: Iterable[Sequence]) -> tuple[int, ...]:
+        """The keys of those that the others know."""
+        return tuple(self._known.pop(sequence).key for sequence in sequences if sequence in self._known)
 
 
 class LeadingRunner(ModelRunner):
     """Rank 0's runner."""
 
     ranks: Ranks
-    _keys: dict[Sequence, int]
-    _next_key: int
+    _telling: Telling
 
     @classmethod
     def load(
@@ -73,14 +125,14 @@ class LeadingRunner(ModelRunner):
             raise SystemExit(0)
         loaded = super().load(config, cache_dir, on_progress)
         loaded.ranks = ranks
-        loaded._keys, loaded._next_key = {}, 0
+        loaded._telling = Telling()
         return loaded
 
     def launch(self, plan: StepPlan) -> InFlightStep:
         """Raises GroupLostError: what fails here has left the other ranks in the middle of the step."""
         try:
             if not plan.is_empty:
-                self.ranks.broadcast(_encoder.encode(self._describe(plan)))
+                self.ranks.broadcast(_encoder.encode(self._telling.describe(plan)))
             return super().launch(plan)
         except Exception as error:
             raise self.ranks.fail(error) from error
@@ -94,7 +146,7 @@ class LeadingRunner(ModelRunner):
     def release(self, sequences: Iterable[Sequence]) -> None:
         gone = list(sequences)
         super().release(gone)
-        keys = tuple(self._keys.pop(sequence) for sequence in gone if sequence in self._keys)
+        keys = self._telling.forget(gone)
         if keys:
             self.ranks.broadcast(_encoder.encode(_Release(keys)))
 
@@ -104,39 +156,14 @@ class LeadingRunner(ModelRunner):
         super().close()
         self.ranks.leave()
 
-    def _describe(self, plan: StepPlan) -> _Step:
-        return _Step(
-            plan.step_id,
-            tuple(self._describe_item(item) for item in plan.scheduled),
-            *(_flat(copies) for copies in (plan.swap_out, plan.copies, plan.swap_in)),
-        )
-
-    def _describe_item(self, item: ScheduledSequence) -> _Item:
-        sequence = item.sequence
-        key = self._keys.get(sequence)
-        if key is None:
-            key = self._keys[sequence] = self._next_key
-            self._next_key += 1
-        stop = item.start + item.num_tokens - len(item.draft_ids)
-        return _Item(
-            key=key,
-            epoch=sequence.epoch,
-            start=item.start,
-            num_tokens=item.num_tokens,
-            draft_ids=item.draft_ids,
-            token_ids=tuple(sequence.token_ids[item.start : stop]),
-            block_tables=tuple(tuple(table) for table in sequence.block_tables),
-            samples=item.samples,
-        )
-
 
 def follow(runner: ModelRunner, ranks: Ranks) -> None:
     """Run rank 0's plans until it closes. Raises GroupLostError when a step fails here or the group is gone."""
     sequences: dict[int, Sequence] = {}
     try:
         while not isinstance(message := _decoder.decode(ranks.broadcast(None)), _End):
-            if isinstance(message, _Step):
-                runner.follow(_rebuild(message, sequences))
+            if isinstance(message, Step):
+                runner.follow(rebuild(message, sequences))
             else:
                 runner.release(sequences.pop(key) for key in message.keys if key in sequences)
     except Exception as error:
@@ -145,7 +172,7 @@ def follow(runner: ModelRunner, ranks: Ranks) -> None:
     ranks.leave()
 
 
-def _rebuild(step: _Step, sequences: dict[int, Sequence]) -> StepPlan:
+def rebuild(step: Step, sequences: dict[int, Sequence]) -> StepPlan:
     scheduled = []
     for item in step.items:
         sequence = sequences.get(item.key)
@@ -156,7 +183,10 @@ def _rebuild(step: _Step, sequences: dict[int, Sequence]) -> StepPlan:
         known += [0] * (item.start - len(known))  # computed elsewhere (a cached prefix): never read here
         known += item.token_ids
         sequence.epoch = item.epoch
-        sequence.block_tables = [list(table) for table in item.block_tables]
+        if not sequence.block_tables:
+            sequence.block_tables = [[] for _ in item.block_tables]
+        for table, first, entries in zip(sequence.block_tables, item.num_blocks, item.block_tables, strict=True):
+            table[first:] = entries
         scheduled.append(
             ScheduledSequence(sequence, item.start, item.num_tokens, item.samples, item.draft_ids, item.epoch)
         )

@@ -53,10 +53,6 @@ class StepPlan:
         return sum(item.num_tokens for item in self.scheduled)
 
     @property
-    def is_decode_only(self) -> bool:
-        return all(item.num_tokens == 1 for item in self.scheduled)
-
-    @property
     def is_empty(self) -> bool:
         return not (self.scheduled or self.swap_out or self.copies or self.swap_in)
 

@@ -49,7 +49,6 @@ class Sequence:
     cache_salt: str = ""
     adapter: str = ""  # name and version of its LoRA adapter; empty: the model itself
     deadline: float | None = None
-    arrival: int = 0  # a running number; lower came first
     max_tokens: int = 0  # resolved limit on output tokens, resumed ones included
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0

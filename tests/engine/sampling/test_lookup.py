@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 
 from schemas.generation import SamplingParams
 from tests.engine.sampling.helpers import make_sequence
-from worker.engine.sampling import PromptLookup, can_speculate, propose
+from worker.engine.sampling import PromptLookup
+from worker.engine.sampling.lookup import MIN_MATCH, NgramIndex
+
+
+def propose(token_ids: list[int], max_tokens: int, min_match: int = MIN_MATCH) -> tuple[int, ...]:
+    """The draft for a sequence seen for the first time."""
+    index = NgramIndex(min_match)
+    index.extend(token_ids, len(token_ids))
+    return index.continuation(token_ids, max_tokens)
 
 
 def naive(token_ids: list[int], max_tokens: int, min_match: int) -> list[tuple[int, ...]]:
@@ -99,8 +107,6 @@ def test_who_is_not_asked() -> None:
     ahead.num_inflight = 1
     lookup = PromptLookup(4)
     assert lookup(silent) == lookup(ahead) == ()
-    assert not can_speculate(SamplingParams(speculate=False))
-    assert can_speculate(SamplingParams(frequency_penalty=1.0))
 
 
 def test_release_forgets() -> None:

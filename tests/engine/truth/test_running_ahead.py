@@ -171,3 +171,18 @@ def test_the_host_is_one_step_ahead_also_where_nothing_is_sampled(folder):
     while engine.has_work:
         engine.step()
     assert runner.furthest == 2
+
+
+def test_who_comes_back_in_the_plan_that_preempts_it_says_the_same(folder):
+    """What the sampler kept of it is dropped before the step is launched, not what it keeps of that step."""
+    prompts = [[5, 6, 7], [90, 8]]
+    params = SamplingParams(max_tokens=24, temperature=0, presence_penalty=2, ignore_eos=True)
+    engine = engine_of(folder, async_batching=True)
+    plain = engine.generate_batch(prompts, params)
+    names = engine.add_requests(prompts, params)
+    for _ in range(3):
+        for _ in range(5):
+            engine.step()
+        for name in names:
+            engine.scheduler._state.preempt(*engine.scheduler.sequences(name))
+    assert [engine.get_result(name).token_ids for name in names] == [output.token_ids for output in plain]

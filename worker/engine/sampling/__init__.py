@@ -1,7 +1,7 @@
 """Sampling: one token per row of the logits, per-request parameters, results independent of the batch."""
 
 from worker.engine.sampling.compilation import GrammarCompiler, GrammarError
-from worker.engine.sampling.lookup import PromptLookup, can_speculate, propose
+from worker.engine.sampling.lookup import PromptLookup
 from worker.engine.sampling.sampled import Sampled
 from worker.engine.sampling.sampler import Layout, Sampler
 
@@ -12,6 +12,4 @@ __all__ = [
     "PromptLookup",
     "Sampled",
     "Sampler",
-    "can_speculate",
-    "propose",
 ]

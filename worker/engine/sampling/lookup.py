@@ -12,7 +12,6 @@ from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from schemas.generation import SamplingParams
 from worker.engine.sequence import Sequence
 
 MIN_MATCH = 3
@@ -20,21 +19,6 @@ _MAX_COMPARED = 24  # how far back a candidate's match is extended, in tokens
 _MAX_CANDIDATES = 8
 _INDEXED_PER_CALL = 2_000  # a long prompt is indexed over several steps, so that no single step is slow
 _LONGEST_PAUSE = 256
-
-
-def can_speculate(params: SamplingParams) -> bool:
-    """May drafts be proposed? Every parameter is exact inside a draft run, so only the request's wish counts.
-
-    With min_tokens or a penalty the rows of a draft see the drafts before them, and so does a grammar.
-    """
-    return params.speculate
-
-
-def propose(token_ids: Seq[int], max_tokens: int, min_match: int = MIN_MATCH) -> tuple[int, ...]:
-    """The draft for a sequence seen for the first time; PromptLookup keeps the index between calls."""
-    index = NgramIndex(min_match)
-    index.extend(token_ids, len(token_ids))
-    return index.continuation(token_ids, max_tokens)
 
 
 class NgramIndex:
@@ -111,7 +95,7 @@ class PromptLookup:
 
     def __call__(self, sequence: Sequence) -> tuple[int, ...]:
         """Up to `max_tokens` tokens that may follow; () where nothing matches or drafts do not pay."""
-        if not can_speculate(sequence.params) or sequence.num_inflight:
+        if not sequence.params.speculate or sequence.num_inflight:
             return ()
         state = self._states.get(sequence)
         if state is None:

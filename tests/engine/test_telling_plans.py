@@ -1,0 +1,61 @@
+"""What rank 0 tells of its plans: the others build the same steps from it, and long contexts cost it nothing."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+pytest.importorskip("torch")
+
+from schemas.generation import SamplingParams
+from tests.engine.scheduler.loop import Loop, make_cache, make_sequence
+from worker.engine.parallel import Step, Telling, rebuild
+from worker.engine.plan import StepPlan
+from worker.engine.sequence import Sequence
+
+
+def told(telling: Telling, plan: StepPlan, others: dict[int, Sequence]) -> tuple[StepPlan, int]:
+    """The plan as another rank has it, and the bytes that it took."""
+    message = msgspec.msgpack.encode(telling.describe(plan))
+    return rebuild(msgspec.msgpack.decode(message, type=Step), others), len(message)
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 7)])
+@pytest.mark.parametrize("num_host_blocks", [0, 20])
+def test_the_others_have_every_block_that_is_looked_at(windows: tuple[int | None, ...], num_host_blocks: int) -> None:
+    cache = make_cache(12, windows=windows, num_host_blocks=num_host_blocks)
+    loop = Loop.build(cache, max_num_batched_tokens=16, max_num_seqs=4)
+    telling, others = Telling(), dict[int, Sequence]()
+    kv, shared = loop.scheduler.kv, list(range(1, 10))
+
+    def differs(plan: StepPlan) -> bool:
+        theirs, _ = told(telling, plan, others)
+        assert (theirs.swap_out, theirs.copies, theirs.swap_in) == (plan.swap_out, plan.copies, plan.swap_in)
+        for mine, item in zip(plan.scheduled, theirs.scheduled, strict=True):
+            assert (item.start, item.num_tokens, item.samples) == (mine.start, mine.num_tokens, mine.samples)
+            for group, table in enumerate(mine.sequence.block_tables):
+                first = kv.first_visible(group, mine.start)
+                assert item.sequence.block_tables[group][first:] == table[first:]
+        return False
+
+    loop.device.fails = differs
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    for number in range(12):
+        loop.add(make_sequence(f"r{number}", [*shared, number + 10], 20, params=params))
+    while loop.scheduler.has_work:
+        loop.step()
+        for key in telling.forget(loop.scheduler.take_released()):
+            del others[key]
+    assert loop.scheduler.stats.preemptions
+    assert not others
+
+
+def test_a_decode_is_told_in_as_many_bytes_after_a_long_prompt() -> None:
+    sizes = []
+    for length in (8, 200):
+        loop, telling, others = Loop.build(make_cache(100)), Telling(), dict[int, Sequence]()
+        loop.add(make_sequence("a", [index % 40 + 1 for index in range(length)], 4))
+        for _ in range(2):
+            loop.step()
+        sizes += [told(telling, plan, others)[1] for plan in loop.plans[:2]][1:]
+    assert sizes[1] <= sizes[0] + 8
