@@ -34,6 +34,16 @@ async def test_the_first_to_come_back_takes_nothing_from_the_others(queue: Queue
     assert len(second.held) == 2
 
 
+async def test_one_whose_lease_has_not_run_out_yet_waits_for_the_others_too(queue: Queue) -> None:
+    first, second = await hold_two_each(queue, "w1", "w2")
+    await asyncio.sleep(0.3 * LEASE_S)
+    assert await beat(first) == ()
+    await asyncio.sleep(0.8 * LEASE_S)
+    assert await beat(first) == ()
+    assert await first.claim(9) == []
+    assert await beat(second) == ()
+
+
 async def test_who_does_not_come_back_is_missed_a_lease_later(queue: Queue) -> None:
     first, gone = await hold_two_each(queue, "w1", "w2")
     lost = set(gone.held)
@@ -54,3 +64,15 @@ async def test_a_newcomer_takes_a_dead_ones_jobs_at_once(queue: Queue) -> None:
     await asyncio.sleep(2 * LEASE_S)
     found = await queue.worker("w2", lease_s=LEASE_S).claim(9)
     assert {delivery.job_id for delivery in found} == set(dead.held)
+
+
+async def test_sweeps_that_are_rarer_than_leases_are_no_outage(queue: Queue) -> None:
+    living, dead = (queue.worker(name, lease_s=LEASE_S, sweep_s=LEASE_S) for name in ("w1", "w2"))
+    await queue.submit()
+    assert len(await dead.claim(1)) == 1
+    found = await living.claim(1)
+    async with asyncio.timeout(20):
+        while not found:
+            await asyncio.sleep(LEASE_S / 5)
+            await beat(living)
+            found = await living.claim(1)

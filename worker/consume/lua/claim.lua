@@ -2,7 +2,7 @@
 -- First what went astray on the way to this worker, then what dead or draining workers left, then the lanes.
 -- Arguments: see take.lua. Reply: a list of
 -- {id, token, request, deliveries, crashes, verdict, created ms, started ms, attempt, alone, log}
-local returned = comes_back(worker)
+local returns = is_listed(worker)
 redis.call('SET', base .. 'worker:' .. worker, '', 'NX', 'PX', lease_ms)
 redis.call('SADD', base .. 'workers', worker)
 
@@ -52,7 +52,7 @@ local function list(name, room)
 end
 
 local is_whole, trouble = pcall(function()
-  sweep(now, sweep_ms, tonumber(lease_ms), returned)
+  sweep(now, sweep_ms, tonumber(lease_ms), returns)
   if ARGV[14] == '1' then take_strays() end
   take_from('ended', false, 63)
   take_from('returned', true, 63 + math.max(credits, 0))

@@ -101,22 +101,23 @@ local function expire_waiting(now)
   end
 end
 
--- Has it a lease that ran out, and is still listed? Then nobody swept meanwhile, or it would not be.
-local function comes_back(worker)
-  return redis.call('SISMEMBER', base .. 'workers', worker) == 1 and redis.call('EXISTS', base .. 'worker:' .. worker) == 0
-end
+-- Who lives sweeps at least twice in a lease. Where nobody did for this part of one, the server was perhaps out of
+-- everybody's reach while leases ran out.
+local UNSWEPT = 0.6
+
+local function is_listed(worker) return redis.call('SISMEMBER', base .. 'workers', worker) == 1 end
 
 -- At most once per interval for the whole queue, by whoever comes first. Returns how many orphans it freed.
--- `returned`: the caller comes back. Where nobody swept for a whole lease, the server was out of everybody's reach, and the
--- others' leases have run out like the caller's: they have as long to come back too.
-local function sweep(now, interval_ms, lease_ms, returned)
+-- `returns`: the caller was there before. If nobody swept for a while, and he is the first to come back, the others have a
+-- lease to do so too. Who comes new finds nobody's jobs but the dead's.
+local function sweep(now, interval_ms, lease_ms, returns)
   promote(now)
   expire_waiting(now)
   local swept = redis.call('HMGET', meta, 'swept_ms', 'sweep_from_ms')
   local last, from = number(swept[1], 0), number(swept[2], 0)
   if now >= last and now - last < interval_ms then return 0 end
   redis.call('HSET', meta, 'swept_ms', whole(now))
-  if returned and last > 0 and now - last >= lease_ms then
+  if returns and last > 0 and now - last >= math.max(UNSWEPT * lease_ms, 2 * interval_ms) then
     redis.call('HSET', meta, 'sweep_from_ms', whole(now + lease_ms))
     return 0
   end
