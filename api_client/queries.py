@@ -40,11 +40,9 @@ class Cursor:
     finished_ms: int
     job_id: str
 
-    def __str__(self) -> str:
-        return f"{self.finished_ms}.{self.job_id}"
-
     @classmethod
     def parse(cls, text: str) -> Cursor:
+        """What JobRow.cursor says."""
         moment, dot, job_id = text.partition(".")
         if not (dot and job_id and moment.isascii() and moment.isdigit() and len(moment) < 19):
             raise ConfigurationError(f"{text!r} is no cursor: it is what the page before ended with")

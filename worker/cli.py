@@ -7,7 +7,7 @@ went wrong outside, 2 for settings.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
 
@@ -72,7 +72,7 @@ _register(dev)
 def upgrade(database_url: DatabaseUrl = None) -> None:
     """Create the tables, or bring them to this version. Safe while workers run, and from several places at once."""
     with _sentences():
-        settings = _settings({"database_url": database_url})
+        settings = load_settings({"database_url": database_url})
         from worker.record.migrate import upgrade as migrate
 
         with _database(settings):
@@ -92,7 +92,7 @@ def downgrade(
 ) -> None:
     """Take back what came after a revision, with the data in it. Stop the workers of this version first."""
     with _sentences():
-        settings = _settings({"database_url": database_url})
+        settings = load_settings({"database_url": database_url})
         from worker.record.migrate import downgrade as migrate
         from worker.record.standing import revisions
 
@@ -111,10 +111,12 @@ def downgrade(
 def status(database_url: DatabaseUrl = None, *, json: Json = False) -> None:
     """Which revision the database has, and which this version needs. Exits with 1 when it is behind."""
     with _sentences():
-        settings = _settings({"database_url": database_url})
-        from worker.record.connection import open_engine
+        settings = load_settings({"database_url": database_url})
+        from worker.record.connection import missing_file, open_engine
         from worker.record.standing import standing
 
+        if path := missing_file(settings.database_url):
+            raise TokenmillError(f"there is no database at {path}: `tokenmill db upgrade`")
         engine = open_engine(settings.database_url)
         with _database(settings), engine.connect() as connection:
             found = standing(connection)
@@ -142,7 +144,7 @@ def doctor(
 ) -> None:
     """Check settings, servers, model and machine; say what is missing and how to get it. Exits with 1 on any error."""
     with _sentences():
-        settings = _settings({"redis_url": redis_url, "database_url": database_url, "queue": queue, "model": model})
+        settings = load_settings({"redis_url": redis_url, "database_url": database_url, "queue": queue, "model": model})
         from worker.doctor import examine, show
 
         findings = examine(settings, servers_only=quiet)
@@ -167,7 +169,7 @@ def exporter(
 ) -> None:
     """Serve /metrics and /healthz of queues, from Redis alone: for alerts and autoscaling when no worker runs."""
     with _sentences():
-        settings = _settings({"redis_url": redis_url, "metrics_host": host, "metrics_port": port})
+        settings = load_settings({"redis_url": redis_url, "metrics_host": host, "metrics_port": port})
         from worker.exporter import Exporter
         from worker.telemetry import configure_logging
 
@@ -179,10 +181,6 @@ def exporter(
                 settings.redis_url, names, settings.key_prefix, settings.metrics_host, chosen, every_s=every
             ).serve()
         )
-
-
-def _settings(flags: Mapping[str, object]) -> Settings:
-    return load_settings(flags)
 
 
 @contextmanager

@@ -66,7 +66,6 @@ def show(findings: list[Finding], *, only_problems: bool = False) -> None:
 
 
 def _redis(settings: Settings) -> Iterator[Finding]:
-
     from api_client.connections import SERVER_TROUBLE, Link, connect
 
     address = settings.public()["redis_url"]
@@ -97,7 +96,7 @@ def _redis_server(client: Any, where: str) -> Iterator[Finding]:
     level: Verdict = "ok" if _numbers(str(info.get("redis_version", number))) >= MIN_VERSION else "error"
     yield Finding("redis", level, f"{name} {number} at {where}", "" if level == "ok" else "6.2 or later is needed")
     policy = info.get("maxmemory_policy", "noeviction")
-    if policy != "noeviction" and int(info.get("maxmemory", 0)) >= 0:
+    if policy != "noeviction":
         hint = "CONFIG SET maxmemory-policy noeviction (or it throws jobs away when memory runs out)"
         yield Finding("redis", "error", f"its eviction policy is {policy}", hint)
     else:
@@ -133,13 +132,12 @@ def _redis_queue(client: Any, settings: Settings) -> Iterator[Finding]:
 def _sql(settings: Settings) -> Iterator[Finding]:
     import sqlalchemy
 
-    from worker.record.connection import open_engine
+    from worker.record.connection import missing_file, open_engine
     from worker.record.faults import sentence_of
     from worker.record.standing import standing
 
     address = str(settings.public()["database_url"])
-    scheme, _, path = settings.database_url.partition(":///")
-    if scheme.startswith("sqlite") and not Path(path).expanduser().exists():
+    if missing_file(settings.database_url):
         yield Finding("sql", "error", f"{address}: there is no such file", "tokenmill db upgrade")
         return
     engine = open_engine(settings.database_url)

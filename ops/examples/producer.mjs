@@ -119,6 +119,11 @@ class Reader {
     const ids = chunk.token_ids ?? [];
     if (this.isOver) return;
     if (fromLog && chunk.index > this.index) this.index = chunk.index; // the log has lost its beginning
+    const told = this.index - chunk.index;
+    if (told > 0 && told < ids.length) { // the reader begins inside a checkpoint, or a gathered chunk
+      yield* this.accept(without(told, chunk));
+      return;
+    }
     if (chunk.status !== undefined) this.isOver = true;
     else if (ids.length === 0 && this.#ended.has(chunk.choice ?? 0)) return;
     else if (ids.length > 0 && chunk.index + ids.length <= this.index) return; // told before
@@ -140,6 +145,20 @@ class Reader {
     const rest = choices.length === 1 ? letters.slice(told).join("") : "";
     yield* this.accept({ index: this.index, text: rest, finish_reason, status, usage, error });
   }
+}
+
+/** A chunk without its first tokens. Its text ends, as Python counts them, are code points. */
+function without(told, chunk) {
+  const { token_ids, text = "", text_ends = [], logprobs } = chunk;
+  const start = text_ends[told - 1] ?? 0;
+  return {
+    ...chunk,
+    index: chunk.index + told,
+    token_ids: token_ids.slice(told),
+    text: [...text].slice(start).join(""),
+    text_ends: text_ends.slice(told).map((end) => end - start),
+    logprobs: logprobs?.slice(told),
+  };
 }
 
 /** Messages in order, taken one at a time; null when none comes in time. */

@@ -1,10 +1,11 @@
-"""What `tokenmill doctor` says of a model, before anything is loaded or fetched."""
+"""What `tokenmill doctor` says of a model, before anything is loaded or fetched, and of a database that is a file."""
 
 from pathlib import Path
 
 import pytest
 
 from worker.doctor import examine
+from worker.record.migrate import upgrade
 from worker.settings import load_settings
 
 
@@ -31,3 +32,13 @@ def test_a_path_that_leads_nowhere_is_no_name_of_the_hub(tmp_path: Path, name: s
     path = tmp_path / name
     assert model_finding(str(path), tmp_path) == ("error", f"{path}: No such file or directory")
     assert model_finding("organisation/model", tmp_path)[0] == "warning"
+
+
+@pytest.mark.parametrize("options", ["", "?timeout=5"])
+def test_a_database_s_options_are_no_part_of_its_name(tmp_path: Path, options: str) -> None:
+    url = f"sqlite:///{tmp_path}/t.db{options}"
+    settings = load_settings({"redis_url": "redis://127.0.0.1:1/0", "database_url": url})
+    before = [finding.verdict for finding in examine(settings, servers_only=True) if finding.subject == "sql"]
+    upgrade(url)
+    after = [finding.verdict for finding in examine(settings, servers_only=True) if finding.subject == "sql"]
+    assert (before, after) == (["error"], ["ok", "ok"])

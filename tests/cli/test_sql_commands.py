@@ -175,4 +175,12 @@ def test_a_revision_that_nobody_knows_is_no_way_back(database: str) -> None:
 def test_a_folder_that_cannot_be_made_is_said_in_a_sentence(tmp_path: Path, command: tuple[str, ...]) -> None:
     (tmp_path / "file").touch()
     said = run(f"sqlite:///{tmp_path}/file/t.db", "db", *command)
-    assert (said.exit_code, said.stderr.count("\n"), "cannot be made" in said.stderr) == (1, 1, True)
+    words = "there is no database" if command == ("status",) else "cannot be made"
+    assert (said.exit_code, said.stderr.count("\n"), words in said.stderr) == (1, 1, True)
+
+
+def test_looking_at_a_database_that_is_not_there_makes_none(tmp_path: Path) -> None:
+    answer = run(f"sqlite:///{tmp_path}/no/t.db", "db", "status")
+    assert (answer.exit_code, answer.stdout) == (1, "")
+    assert f"there is no database at {tmp_path}/no/t.db" in answer.stderr
+    assert not list(tmp_path.iterdir())

@@ -12,6 +12,7 @@ import pytest
 from api_client.scripts import SUBMIT
 from tests.support.browser import EXAMPLES, NodeUnavailable, node
 from tests.support.lifecycle import missing
+from tests.support.waiting import until
 from tests.support.worker import QUEUE, client_of, running_worker
 
 pytestmark = pytest.mark.redis
@@ -73,6 +74,21 @@ async def test_it_submits_streams_and_ends_as_python_does(redis_url: str, databa
         _, rest, _ = await collect(*url, "--stream", job, "--starting-after", "70")
         assert tuple(token_ids(rest)) == ours.token_ids[70:]
         assert text_of(chunks[:70]) + text_of(rest) == ours.text
+
+
+async def test_it_begins_inside_a_checkpoint(redis_url: str, database: str) -> None:
+    async with running_worker(redis_url, database, model=SLOW), client_of(redis_url) as client:
+        job = await client.submit(prompt="Grüße, 🌍", max_tokens=250, ignore_eos=True, stream=False)
+
+        async def has_a_checkpoint() -> bool:
+            return (await client.status(job)).tokens > 0
+
+        await until(has_a_checkpoint)
+        _, rest, _ = await collect("--url", redis_url, "--stream", job, "--starting-after", "20")
+        result = await client.result(job, timeout=30)
+    assert rest[0]["index"] == 20
+    assert tuple(token_ids(rest)) == result.token_ids[20:]
+    assert text_of(rest) == result.text[result.choices[0].text_ends[19] :]
 
 
 async def test_it_fills_what_pubsub_lost(redis_url: str, database: str, valkey: Any) -> None:

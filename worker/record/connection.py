@@ -33,6 +33,15 @@ def normalised(url: str) -> URL:
     return parsed
 
 
+def missing_file(url: str) -> Path | None:
+    """What SQLite would make if this were opened."""
+    parsed = normalised(url)
+    if parsed.get_backend_name() != "sqlite" or not parsed.database or parsed.database.startswith((":", "file:")):
+        return None
+    path = Path(parsed.database).expanduser()
+    return None if path.exists() else path
+
+
 def open_engine(url: str, *, pool_size: int = 2) -> Engine:
     """Connects lazily; raises only for a URL that makes no sense. `pool_size`: of PostgreSQL's connections."""
     parsed = normalised(url)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from datetime import timedelta
 from typing import Any, Final
-from urllib.parse import urlsplit, urlunsplit
 
 from celery import Celery
 
@@ -76,10 +75,7 @@ def broker_url(settings: Settings) -> str:
             ["TOKENMILL_TASKS_BROKER_URL must name a single Redis, or a sentinel as Celery spells it: the queue is on "
              "a Sentinel or Cluster URL, which Celery does not read"]
         )  # fmt: skip
-    parts = urlsplit(url)
-    if parts.scheme == "unix":
-        return urlunsplit(parts._replace(scheme="redis+socket"))
-    return url
+    return f"redis+socket://{url.removeprefix('unix://')}" if url.startswith("unix://") else url
 
 
 QUEUES: Final = (WEBHOOKS, UPKEEP, BULK)

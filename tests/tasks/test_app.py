@@ -1,0 +1,21 @@
+"""Which broker Celery is told of."""
+
+import pytest
+
+from worker.errors import SettingsError
+from worker.settings import load_settings
+from worker.tasks.app import broker_url
+
+
+@pytest.mark.parametrize(
+    ("queue", "broker"),
+    [("rediss://u:p@h:1/2", "rediss://u:p@h:1/2"), ("unix:///run/r.sock", "redis+socket:///run/r.sock")],
+)
+def test_the_queue_s_server_in_celery_s_spelling(queue: str, broker: str) -> None:
+    assert broker_url(load_settings({"redis_url": queue})) == broker
+    assert broker_url(load_settings({"tasks_broker_url": queue})) == broker
+
+
+def test_a_cluster_is_no_broker() -> None:
+    with pytest.raises(SettingsError, match="TOKENMILL_TASKS_BROKER_URL"):
+        broker_url(load_settings({"redis_url": "redis+cluster://h"}))
