@@ -145,22 +145,23 @@ def test_urgent_prompts_without_end_leave_bulk_its_part() -> None:
     loop.assert_truth()
 
 
-@pytest.mark.parametrize("num_decodes", [0, 9])
-def test_urgent_prompts_without_end_leave_a_bulk_prompt_its_part(num_decodes: int) -> None:
-    loop = Loop.build(make_cache(400), max_num_seqs=24, max_num_batched_tokens=32, policy="priority")
+@pytest.mark.parametrize(("num_decodes", "at_least"), [(0, 200), (9, 14)])
+def test_urgent_prompts_without_end_leave_a_bulk_prompt_its_part(num_decodes: int, at_least: int) -> None:
+    """Beside decodes of bulk work, which come first, it gets on slowly."""
+    loop = Loop.build(make_cache(2000), max_num_seqs=200, max_num_batched_tokens=32, policy="priority")
     loop.seconds_of = lambda plan: 0.02 + 0.01 * plan.num_tokens
     for number in range(num_decodes):
         loop.add(forever(f"bulk {number}", number, 200, length=1, priority=2))
     loop.step()
-    names = ("prompt", "prompt too")
-    prompts = [forever(name, len(name), 2, length=70, priority=2) for name in names]
-    loop.add(*prompts)
-    while not all(prompt.num_computed_tokens for prompt in prompts):
+    prompt = forever("prompt", 20, 2, length=200, priority=2)
+    loop.add(prompt)
+    while not prompt.num_committed_tokens:
         loop.step()
-    for number in range(100):
+    before = prompt.num_committed_tokens
+    for number in range(90):
         loop.add(forever(f"urgent {number}", number, 2, length=40, priority=0))
         loop.step()
-    assert {(name, 0) for name in names} <= loop.ends.keys()
+    assert prompt.is_finished or prompt.num_committed_tokens >= min(200, before + at_least)
 
 
 def forever(name: str, seed: int, max_tokens: int, length: int = 5, **fields: Any) -> Sequence:

@@ -18,6 +18,7 @@ from worker.engine.scheduler.step import Step
 from worker.engine.sequence import Sequence
 from worker.engine.types import SchedulingPolicy
 
+_PATIENCE = 8  # steps in which bulk work's decodes may leave its prefills nothing
 Proposer = Callable[[Sequence], tuple[int, ...]]
 
 
@@ -105,7 +106,7 @@ class Planner:
     def _by_class(self, step: Step) -> None:
         """Decodes; then prefills by class, the waiting of a better class before the running of a worse one. Where
         bulk work would make a step too long for others in it, all of it comes after them, as much as there is room;
-        its decodes leave its prefills a part of that."""
+        and now and then its decodes leave its prefills a part of that."""
         state, now = self._state, self._state.clock()
         state.queue.refresh(now)
         decodes, prefills, admitted_below = list(state.decoding), self._ranked(now), 0
@@ -122,7 +123,7 @@ class Planner:
             decodes, prefills, admitted_below = bulk, bulk_prefills, BULK
         held_back = self._held_back(step, now)
         step.tokens -= held_back
-        for_prefills = min(MIN_TOKENS, step.tokens // 2) if self._pace.is_kept and prefills else 0
+        for_prefills = self._owed(step, prefills)
         step.tokens -= for_prefills
         self._decodes(step, decodes)
         step.tokens += for_prefills
@@ -138,6 +139,12 @@ class Planner:
             ranked.append((max(0, place.rank - int((now - place.since) / self._ageing_s)), sequence))
         ranked.sort(key=lambda entry: entry[0])
         return ranked
+
+    def _owed(self, step: Step, prefills: list[tuple[int, Sequence]]) -> int:
+        """Tokens that bulk work's decodes leave its prefills, if none of these has run for long."""
+        newest = max((sequence.last_step for _, sequence in prefills), default=step.step_id)
+        is_owed = self._pace.is_kept and step.step_id - newest > _PATIENCE
+        return min(MIN_TOKENS, step.tokens // 2) if is_owed else 0
 
     def _held_back(self, step: Step, now: float) -> int:
         """Tokens of the budget that bulk work must not use in this step."""
