@@ -98,8 +98,7 @@ class Service:
         ):
             return Credits()
         capacity = self._host.capacity
-        in_flight = len(self._in_engine) - capacity.running - capacity.waiting  # sent, not yet in a frame
-        in_flight = max(0, in_flight)
+        in_flight = max(0, len(self._in_engine) - capacity.running - capacity.waiting)  # sent, not yet in a frame
         free = capacity.free_sequences + LOOKAHEAD - capacity.waiting - in_flight
         free = max(0, free)
         return Credits(free, max(0, capacity.free_urgent - free - min(in_flight, len(self._urgent))))
@@ -167,7 +166,9 @@ class Service:
                 await self._pump()
             except EngineDied as death:
                 self.health.engine_ready = False
-                failures = 0 if self.health.stats.steps else failures  # it has worked
+                failures = (
+                    min(failures, 1) if self._in_engine else failures
+                )  # who was in it is soon tried in smaller groups
                 self.health.stats = EngineStats()
                 if self._host is not None:
                     await self._host.kill()

@@ -31,7 +31,7 @@ from api_client.bulk.batch import DEFAULT_WINDOW
 from api_client.bulk.pacing import WINDOW
 from api_client.cli.bulk_progress import bulk_progress
 from api_client.cli.output import ago, clock, complain, count, emit, err, out, say, table
-from api_client.cli.target import Json, Target, connected
+from api_client.cli.target import MOST, Json, Target, connected
 from api_client.client import Client
 from api_client.errors import ConfigurationError
 
@@ -163,7 +163,7 @@ def cancel(target: Target, batch: BatchId, *, json: Json = False) -> None:
 def list_batches(
     target: Target,
     *,
-    limit: Annotated[int, typer.Option("--limit", "-l", min=1, help="At most so many.")] = 20,
+    limit: Annotated[int, typer.Option("--limit", "-l", min=1, max=MOST, help="At most so many.")] = 20,
     after: Annotated[str | None, typer.Option(help="Those older than this one.", metavar="BATCH")] = None,
     json: Json = False,
 ) -> None:

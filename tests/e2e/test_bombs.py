@@ -84,7 +84,7 @@ async def test_each_ends_with_one_sentence_and_the_loop_goes_on(redis_url, tmp_p
         ({"stop": ["x"] * 100_000}, "stop may have 16 strings, not 100000"),
         ({"max_tokens": 10**40}, "max_tokens"),
         ({"temperature": float("nan")}, "temperature must be from 0 to 100, not nan"),
-        ({"deadline": float("inf")}, "infinity"),
+        ({"deadline": float("inf")}, "deadline is no time"),
         ({"metadata": {str(i): "x" for i in range(100_000)}}, "metadata may have 64 entries, not 100000"),
         ({"response_format": {"json_schema": deep(5_000)}}, "recursion|nested deeper"),
         ({"response_format": {"json_schema": {"a": 10**40}}}, "64 bits|out of range|too large"),
