@@ -11,7 +11,7 @@ import redis
 import redis.asyncio
 from redis.exceptions import ConnectionError, ReadOnlyError, ResponseError
 
-_WHY = "the server has become a replica"
+_WHY = "the server has become a replica, which is read-only"
 
 
 def is_demotion(error: Exception) -> bool:

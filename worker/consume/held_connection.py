@@ -115,7 +115,7 @@ class _Line:
         if isinstance(reply, Exception):
             waiter.set_exception(reply)
             if is_demotion(reply):  # the next call is for whoever has the address then
-                self._break(ConnectionError("the server has become a replica"))
+                self._break(ConnectionError("the server has become a replica, which is read-only"))
         else:
             waiter.set_result(reply)
 
