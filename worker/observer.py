@@ -75,10 +75,12 @@ class Observer:
     def stepped(self, frame: Frame) -> None:
         """After the frame's tokens have been published."""
         now = self._clock_ns()
-        alike: dict[tuple[tuple[str, str], int, int], int] = {}  # (kind, token before, tokens at once): tokens in all
+        alike: Counter[tuple[tuple[str, str], int, int]] = Counter()  # (kind, token before, tokens at once): events
+        kind, before, each, in_row = ("", ""), 0, 0, 0  # neighbours are alike as a rule
+        running = self._running
         for event in frame.events:
             count = len(event.token_ids)
-            timeline = self._running.get(event.request_id) if count else None
+            timeline = running.get(event.request_id) if count else None
             if timeline is None:
                 continue
             timeline.tokens += count
@@ -86,17 +88,25 @@ class Observer:
             timeline.last_ns[event.choice] = now
             if not last and not timeline.first_ns:
                 self._first_token(timeline, now)
-            group = timeline.kind, last, count
-            alike[group] = alike.get(group, 0) + count
+            if last != before or count != each or timeline.kind != kind:
+                alike[kind, before, each] += in_row
+                kind, before, each, in_row = timeline.kind, last, count, 0
+            in_row += 1
+        alike[kind, before, each] += in_row
         gap = None
-        for ((priority, tenant), last, count), num_tokens in alike.items():
+        in_all = 0
+        for ((priority, tenant), last, count), num_events in alike.items():
+            num_tokens = num_events * count
+            if not num_tokens:
+                continue
+            in_all += num_tokens
             self._tenant_tokens[tenant] += num_tokens
             if last:
                 gap = (now - last) / 1e9 / count
                 self._metrics.inter_token.of(priority).observe(gap, num_tokens)
         if gap is not None:
             self.token_s.add(gap)
-        self.tokens.add(self.tokens.total + sum(alike.values()))
+        self.tokens.add(self.tokens.total + in_all)
         if frame.stats is not None:
             self._count_steps(frame.stats)
 

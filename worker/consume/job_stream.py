@@ -155,8 +155,8 @@ class JobStream:
             return [(AppendReply.LOST, item.chunk.index) for item in items]
         if not items:
             return []
-        reply = await self._call(scripts.APPEND, round(self.options.log_ttl_s), _packed(items))
-        outcome = [(AppendReply.OK, item.chunk.end) for item in items]
+        packed, outcome = _packed(items)
+        reply = await self._call(scripts.APPEND, round(self.options.log_ttl_s), packed)
         for place, word, end in zip(reply[::3], reply[1::3], reply[2::3], strict=True):
             outcome[place] = (AppendReply(word.decode()), int(end))
         if not reply:
@@ -272,22 +272,24 @@ class JobStream:
             self.on_call(script.name, time.perf_counter() - started, attempt, is_done)
 
 
-def _packed(items: list[Append]) -> bytes:
-    """What append.lua reads: one MessagePack array, seven values for each chunk. Put together by hand, every number in
-    the width that holds any: an object for each value costs more than the chunk itself."""
-    parts = [_LENGTH.pack(_ARRAY, 7 * len(items))]
+def _packed(items: list[Append]) -> tuple[bytes, list[tuple[AppendReply, int]]]:
+    """What append.lua reads, and the replies if all goes as it should. One MessagePack array, seven values for each
+    chunk, put together by hand with every number in the width that holds any: an object for each value costs more than
+    the chunk itself."""
+    parts, replies, ok = [_LENGTH.pack(_ARRAY, 7 * len(items))], [], AppendReply.OK
     for item in items:
         chunk = item.chunk
-        num_tokens, body = len(chunk.token_ids), encode(chunk)
+        index, num_tokens, body = chunk.index, len(chunk.token_ids), encode(chunk)
         if not num_tokens and chunk.finish_reason is None:
             raise ValueError(
                 f"a chunk of job {chunk.job_id} has neither a token nor an end: it could not be told twice"
             )
         told = _FALSE if item.checkpoint else _TRUE
         # The chunk goes as text, whatever it holds: the server's library is older than MessagePack's type for bytes.
-        values = _VALUES.pack(_UINT, chunk.index, _UINT, num_tokens, told, _UINT, chunk.choice, _TEXT, len(body))
+        values = _VALUES.pack(_UINT, index, _UINT, num_tokens, told, _UINT, chunk.choice, _TEXT, len(body))
         parts += (_whose(chunk.job_id, item.token), values, body)
-    return b"".join(parts)
+        replies.append((ok, index + num_tokens))
+    return b"".join(parts), replies
 
 
 @functools.lru_cache(maxsize=8_192)

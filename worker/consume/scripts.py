@@ -10,7 +10,7 @@ def _script(*names: str) -> Script:
 
 
 CLAIM = _script("take", "lanes", "claim")
-APPEND = load_script(COMMON, ("worker.consume", "append"))  # the hot path carries nothing it does not use
+APPEND = load_script(("worker.consume", "append"))  # the hot path carries nothing it does not use
 FINISH = _script("finish")
 RELEASE = _script("release")
 HEARTBEAT = _script("heartbeat")

@@ -15,7 +15,6 @@ from itertools import accumulate, islice
 from schemas.chunk import Chunk
 from worker.jobs import Admitted, Append
 from worker.text.answer import Choice
-from worker.text.stream import TextStream
 
 CHECKPOINT_TOKENS = 32
 MOST_TOGETHER = 16  # tokens in a chunk of a stream whose log is behind
@@ -29,8 +28,8 @@ class Chunker:
     """
 
     __slots__ = (
-        "_answer", "_attempt", "_ended", "_fixed", "_job_id", "_lone", "_made", "_per_chunk", "_positions", "_row",
-        "_streams", "_tells_each", "_tells_ends", "_token", "_unconfirmed",
+        "_answer", "_attempt", "_ended", "_fixed", "_is_plain", "_job_id", "_lone", "_made", "_per_chunk", "_positions",
+        "_row", "_streams", "_tells_each", "_tells_ends", "_token", "_unconfirmed",
     )  # fmt: skip
 
     def __init__(self, job: Admitted, checkpoint_tokens: int = CHECKPOINT_TOKENS, chunk_tokens: int = 1) -> None:
@@ -46,6 +45,9 @@ class Chunker:
         self._tells_ends = self._streams and num_choices > 1
         self._lone = job.answer.choices[0] if self._streams and num_choices == 1 else None
         self._tells_each = self._lone is not None and self._per_chunk == 1  # token at once
+        self._is_plain = (  # a token is a chunk, and only the engine ends it
+            self._tells_each and self._lone is not None and self._lone.logprobs is None and not self._lone.stream.has_stops
+        )
         self._unconfirmed: deque[Append] = deque()
         self._made = 0
         self._fixed = 0  # the order of so many tokens may have been told: it stays, also when the log is shorter
@@ -84,6 +86,27 @@ class Chunker:
             return True
         return self._tells_ends and self._has_untold_end()
 
+    def pass_on(self, token_id: int) -> Append | None:
+        """Adds the next token to the answer and makes its chunk at once, where nothing else is to be asked: a plain
+        stream that has begun, has not ended, and has nothing on its way. None where it is not, and nothing is done.
+        """
+        answer, lone, index = self._answer, self._lone, self._made
+        if not self._is_plain or self._unconfirmed or not index or index != len(answer.order):
+            return None
+        if lone is None or lone.finish_reason is not None:
+            return None
+        text = lone.stream.push(token_id)
+        answer.order.append(0)
+        append = Append(self._token, self._make_next(token_id, text))
+        self._unconfirmed.append(append)
+        return append
+
+    def take_back(self) -> None:
+        """The chunk that `pass_on` made is not sent: its token goes with those that have come since."""
+        self._unconfirmed.clear()
+        self._made -= 1
+        self._positions[0] = self._made
+
     def appends(self, limit: int, together: bool = False) -> list[Append]:
         """The next chunks, at most `limit`; `confirm` tells that the first of them is logged. `together`: the log is
         behind, so tokens of one choice that wait share chunks of up to MOST_TOGETHER: it has fewer to write, and
@@ -94,7 +117,7 @@ class Chunker:
         lone = self._lone
         if lone is not None and not unconfirmed and self._made + 1 == len(self._answer.order):  # as a rule
             if lone.finish_reason is None and lone.logprobs is None and self._made:
-                append = Append(self._token, self._make_last(lone.stream))
+                append = Append(self._token, self._make_next(lone.stream.token_ids[-1], lone.stream.pieces[-1]))
             else:
                 append = self._append(self._make(self._made, self._made + 1))
             unconfirmed.append(append)
@@ -211,17 +234,11 @@ class Chunker:
             place=start if len(self._positions) > 1 else None,
         )
 
-    def _make_last(self, stream: TextStream) -> Chunk:
+    def _make_next(self, token_id: int, text: str) -> Chunk:
         """As `_make`, of the newest token of a lone choice that goes on."""
         index = self._made
         self._made = self._positions[0] = index + 1
-        return Chunk(
-            job_id=self._job_id,
-            index=index,
-            token_ids=(stream.token_ids[-1],),
-            text=stream.pieces[-1],
-            attempt=self._attempt,
-        )
+        return Chunk(job_id=self._job_id, index=index, token_ids=(token_id,), text=text, attempt=self._attempt)
 
     def _make_end(self, choice_index: int) -> Chunk:
         choice = self._answer.choices[choice_index]

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from schemas.generation import FinishReason
@@ -73,12 +73,13 @@ class PublishReport:
 class _Running:
     """A job that is published; what every token asks for stands here, as it is."""
 
-    __slots__ = ("answer", "chunker", "error", "is_cancelled", "job", "request_id")
+    __slots__ = ("answer", "chunker", "error", "first", "is_cancelled", "job", "request_id")
 
     def __init__(self, job: Admitted, limits: PublishLimits) -> None:
         self.job = job
         self.request_id = job.request_id
         self.answer = job.answer
+        self.first = job.answer.choices[0]
         self.chunker = Chunker(job, limits.checkpoint_tokens, limits.chunk_tokens)
         self.error: JobError | None = None
         self.is_cancelled = False
@@ -145,12 +146,21 @@ class Publisher:
     async def handle(self, events: Sequence[TokenEvent]) -> PublishReport:
         """Take a step's events and append what they made: at most one call to the log, which may fail."""
         report = PublishReport()
+        passed: dict[_Running, Append] = {}  # as a rule all: a plain stream's next token, which is a chunk
         touched: dict[str, _Running] = {}
+        may_pass = not (self._due or self._failures) and len(events) <= self._limits.max_appends
         for event in events:
             running = self._running.get(event.request_id)
-            if running is not None:
-                self._take(running, event, report)
-                touched[event.request_id] = running
+            if running is None:
+                continue
+            if may_pass and (append := _passed_on(running, event)) is not None:
+                passed[running] = append
+                continue
+            if running in passed:  # by a step before, which waited for this one
+                del passed[running]
+                running.chunker.take_back()
+            self._take(running, event, report)
+            touched[event.request_id] = running
         for order in report.retry:  # it is closed: what is left of it goes with its next delivery
             touched.pop(order.delivery.request_id, None)
         due, gathering = self._due, self._gathering
@@ -162,14 +172,17 @@ class Publisher:
             elif request_id not in due:
                 self._gather(running)
         self._end_gathering(time.monotonic() - self._limits.chunk_wait_s)
-        if self._due and time.monotonic() >= self._retry_at:
-            await self._append(report, together=self._failures > 0 or _of_several_steps(events, len(touched)))
-        self._finish(touched, report)
+        if passed or (self._due and time.monotonic() >= self._retry_at):
+            is_behind = self._failures > 0 or _of_several_steps(events, len(passed) + len(touched))
+            await self._append(report, passed, together=is_behind)
+        if touched:
+            self._finish(touched, report)
         return report
 
     async def flush(self) -> PublishReport:
         """Try to append what waits, full or not, without regard to the pause after a failure."""
-        self._retry_at = 0.0
+        async with self._appending:
+            self._retry_at = 0.0
         self._end_gathering(math.inf)
         return await self.handle(())
 
@@ -245,12 +258,15 @@ class Publisher:
 
     # ── the log ──
 
-    async def _append(self, report: PublishReport, together: bool) -> None:
+    async def _append(self, report: PublishReport, passed: dict[_Running, Append], together: bool) -> None:
+        """What is `passed` on at once, and what waits."""
         async with self._appending:  # order within a job is the order of the calls
-            items, owners = self._collect(together)
+            items, owners = list(passed.values()), list(passed)
+            self._collect(items, owners, together)
             try:
                 replies = await self._log.append(items)
             except LOG_ERRORS as error:
+                self._settle_due(passed)
                 self._postpone(error)
                 return
             if self._failures:
@@ -258,10 +274,8 @@ class Publisher:
             self._failures, self._retry_at = 0, 0.0
             self._apply(items, owners, replies, report)
 
-    def _collect(self, together: bool) -> tuple[list[Append], list[_Running]]:
-        """The next chunks of the jobs that have waited longest, as many as one call may carry."""
-        items: list[Append] = []
-        owners: list[_Running] = []
+    def _collect(self, items: list[Append], owners: list[_Running], together: bool) -> None:
+        """The next chunks of the jobs that have waited longest, as many as one call may carry beside these."""
         for running in self._due.values():
             room = self._limits.max_appends - len(items)
             if room <= 0:
@@ -269,7 +283,6 @@ class Publisher:
             chunks = running.chunker.appends(room, together)
             items += chunks
             owners += [running] * len(chunks)
-        return items, owners
 
     def _apply(
         self,
@@ -278,11 +291,13 @@ class Publisher:
         replies: list[tuple[AppendReply, int]],
         report: PublishReport,
     ) -> None:
+        ok, is_plain = AppendReply.OK, True
         rewound: set[_Running] = set()  # to be sent again from the log's end: their other replies say the same
         for running, item, (reply, end) in zip(owners, items, replies, strict=True):
-            if reply is AppendReply.OK and not rewound:
+            if reply is ok and not rewound:
                 running.chunker.confirm()
                 continue
+            is_plain = False
             request_id = running.request_id
             if running in rewound or self._running.get(request_id) is not running:
                 continue
@@ -300,15 +315,16 @@ class Publisher:
                 if reply is AppendReply.CANCELLED and not running.is_cancelled:
                     running.is_cancelled = True
                     report.cancel.append(CancelOrder(request_id, FinishReason.CANCELLED))
-        self._settle_due(owners)
+        if self._due or not is_plain:
+            self._settle_due(owners)
 
-    def _settle_due(self, owners: list[_Running]) -> None:
+    def _settle_due(self, owners: Iterable[_Running]) -> None:
         """Jobs that were served go to the end of the line, or out of it."""
         due = self._due
         for running in dict.fromkeys(owners):
             request_id = running.request_id
-            if due.get(request_id) is running:
-                del due[request_id]
+            if self._running.get(request_id) is running:
+                due.pop(request_id, None)
                 if running.chunker.is_due:
                     due[request_id] = running
 
@@ -318,6 +334,13 @@ class Publisher:
             log.warning("the log cannot be reached (%s): chunks wait", error)
         self._failures += 1
         self._retry_at = time.monotonic() + pause
+
+
+def _passed_on(running: _Running, event: TokenEvent) -> Append | None:
+    """The chunk of an event that says nothing but the next token of a plain stream; else None, and nothing is done."""
+    if event.finish_reason is not None or len(event.token_ids) != 1:
+        return None
+    return running.chunker.pass_on(event.token_ids[0]) if event.preemptions == running.first.preemptions else None
 
 
 def retry_order(job: Admitted, error: JobError) -> RetryOrder | None:

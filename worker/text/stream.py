@@ -19,17 +19,17 @@ class TextStream:
     `token_ids` is what is delivered and billed: up to the token that completed a stop string. `pieces`
     has the text that each of them made certain; `rest` is text after the last token's piece, which only
     an answer that was broken off has. `stopped`: a stop string was found, so the text is complete and further tokens
-    are nothing to it.
+    are nothing to it; `has_stops`: one may be found.
     """
 
     __slots__ = (
-        "_detokenizer", "_has_stops", "_is_closed", "_min_tokens", "_stops", "pieces", "rest", "stopped", "token_ids",
+        "_detokenizer", "_is_closed", "_min_tokens", "_stops", "has_stops", "pieces", "rest", "stopped", "token_ids",
     )  # fmt: skip
 
     def __init__(self, detokenizer: Detokenizer, stop: Iterable[str] = (), min_tokens: int = 0) -> None:
         self._detokenizer = detokenizer
         self._stops = StopFinder(stop)
-        self._has_stops = not self._stops.is_idle
+        self.has_stops = not self._stops.is_idle
         self._min_tokens = min_tokens
         self._is_closed = False
         self.token_ids: list[int] = []
@@ -52,7 +52,7 @@ class TextStream:
             return ""
         self.token_ids.append(token_id)
         text = self._detokenizer.push(token_id)
-        if self._has_stops and len(self.token_ids) >= self._min_tokens:
+        if self.has_stops and len(self.token_ids) >= self._min_tokens:
             text = self._look_for_stops(text)
         self.pieces.append(text)
         return text

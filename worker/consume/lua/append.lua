@@ -1,39 +1,47 @@
--- append: log and publish the chunks of one engine step, all jobs in one call.
--- ARGV[3] log TTL s [4] MessagePack, one array: per chunk id, token, index, number of tokens, publish?, ended choice,
--- chunk. One argument: packing and parsing seven for each chunk costs a worker more than making the chunk.
+-- append: log and publish the chunks of one engine step, all jobs in one call. It stands alone, without common.lua, and
+-- keeps what it uses in locals: it runs for every token, on caches that the engine has emptied.
+-- KEYS[1] the queue's meta hash, which routes the call ARGV[1] the key base [2] PUBLISH or SPUBLISH [3] log TTL s
+-- [4] MessagePack, one array: per chunk id, token, index, number of tokens, publish?, ended choice, chunk. One argument:
+-- packing and parsing seven for each chunk costs a worker more than making the chunk.
 -- reply: nothing where all went as it should; else three values per chunk that did not: its place in the call, a word
 -- as in worker.jobs.AppendReply, and the log's end after the call. The entry's id is `<end>-0`; a chunk without tokens
 -- ends a choice, once, and gets the next free `<end>-<n>`.
-local log_ttl, chunks, reply = ARGV[3], cmsgpack.unpack(ARGV[4]), {}
+local base, announce, log_ttl, call = ARGV[1], ARGV[2], ARGV[3], redis.call
+local jobs, logs, channels = base .. 'job:', base .. 'log:', base .. 'chunks:'
+local chunks, reply = cmsgpack.unpack(ARGV[4]), {}
+
+-- Anybody may have written what the job's hash holds: what is no number counts as 0.
+local function end_of(value)
+  local found = tonumber(value)
+  return found and found > -2 ^ 53 and found < 2 ^ 53 and found or 0
+end
 
 local function append(id, token, index, count, publishes, ended, chunk)
-  local key = job_key(id)
-  local job = redis.call('HMGET', key, 'token', 'state', 'end', 'cancel')
-  if job[1] ~= token or job[2] ~= 'running' then return 'lost', number(job[3], 0) end
-  local last = number(job[3], 0)
+  local key, log = jobs .. id, logs .. id
+  local job = call('HMGET', key, 'token', 'state', 'end', 'cancel')
+  local last = end_of(job[3])
+  if job[1] ~= token or job[2] ~= 'running' then return 'lost', last end
   local stop = index + count
   if count > 0 and stop <= last then return 'duplicate', last end
-  if count == 0 and redis.call('HEXISTS', key, 'ended:' .. ended) == 1 then return 'duplicate', last end
+  if count == 0 and call('HEXISTS', key, 'ended:' .. ended) == 1 then return 'duplicate', last end
   if index ~= last then return 'gap', last end
-  local place = '-0'
-  if count == 0 then
-    redis.call('HSET', key, 'ended:' .. ended, last)
-    place = '-' .. redis.call('HINCRBY', key, 'num_ends', 1)
+  if count > 0 then
+    call('XADD', log, stop .. '-0', 'chunk', chunk)
+    call('HSET', key, 'end', stop)
+  else
+    call('HSET', key, 'ended:' .. ended, last)
+    call('XADD', log, stop .. '-' .. call('HINCRBY', key, 'num_ends', 1), 'chunk', chunk)
   end
-  redis.call('XADD', log_key(id), whole(stop) .. place, 'chunk', chunk)
-  if last == 0 or math.floor(last / 64) ~= math.floor(stop / 64) then redis.call('EXPIRE', log_key(id), log_ttl) end
-  if count > 0 then redis.call('HSET', key, 'end', whole(stop)) end
-  if publishes then publish_chunk(id, chunk) end
+  if last == 0 or last % 64 + count >= 64 then call('EXPIRE', log, log_ttl) end
+  if publishes then call(announce, channels .. id, chunk) end
   return job[4] and 'cancelled' or 'ok', stop
 end
 
-for place = 0, #chunks / 7 - 1 do
-  local first = 7 * place
-  local word, stop = append(chunks[first + 1], chunks[first + 2], chunks[first + 3], chunks[first + 4],
-    chunks[first + 5], chunks[first + 6], chunks[first + 7])
+for first = 1, #chunks, 7 do
+  local word, stop = append(unpack(chunks, first, first + 6))
   if word ~= 'ok' then
     local size = #reply
-    reply[size + 1], reply[size + 2], reply[size + 3] = place, word, stop
+    reply[size + 1], reply[size + 2], reply[size + 3] = (first - 1) / 7, word, stop
   end
 end
 return reply
