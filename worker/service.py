@@ -24,7 +24,8 @@ from worker.engine.mailbox import Frame, Ready
 from worker.engine.types import EngineStats, TokenEvent
 from worker.errors import RedisUnavailable
 from worker.jobs import Admitted, Delivery, Finished, Unwatched, Watcher
-from worker.publish.publisher import Publisher, PublishReport, RetryOrder
+from worker.publish.publisher import Publisher
+from worker.publish.report import PublishReport, RetryOrder
 from worker.quarantine import Quarantine
 from worker.record.finalizer import Finalizer
 
@@ -166,9 +167,8 @@ class Service:
                 await self._pump()
             except EngineDied as death:
                 self.health.engine_ready = False
-                failures = (
-                    min(failures, 1) if self._in_engine else failures
-                )  # who was in it is soon tried in smaller groups
+                if self._in_engine:  # they are soon tried in smaller groups
+                    failures = min(failures, 1)
                 self.health.stats = EngineStats()
                 if self._host is not None:
                     await self._host.kill()

@@ -6,7 +6,8 @@ from schemas.generation import FinishReason
 from schemas.job import RetryPolicy
 from schemas.result import JobStatus
 from tests.publish.support import CREATED_MS, EOS, Clock, FakeLog, admit, event, logprobs
-from worker.publish.publisher import CancelOrder, Publisher, PublishLimits, RetryOrder
+from worker.publish.publisher import Publisher, PublishLimits
+from worker.publish.report import CancelOrder, RetryOrder
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 

@@ -9,7 +9,8 @@ from schemas.generation import FinishReason
 from schemas.result import JobStatus
 from tests.publish.support import Clock, FakeLog, admit, event
 from worker.jobs import Admitted
-from worker.publish.publisher import CancelOrder, Publisher, PublishLimits
+from worker.publish.publisher import Publisher, PublishLimits
+from worker.publish.report import CancelOrder
 
 LENGTH = FinishReason.LENGTH
 

@@ -45,9 +45,8 @@ class Chunker:
         self._tells_ends = self._streams and num_choices > 1
         self._lone = job.answer.choices[0] if self._streams and num_choices == 1 else None
         self._tells_each = self._lone is not None and self._per_chunk == 1  # token at once
-        self._is_plain = (  # a token is a chunk, and only the engine ends it
-            self._tells_each and self._lone is not None and self._lone.logprobs is None and not self._lone.stream.has_stops
-        )
+        lone = self._lone if self._tells_each else None
+        self._is_plain = lone is not None and lone.logprobs is None and not lone.stream.has_stops
         self._unconfirmed: deque[Append] = deque()
         self._made = 0
         self._fixed = 0  # the order of so many tokens may have been told: it stays, also when the log is shorter

@@ -13,15 +13,16 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from schemas.generation import FinishReason
 from schemas.result import JobError, JobStatus
 from worker.engine.types import TokenEvent
 from worker.errors import Unavailable
-from worker.jobs import Admitted, Append, AppendReply, ChunkLog, Delivery, Finished
+from worker.jobs import Admitted, Append, AppendReply, ChunkLog
 from worker.outcome import conclude
 from worker.publish.chunker import CHECKPOINT_TOKENS, Chunker
+from worker.publish.report import CancelOrder, PublishReport, RetryOrder
 
 log = logging.getLogger(__name__)
 
@@ -40,34 +41,6 @@ class PublishLimits:
     chunk_wait_s: float = 0.1
     max_unlogged: int = 50_000
     max_appends: int = 2_048
-
-
-@dataclass(frozen=True, slots=True)
-class CancelOrder:
-    """The engine must stop this choice (None: every choice) of the request."""
-
-    request_id: str
-    reason: FinishReason
-    choice: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RetryOrder:
-    """The job failed in a way that may not happen again: it goes on, from where its log ends, after a pause."""
-
-    delivery: Delivery
-    delay_ms: int
-    reason: str
-
-
-@dataclass(slots=True)
-class PublishReport:
-    """What came of one call: jobs at their end, what the engine must stop, jobs that are another worker's now."""
-
-    retry: list[RetryOrder] = field(default_factory=list)
-    finished: list[Finished] = field(default_factory=list)
-    cancel: list[CancelOrder] = field(default_factory=list)
-    lost: list[Delivery] = field(default_factory=list)
 
 
 class _Running:
@@ -146,7 +119,30 @@ class Publisher:
     async def handle(self, events: Sequence[TokenEvent]) -> PublishReport:
         """Take a step's events and append what they made: at most one call to the log, which may fail."""
         report = PublishReport()
-        passed: dict[_Running, Append] = {}  # as a rule all: a plain stream's next token, which is a chunk
+        passed, touched = self._take_all(events, report)
+        if touched:
+            self._line_up(touched)
+        if self._gathering:
+            self._end_gathering(time.monotonic() - self._limits.chunk_wait_s)
+        if passed or (self._due and time.monotonic() >= self._retry_at):
+            is_behind = self._failures > 0 or _of_several_steps(events, len(passed) + len(touched))
+            await self._append(report, passed, together=is_behind)
+        if touched:
+            self._finish(touched, report)
+        return report
+
+    async def flush(self) -> PublishReport:
+        """Try to append what waits, full or not, without regard to the pause after a failure."""
+        async with self._appending:
+            self._retry_at = 0.0
+        self._end_gathering(math.inf)
+        return await self.handle(())
+
+    def _take_all(
+        self, events: Sequence[TokenEvent], report: PublishReport
+    ) -> tuple[dict[_Running, Append], dict[str, _Running]]:
+        """The chunks of jobs whose next token is one, as it is of nearly all; and the other jobs that got something."""
+        passed: dict[_Running, Append] = {}
         touched: dict[str, _Running] = {}
         may_pass = not (self._due or self._failures) and len(events) <= self._limits.max_appends
         for event in events:
@@ -163,6 +159,9 @@ class Publisher:
             touched[event.request_id] = running
         for order in report.retry:  # it is closed: what is left of it goes with its next delivery
             touched.pop(order.delivery.request_id, None)
+        return passed, touched
+
+    def _line_up(self, touched: dict[str, _Running]) -> None:
         due, gathering = self._due, self._gathering
         for request_id, running in touched.items():
             if running.chunker.is_due:
@@ -171,20 +170,6 @@ class Publisher:
                     gathering.pop(request_id, None)
             elif request_id not in due:
                 self._gather(running)
-        self._end_gathering(time.monotonic() - self._limits.chunk_wait_s)
-        if passed or (self._due and time.monotonic() >= self._retry_at):
-            is_behind = self._failures > 0 or _of_several_steps(events, len(passed) + len(touched))
-            await self._append(report, passed, together=is_behind)
-        if touched:
-            self._finish(touched, report)
-        return report
-
-    async def flush(self) -> PublishReport:
-        """Try to append what waits, full or not, without regard to the pause after a failure."""
-        async with self._appending:
-            self._retry_at = 0.0
-        self._end_gathering(math.inf)
-        return await self.handle(())
 
     def _gather(self, running: _Running) -> None:
         if running.job.request.stream and running.chunker.num_waiting:

@@ -1,0 +1,134 @@
+"""A plain stream's next token goes a short way: what it tells, and when, is what the long way tells."""
+
+import asyncio
+import random
+
+import msgspec
+import pytest
+
+from schemas.generation import FinishReason
+from tests.publish.support import Clock, FakeLog, admit, event
+from worker.jobs import Append, AppendReply
+from worker.publish.publisher import Publisher, PublishLimits
+
+LENGTH = FinishReason.LENGTH
+JOBS = ("short", "long")
+
+
+def told(log: FakeLog, job_id: str) -> list[bytes]:
+    return [msgspec.msgpack.encode(msgspec.structs.replace(chunk, job_id="")) for chunk in log.chunks.get(job_id, [])]
+
+
+async def step(publisher: Publisher, log: FakeLog, chance: random.Random, preemptions: int) -> None:
+    """One that both jobs get; perhaps two that piled up, perhaps with drafts, perhaps while something goes wrong."""
+    log.is_down, log.loses_replies = chance.random() < 0.15, chance.random() < 0.15
+    if chance.random() < 0.1 and (end := min(len(log.chunks.get(job, ())) for job in JOBS)) > 1:
+        length = chance.randrange(1, end)
+        for job in JOBS:
+            log.truncate(job, length)
+    texts = [chance.choice(("a", "b", "é", "é".encode()[:1], "xy")) for _ in range(chance.choice((1, 1, 1, 2)))]
+    events = [event(text, job, preemptions=preemptions) for text in texts for job in JOBS]
+    await publisher.handle(events)
+    if chance.random() < 0.5:  # else nothing is tried for a while after a failure
+        await publisher.flush()
+
+
+@pytest.mark.parametrize("seed", range(40))
+async def test_both_ways_tell_the_same(seed):
+    chance = random.Random(seed)
+    log = FakeLog()
+    limits = PublishLimits(max_appends=chance.choice((2, 4, 2_048)))
+    publisher = Publisher(log, clock=Clock(), limits=limits)
+    publisher.open(await admit("short"))
+    publisher.open(await admit("long", stop=("\0 never said",)))
+    preemptions = 0
+    for _ in range(60):
+        preemptions += chance.random() < 0.05
+        await step(publisher, log, chance, preemptions)
+    log.is_down = log.loses_replies = False
+    while publisher.has_pending:
+        await publisher.flush()
+    ends = [event("z", job, end=LENGTH) for job in JOBS]
+    results = {item.result.job_id: item.result for item in (await publisher.handle(ends)).finished}
+    short, long = results["short"], results["long"]
+    assert (short.choices, short.usage) == (long.choices, long.usage)
+    assert short.usage.preemptions == preemptions
+    assert "".join(chunk.text for chunk in log.chunks["short"]) == log.text("long")
+    assert log.token_ids("short") == log.token_ids("long")
+
+
+async def test_without_trouble_both_make_the_same_chunks():
+    log = FakeLog()
+    publisher = Publisher(log, clock=Clock())
+    publisher.open(await admit("short"))
+    publisher.open(await admit("long", stop=("\0 never said",)))
+    for text in ("a", "b", "cd", "é".encode()[:1], "é".encode()[1:], "e", "f"):
+        await publisher.handle([event(text, job) for job in JOBS])
+    await publisher.handle([event(text, job) for text in "ghi" for job in JOBS])
+    await publisher.handle([event("j", job, end=LENGTH) for job in JOBS])
+    assert told(log, "short") == told(log, "long")
+    assert [chunk.text for chunk in log.chunks["short"]] == ["a", "b", "c", "d", "", "é", "e", "f", "ghi", "j"]
+
+
+class SlowLog(FakeLog):
+    """Answers when it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_answer = asyncio.Event()
+
+    async def append(self, items: list[Append]) -> list[tuple[AppendReply, int]]:
+        await self.may_answer.wait()
+        return await super().append(items)
+
+
+async def test_a_flush_waits_for_what_is_on_its_way():
+    """Jobs are handed over after it: a chunk that came later would be refused."""
+    log = SlowLog()
+    log.may_answer.set()
+    publisher = Publisher(log, clock=Clock())
+    publisher.open(await admit())
+    await publisher.handle([event("a")])
+    log.may_answer.clear()
+    handling = asyncio.create_task(publisher.handle([event("b")]))
+    await asyncio.sleep(0)
+    flushing = asyncio.create_task(publisher.flush())
+    await asyncio.sleep(0.01)
+    assert not flushing.done()
+    log.may_answer.set()
+    await flushing
+    assert log.text("job") == "ab"
+    await handling
+
+
+async def test_a_stop_string_is_found_in_a_stream_that_has_begun():
+    log = FakeLog()
+    publisher = Publisher(log, clock=Clock())
+    publisher.open(await admit(stop=("cd",)))
+    reports = [await publisher.handle([event(letter)]) for letter in "abcd"]
+    assert [len(report.finished) for report in reports] == [0, 0, 0, 1]
+    assert reports[-1].finished[0].result.text == log.text("job") == "ab"
+
+
+async def test_a_dead_log_is_not_asked_for_those_who_had_no_part_in_it():
+    log = FakeLog()
+    publisher = Publisher(log, clock=Clock())
+    for job in JOBS:
+        publisher.open(await admit(job))
+    await publisher.handle([event("a", job) for job in JOBS])
+    log.is_down = True
+    await publisher.handle([event("b", "short")])
+    await publisher.handle([event("b", "long")])
+    assert len(log.calls) == 2
+    log.is_down = False
+    await publisher.flush()
+    assert [log.text(job) for job in JOBS] == ["ab", "ab"]
+
+
+async def test_a_preemption_is_counted_whenever_it_is_told():
+    publisher = Publisher(FakeLog(), clock=Clock())
+    publisher.open(await admit())
+    for letter, preemptions in (("a", 0), ("b", 0), ("c", 2), ("d", 2)):
+        await publisher.handle([event(letter, preemptions=preemptions)])
+    [finished] = (await publisher.handle([event("", end=LENGTH)])).finished
+    assert finished.result.usage.preemptions == 2
