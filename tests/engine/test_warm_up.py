@@ -11,8 +11,9 @@ import pytest
 from tests.engine.lora.support import engine_with, greedy
 from worker.engine import Engine
 from worker.engine.loop import EngineLoop
-from worker.engine.mailbox import Broken, Mailbox, Progress, Ready, Report, Stop
+from worker.engine.mailbox import Broken, Mailbox, Progress, Ready, Report, Stop, Submit
 from worker.engine.plan import StepOutput, StepPlan
+from worker.engine.types import GenerationRequest
 
 PROMPT = list(range(5, 25))
 
@@ -49,6 +50,34 @@ def test_it_steps_before_it_is_ready_and_leaves_nothing(folder: Path, num_blocks
     assert runner._inputs.num_rows_in_use == 0
     stats = engine.stats()
     assert (stats.steps, stats.blocks_cached, stats.blocks_free) == (0, 0, stats.blocks_total)
+
+
+@pytest.mark.parametrize("breaks", ["warm_up", "step"])
+def test_a_lost_device_that_cannot_be_closed_is_told_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, breaks: str
+) -> None:
+    engine = engine_with(folder, {})
+    runner: Any = engine.runner
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr(runner, "close", fails)
+    monkeypatch.setattr(runner, "is_alive", lambda: False)
+    reports: list[Report] = []
+
+    def told(report: Report) -> None:
+        reports.append(report)
+        if isinstance(report, Ready):
+            runner.execute = fails
+
+    if breaks == "warm_up":
+        runner.execute = fails
+    mailbox = Mailbox()
+    mailbox.put(Submit((GenerationRequest(request_id="a", prompt_ids=tuple(PROMPT)),)))
+    EngineLoop(engine, mailbox, told).run()
+    assert [type(report) for report in reports[1:]] == ([Broken] if breaks == "warm_up" else [Ready, Broken])
+    assert "device lost" in reports[-1].message  # type: ignore[union-attr]
 
 
 def test_answers_are_those_of_an_engine_that_was_not_warmed_up(folder: Path) -> None:

@@ -14,6 +14,7 @@ from worker.tasks.app import build_app
     [
         ({"completion_windw": "1h"}, "has no completion_windw"),
         ({"completion_window": 5}, "completion_window"),
+        ({"batch_id": "mine"}, "has no batch_id"),
     ],
 )
 def test_an_order_with_other_terms_is_said_in_a_sentence(

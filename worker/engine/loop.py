@@ -6,6 +6,7 @@ mailbox, and says that it is alive twice a second, so that a frozen loop can be 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 
@@ -26,6 +27,8 @@ from worker.engine.mailbox import (
 )
 from worker.engine.types import GenerationRequest
 from worker.engine.warm_up import warm_up
+
+log = logging.getLogger(__name__)
 
 IDLE_REPORT_S = 0.5
 PREPARING_S = 0.005  # so often it looks whether a grammar or an adapter is there, when nothing else is to be done
@@ -55,7 +58,7 @@ class EngineLoop:
             warm_up(self._engine.runner, lambda message, fraction: self._emit(Progress(message, fraction)))
         except Exception as error:
             self._emit(Broken(f"the first step failed: {type(error).__name__}: {error}", at_start=True))
-            self._engine.runner.close()
+            self._close()
             return
         self._emit(self._ready())
         try:
@@ -64,7 +67,14 @@ class EngineLoop:
         except EngineError as error:
             self._emit(Broken(str(error)))
         finally:
+            self._close()
+
+    def _close(self) -> None:
+        """A device that is lost fails here too, and what is said of it then is not why."""
+        try:
             self._engine.runner.close()
+        except Exception as error:
+            log.warning("the engine's memory could not be given back: %s", error)
 
     def _turn(self) -> bool:
         engine, stats = self._engine, None

@@ -63,13 +63,13 @@ class Order:
     metadata: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, **given: Any) -> Order:
+    def of(cls, batch_id: str, /, **given: Any) -> Order:
         """Raises ConfigurationError for terms that are none."""
-        unknown = sorted(set(given) - {known.name for known in fields(cls)})
+        unknown = sorted(set(given) - {known.name for known in fields(cls)} | {"batch_id"} & set(given))
         if unknown:
             raise ConfigurationError(f"an order of a bulk file has no {', '.join(unknown)}")
         try:
-            return msgspec.convert(given, cls)
+            return msgspec.convert({"batch_id": batch_id, **given}, cls)
         except msgspec.ValidationError as error:
             raise ConfigurationError(f"an order of a bulk file: {error}") from None
 

@@ -95,7 +95,7 @@ def _register_bulk(app: Celery, desk: Desk) -> None:
     ) -> None:
         batch_id = f"batch_{task.request.id}"
         try:
-            desk.bulk.bring_in(Order.of(batch_id=batch_id, source=source, queue=queue, **terms))
+            desk.bulk.bring_in(Order.of(batch_id, source=source, queue=queue, **terms))
         except (NotYet, QueueUnavailable) as error:
             raise task.retry(countdown=1, exc=error, throw=False) from None
         except TokenmillError as error:
