@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 from schemas.control import WorkerStatus
@@ -180,7 +181,9 @@ class Watch:
         yield Reading("build_info", "What runs here", values, labels)
 
 
+@cache
 def package_version() -> str:
+    """Read once: the library goes through the package's whole description for it, and each heartbeat asks."""
     try:
         return version("tokenmill")
     except PackageNotFoundError:

@@ -82,7 +82,8 @@ class JobStream:
         self.on_refused: Callable[[str, int], None] = lambda *_: None  # call, how many fencing tokens were outdated
         self.guard: Callable[[], bool] = lambda: False  # true: this process stood still past its lease
         self._client = client
-        self._append_line = HeldConnection(client)
+        # A call of every step, and one of every job's end, whose results may be long: each has a connection of its own.
+        self._lines = {script.name: HeldConnection(client) for script in (scripts.APPEND, scripts.FINISH)}
         self._head: tuple[Argument, ...] = (keys.base, "SPUBLISH" if sharded else "PUBLISH")
         self._held: dict[str, int] = {}  # job id → fencing token
         self._claiming = asyncio.Lock()
@@ -259,8 +260,9 @@ class JobStream:
                 attempt += 1
                 try:
                     with _translated():
-                        if script is scripts.APPEND:
-                            reply = await self._append_line.call(script, self.keys.meta, *self._head, *arguments)
+                        line = self._lines.get(script.name)
+                        if line is not None:
+                            reply = await line.call(script, self.keys.meta, *self._head, *arguments)
                         else:
                             reply = await call_async(self._client, script, self.keys.meta, *self._head, *arguments)
                     is_done = True
