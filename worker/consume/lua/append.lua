@@ -6,7 +6,7 @@
 -- reply: nothing where all went as it should; else three values per chunk that did not: its place in the call, a word
 -- as in worker.jobs.AppendReply, and the log's end after the call. The entry's id is `<end>-0`; a chunk without tokens
 -- ends a choice, once, and gets the next free `<end>-<n>`.
-local base, announce, log_ttl, call = ARGV[1], ARGV[2], ARGV[3], redis.call
+local base, announce, log_ttl, call, try = ARGV[1], ARGV[2], ARGV[3], redis.call, redis.pcall
 local jobs, logs, channels = base .. 'job:', base .. 'log:', base .. 'chunks:'
 local chunks, reply = cmsgpack.unpack(ARGV[4]), {}
 
@@ -16,22 +16,37 @@ local function end_of(value)
   return found and found > -2 ^ 53 and found < 2 ^ 53 and found or 0
 end
 
+-- What somebody else has put in a log's place, or behind its end, goes: its worker has all of it, and is told to begin
+-- again. Other trouble is raised.
+local function begin_anew(key, log, trouble)
+  if not string.find(trouble, 'WRONGTYPE', 1, true) and not string.find(trouble, 'equal or smaller', 1, true) then
+    error(trouble, 0)
+  end
+  call('DEL', log)
+  call('HSET', key, 'end', 0)
+end
+
 local function append(id, token, index, count, publishes, ended, chunk)
   local key, log = jobs .. id, logs .. id
-  local job = call('HMGET', key, 'token', 'state', 'end', 'cancel')
+  local job = try('HMGET', key, 'token', 'state', 'end', 'cancel')
+  if job.err then return 'lost', 0 end  -- it is no job
   local last = end_of(job[3])
   if job[1] ~= token or job[2] ~= 'running' then return 'lost', last end
   local stop = index + count
   if count > 0 and stop <= last then return 'duplicate', last end
   if count == 0 and call('HEXISTS', key, 'ended:' .. ended) == 1 then return 'duplicate', last end
   if index ~= last then return 'gap', last end
-  if count > 0 then
-    call('XADD', log, stop .. '-0', 'chunk', chunk)
-    call('HSET', key, 'end', stop)
-  else
+  local place = '-0'
+  if count == 0 then
     call('HSET', key, 'ended:' .. ended, last)
-    call('XADD', log, stop .. '-' .. call('HINCRBY', key, 'num_ends', 1), 'chunk', chunk)
+    place = '-' .. call('HINCRBY', key, 'num_ends', 1)
   end
+  local added = try('XADD', log, stop .. place, 'chunk', chunk)
+  if type(added) == 'table' then
+    begin_anew(key, log, added.err)
+    return 'gap', 0
+  end
+  if count > 0 then call('HSET', key, 'end', stop) end
   if last == 0 or last % 64 + count >= 64 then call('EXPIRE', log, log_ttl) end
   if publishes then call(announce, channels .. id, chunk) end
   return job[4] and 'cancelled' or 'ok', stop

@@ -41,11 +41,18 @@ local function read_job(id)
   }
 end
 
--- The log as it is decides where the job goes on, not what the hash remembers of it.
+-- The log as it is decides where the job goes on, not what the hash remembers of it. What somebody else has put in its
+-- place is no log: the job begins again.
 local function read_log(id, job)
   if job.index == 0 then return {}, 0, 0 end
   local chunks, size, index = {}, 0, 0
-  for _, entry in ipairs(redis.call('XRANGE', log_key(id), '-', '+')) do
+  local entries = redis.pcall('XRANGE', log_key(id), '-', '+')
+  if entries.err then
+    if not string.find(entries.err, 'WRONGTYPE', 1, true) then error(entries, 0) end
+    redis.call('DEL', log_key(id))
+    return {}, 0, 0
+  end
+  for _, entry in ipairs(entries) do
     chunks[#chunks + 1] = entry[2][2]
     size = size + #entry[2][2]
     index = tonumber(string.match(entry[1], '^(%d+)-'))
