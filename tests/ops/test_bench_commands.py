@@ -54,6 +54,14 @@ def heeding_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
+def until(start: str, lines: Iterator[str]) -> Iterator[str]:
+    """The lines up to one that begins so, that one included."""
+    for line in lines:
+        yield line
+        if line.startswith(start):
+            return
+
+
 def test_an_interrupted_run_keeps_and_shows_what_it_has(workload: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     options = [
@@ -72,7 +80,8 @@ def test_an_interrupted_run_keeps_and_shows_what_it_has(workload: Path, tmp_path
     with process:
         assert process.stdout is not None
         lines = iter(process.stdout)
-        assert any(line.startswith("letters 2/999") for line in lines)
+        said = list(until("letters 2/999", lines))
+        assert said[-1].startswith("letters 2/999"), "".join(said)
         process.send_signal(signal.SIGINT)
         rest = "".join(lines)
     assert process.returncode == 130

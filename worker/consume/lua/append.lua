@@ -16,20 +16,19 @@ local function end_of(value)
   return found and found > -2 ^ 53 and found < 2 ^ 53 and found or 0
 end
 
--- What somebody else has put in a log's place, or behind its end, goes: its worker has all of it, and is told to begin
--- again. Other trouble is raised.
-local function begin_anew(key, log, trouble)
-  if not string.find(trouble, 'WRONGTYPE', 1, true) and not string.find(trouble, 'equal or smaller', 1, true) then
-    error(trouble, 0)
-  end
-  call('DEL', log)
-  call('HSET', key, 'end', 0)
+-- Was it refused for what somebody has made of the key? Other trouble is the server's, and is asked for again, to be raised
+-- in its words.
+local function is_spoilt(trouble)
+  return string.find(trouble.err, 'WRONGTYPE', 1, true) or string.find(trouble.err, 'equal or smaller', 1, true)
 end
 
 local function append(id, token, index, count, publishes, ended, chunk)
   local key, log = jobs .. id, logs .. id
   local job = try('HMGET', key, 'token', 'state', 'end', 'cancel')
-  if job.err then return 'lost', 0 end  -- it is no job
+  if job.err then
+    if is_spoilt(job) then return 'lost', 0 end
+    job = call('HMGET', key, 'token', 'state', 'end', 'cancel')
+  end
   local last = end_of(job[3])
   if job[1] ~= token or job[2] ~= 'running' then return 'lost', last end
   local stop = index + count
@@ -43,8 +42,12 @@ local function append(id, token, index, count, publishes, ended, chunk)
   end
   local added = try('XADD', log, stop .. place, 'chunk', chunk)
   if type(added) == 'table' then
-    begin_anew(key, log, added.err)
-    return 'gap', 0
+    if is_spoilt(added) then  -- its worker has all of it
+      call('DEL', log)
+      call('HSET', key, 'end', 0)
+      return 'gap', 0
+    end
+    call('XADD', log, stop .. place, 'chunk', chunk)
   end
   if count > 0 then call('HSET', key, 'end', stop) end
   if last == 0 or last % 64 + count >= 64 then call('EXPIRE', log, log_ttl) end
