@@ -1,6 +1,7 @@
 """Generation as a Celery task: by itself without a Celery worker; in chains, groups and chords with a real one."""
 
 import asyncio
+import importlib
 import os
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from tests.support.worker import QUEUE, database_url, running_worker
 
 pytestmark = pytest.mark.redis
 WAIT_S = 90
+BACKEND = "tests.tasks.backend_app"
 GUIDE = (Path(__file__).parents[2] / "ops" / "guides" / "celery.md").read_text(encoding="utf-8")
 
 
@@ -59,10 +61,11 @@ def service(url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 
 @pytest.fixture(scope="module")
 def app(url: str) -> Celery:
+    """Made anew for each server: tests of other modules may run between those of this one, which ends its fixtures."""
     os.environ["BACKEND_REDIS_URL"] = url  # noqa: TID251
-    from tests.tasks import backend_app
-
-    return backend_app.app
+    sys.modules.pop(BACKEND, None)
+    made: Celery = importlib.import_module(BACKEND).app
+    return made
 
 
 @pytest.fixture(scope="module")
