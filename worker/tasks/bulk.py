@@ -65,7 +65,8 @@ class Order:
     @classmethod
     def of(cls, batch_id: str, /, **given: Any) -> Order:
         """Raises ConfigurationError for terms that are none."""
-        unknown = sorted(set(given) - {known.name for known in fields(cls)} | {"batch_id"} & set(given))
+        terms = {term.name for term in fields(cls)} - {"batch_id"}
+        unknown = sorted(set(given) - terms)
         if unknown:
             raise ConfigurationError(f"an order of a bulk file has no {', '.join(unknown)}")
         try:
