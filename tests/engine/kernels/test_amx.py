@@ -1,4 +1,4 @@
-"""Products in the matrix registers, and of few rows beside them: as exact as float32, and a row's bits its own."""
+"""Products in the matrix registers: as exact as float32, and a row's bits its own. Few rows of codes: test_dots.py."""
 
 from collections.abc import Sequence
 
@@ -14,8 +14,7 @@ from worker.engine.kernels.toolchain import KernelUnavailableError
 
 ROWS = [49, 64, 65, 80, 97, 130, 300]  # more than the chains of any form take
 FEW_ROWS = [9, 15, 16, 17, 31, 32, 33, 40, 48]  # of the narrow forms alone
-DOT_ROWS = [1, 2, 3, 4]  # of 4 bits alone: integers (int4_dots.h)
-FEWER_ROWS = {"4 bits": [*DOT_ROWS, 5, 8], "8 bits": [6, 8], "bfloat16": [5, 8]}  # those of one form
+FEWER_ROWS = {"4 bits": [5, 8], "8 bits": [6, 8], "bfloat16": [5, 8]}  # those of one form
 EPSILON = 2.0**-24
 
 
@@ -124,81 +123,6 @@ def test_large_and_small_numbers(packer: NarrowPacker, size: float) -> None:
     assert error_of(packer.pack(weight), weight, x * size) < 2.0
     assert error_of(packer.pack(weight * size), weight * size, x) < 2.0
     assert packer.pack(weight)(torch.full((70, 96), 1e-41)).abs().max() < 1e-36
-
-
-# ── few rows against 4 bits ──
-
-
-def test_few_rows_are_bitwise_the_same_in_every_batch_of_few(packer: NarrowPacker) -> None:
-    """… and on any number of threads."""
-    torch.manual_seed(8)
-    packed, x = packer.pack(FORMS["4 bits"](200, 96)), torch.randn(4, 96)
-    together, threads = packed(x), torch.get_num_threads()
-    assert torch.equal(torch.cat([packed(x[row : row + 1]) for row in range(4)]), together)
-    for size in DOT_ROWS:
-        assert torch.equal(packed(x[:size]), together[:size]), size
-    try:
-        for count in (1, 3):
-            torch.set_num_threads(count)
-            assert torch.equal(packed(x), together)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def test_what_is_fused_to_few_rows(packer: NarrowPacker) -> None:
-    torch.manual_seed(1)
-    assert_fused(packer, "4 bits", DOT_ROWS)
-
-
-@pytest.mark.parametrize("m", DOT_ROWS)
-def test_numbers_far_below_the_greatest_of_their_group(packer: NarrowPacker, m: int) -> None:
-    """They are rounded beside it, to a half of 2^-22 of it at worst; groups without it lose nothing to it."""
-    torch.manual_seed(9)
-    weight, x = FORMS["4 bits"](200, 576), torch.randn(m, 576)
-    x[:, ::50] *= 1e4
-    x[:, 64:96] *= 1e-6
-    packed = packer.pack(weight)
-    greatest = x.abs().view(m, -1, 32).amax(dim=-1).double() @ weight.abs().view(200, -1, 32).sum(dim=-1).double().T
-    sums = x.double().abs() @ weight.double().abs().T
-    error = (packed(x).double() - x.double() @ weight.double().T).abs()
-    assert (error < EPSILON * (2.0 * greatest + 6.0 * sums)).all()
-    small = torch.zeros(m, 576)
-    small[:, 64:96] = x[:, 64:96]
-    assert error_of(packed, weight, small) < 6.0
-
-
-def test_the_greatest_of_a_group_may_be_just_below_a_power_of_two(packer: NarrowPacker) -> None:
-    """Where its highest byte is at its border."""
-    torch.manual_seed(12)
-    weight, x = FORMS["4 bits"](64, 32), torch.rand(4096, 32) - 0.5
-    greatest = 2.0 - torch.arange(4096) / 65_536
-    x[:, 7] = torch.where(torch.arange(4096) % 2 == 0, greatest, -greatest)
-    packed = packer.pack(weight)
-    error = torch.cat([packed(row) for row in x.split(1)]).double() - x.double() @ weight.double().T
-    beside_greatest = 2.0 * weight.double().abs().sum(dim=-1)
-    sums = x.double().abs() @ weight.double().abs().T
-    assert (error.abs() < EPSILON * (3.0 * beside_greatest + 6.0 * sums)).all()
-
-
-@pytest.mark.parametrize("size", [1e-28, 1e-10, 1e15, 1e30])
-def test_few_rows_of_large_and_small_numbers(packer: NarrowPacker, size: float) -> None:
-    torch.manual_seed(10)
-    weight, x = FORMS["4 bits"](64, 96), torch.randn(4, 96)
-    packed = packer.pack(weight)
-    assert error_of(packed, weight, x * size) < 6.0
-    assert packed(torch.zeros(4, 96)).eq(0).all()
-    assert packed(torch.full((4, 96), 1e-41)).abs().max() < 1e-36
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_one_of_few_rows_that_is_not_finite_spoils_no_other(packer: NarrowPacker, bad: float) -> None:
-    torch.manual_seed(11)
-    packed, x = packer.pack(FORMS["4 bits"](96, 64)), torch.randn(3, 64)
-    clean, spoilt = packed(x), x.clone()
-    spoilt[1, 40] = bad
-    found = packed(spoilt)
-    assert not found[1].isfinite().any()
-    assert torch.equal(found[::2], clean[::2])
 
 
 # ── integers ──

@@ -45,13 +45,6 @@ void direct(const LinearArguments &a, const Form *panels, const Form *ahead, flo
         for (int v = 0; v < 2 * P; ++v) store(sums + r * STEP + v * VW, acc[r][v]);
 }
 
-// A form's own way for few rows.
-template <class Form>
-struct FewRows {
-    static bool takes(const LinearArguments &) { return false; }
-    static void member(const LinearArguments &, Team *) {}
-};
-
 template <class Form>
 struct Decoded {
     typedef void (*Direct)(const LinearArguments &, const Form *, const Form *, float *);
@@ -88,7 +81,6 @@ struct Decoded {
 
     static void member(const LinearArguments &a, Team *team) {
         if (AmxLinear<Form>::takes(a)) return AmxLinear<Form>::member(a, team);
-        if (FewRows<Form>::takes(a)) return FewRows<Form>::member(a, team);
         const bool is_deep = a.k > DEEP, hands_in = a.m <= HANDED_IN_ROWS;
         const int64_t block = is_deep || (hands_in && a.k > BLOCK) ? BLOCK : a.k;
         const int64_t most = is_deep ? HANDED_IN_ROWS : AT_ONCE;
@@ -113,10 +105,11 @@ struct Decoded {
 
 }  // namespace
 
-#define DECODED_LINEAR(form)                                                                        \
+#define LINEAR_MEMBERS(kernel)                                                                      \
     extern "C" int tokenmill_panel_width() { return NR; }                                           \
     extern "C" int64_t tokenmill_row_bytes(int64_t k) { return float_row_bytes(k); }                \
     extern "C" int64_t tokenmill_linear_member(const LinearArguments *arguments, Team *team) {      \
-        Decoded<form>::member(*arguments, team);                                                    \
+        kernel::member(*arguments, team);                                                           \
         return 0;                                                                                   \
     }
+#define DECODED_LINEAR(form) LINEAR_MEMBERS(Decoded<form>)

@@ -2,7 +2,7 @@
 //
 // Panels are [n / NR][k][NR] bytes, scales [n / NR][k / 32][NR] half floats.
 
-#include "decoded.h"
+#include "dots.h"
 
 namespace {
 
@@ -20,8 +20,9 @@ INLINE vi widened(const int8_t *p) {
 }
 
 struct Byte {
-    static constexpr int64_t GROUP = 32, CHUNK = 2, PARTS = 0, FEW = 5;
-    static constexpr bool IS_FACTOR = false, HAS_ZEROS = false;
+    static constexpr int64_t GROUP = 32, CHUNK = 2, PARTS = 0, FEW = 5, DOT_ROWS = 0;
+    static constexpr bool IS_FACTOR = false, HAS_ZEROS = false, FITS = false, IN_PLACE = false;
+    static constexpr int OFFSET = 128;
     struct Group {
         vf scale[2];
     };
@@ -46,10 +47,25 @@ struct Byte {
     INLINE_MEMBER static vf decode(const Group &group, const Chunk &chunk, int step, int half) {
         return __builtin_convertvector(widened(chunk.codes + step * NR + half * VW), vf) * group.scale[half];
     }
-#if AMX
     static INLINE_MEMBER void scales_of(const Group &group, vf *scale, vf *) {
         for (int half = 0; half < 2; ++half) scale[half] = group.scale[half];
     }
+#if DOTS
+    INLINE_MEMBER void quads(int64_t i, int quad, __m512i *to) const {
+#define LANE(column) column, 64 + column, 32 + column, 96 + column
+#define LANES(column) LANE(column), LANE(column + 1), LANE(column + 2), LANE(column + 3)
+        alignas(64) static constexpr uint8_t PLACES[2][64] = {{LANES(0), LANES(4), LANES(8), LANES(12)},
+                                                              {LANES(16), LANES(20), LANES(24), LANES(28)}};
+#undef LANES
+#undef LANE
+        const __m512i *two_steps = (const __m512i *)(codes + (i + 2 * quad) * NR);
+        const __m512i first = _mm512_loadu_si512(two_steps), fifth = _mm512_loadu_si512(two_steps + 2);
+        for (int half = 0; half < 2; ++half)
+            to[half] = _mm512_xor_si512(_mm512_permutex2var_epi8(first, _mm512_load_si512(PLACES[half]), fifth),
+                                        _mm512_set1_epi8((char)0x80));
+    }
+#endif
+#if AMX
     static INLINE_MEMBER void store_codes(const Chunk &chunk, uint32_t *to) {
         for (int half = 0; half < 2; ++half) {
             const int8_t *from = chunk.codes + half * VW;
@@ -76,4 +92,4 @@ extern "C" void tokenmill_pack(const int8_t *codes, const uint16_t *scale, int8_
         }
 }
 
-DECODED_LINEAR(Byte)
+CODED_LINEAR(Byte)

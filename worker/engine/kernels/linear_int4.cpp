@@ -3,15 +3,16 @@
 // A 32-bit lane holds eight codes of one column, so that one load feeds eight steps of k. Panels are
 // [n / NR][k / 8][NR], scales [n / NR][k / 32][2][NR] half floats (scales, then zeros).
 
-#include "int4_dots.h"
+#include "dots.h"
 
 #define CODES 8  // in one lane
 
 namespace {
 
 struct Int4 {
-    static constexpr int64_t GROUP = 32, CHUNK = CODES, PARTS = 0, FEW = 4;
-    static constexpr bool IS_FACTOR = false, HAS_ZEROS = true;
+    static constexpr int64_t GROUP = 32, CHUNK = CODES, PARTS = 0, FEW = 4, DOT_ROWS = 4;
+    static constexpr bool IS_FACTOR = false, HAS_ZEROS = true, FITS = true, IN_PLACE = true;
+    static constexpr int OFFSET = 8;
     struct Group {
         vf scale[2], zero[2];
     };
@@ -50,12 +51,19 @@ struct Int4 {
 #endif
         return fma(code, group.scale[half], group.zero[half]);
     }
-#if AMX
-    // As numbers from −8 on, whose zero is that much higher.
+    // As numbers from −OFFSET on, whose zero is that much higher.
     static INLINE_MEMBER void scales_of(const Group &group, vf *scale, vf *zero) {
         for (int half = 0; half < 2; ++half)
-            scale[half] = group.scale[half], zero[half] = fma(splat(8.0f), group.scale[half], group.zero[half]);
+            scale[half] = group.scale[half], zero[half] = fma(splat((float)OFFSET), group.scale[half], group.zero[half]);
     }
+#if DOTS
+    INLINE_MEMBER void quads(int64_t i, int quad, __m512i *to) const {
+        const Chunk c = chunk(i);
+        for (int half = 0; half < 2; ++half)
+            to[half] = _mm512_and_si512(_mm512_srli_epi32((__m512i)c.lanes[half], 4 * quad), _mm512_set1_epi8(15));
+    }
+#endif
+#if AMX
     static INLINE_MEMBER void store_codes(const Chunk &chunk, uint32_t *to) {
         alignas(64) static const uint16_t BF16[32] = {
             0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
@@ -71,11 +79,6 @@ struct Int4 {
     }
 #endif
 };
-
-#if INT4_DOTS
-template <>
-struct FewRows<Int4> : DotRows<Int4> {};
-#endif
 
 }  // namespace
 
@@ -101,4 +104,4 @@ extern "C" void tokenmill_pack(const uint8_t *codes, const uint16_t *scale, cons
         }
 }
 
-DECODED_LINEAR(Int4)
+CODED_LINEAR(Int4)
