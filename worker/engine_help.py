@@ -18,7 +18,7 @@ ENGINE_HELP: Final[dict[str, str]] = {
     "kv_dtype": "type of keys and values, also float8_e4m3fn; auto: as the weights, float16 beside int8 and int4",
     "fuse": "swap well-known layers for fused ones",
     "narrow_weights": "keep float32 weights in the half precision or GGUF blocks that they came from (CPU)",
-    "amx": "use the matrix registers of Intel's AMX (CPU); without, a row's bits are the same in every batch",
+    "amx": "use the matrix registers of Intel's AMX, or dot products of bytes (CPU); without, chains of float32",
     "prefix_cache": "keep the blocks of prompts for those that begin alike",
     "cpu_offload_gib": "host memory for preempted sequences and evicted prefixes",
     "policy": "fifo, prefill_first or priority",

@@ -67,7 +67,7 @@ class EngineConfig:
     # speed
     fuse: bool = True  # on CPU in float32, and on CUDA: swap layers for fused ones that agree with them
     narrow_weights: bool = True  # CPU: keep float32 weights in the narrowest form that gives back every bit
-    amx: bool = True  # CPU: many rows in its matrix registers; off: a row's bits are the same in every batch
+    amx: bool = True  # CPU: products in its matrix registers, or of bytes; off: chains of float32
     speculative_tokens: int = 0  # n-gram drafts a step and sequence; 0: off; with them no step runs ahead
     cuda_graphs: bool | None = None  # None: on where CUDA is
     max_cached_graphs: int = 32

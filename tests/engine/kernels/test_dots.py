@@ -25,7 +25,7 @@ def packer() -> NarrowPacker:
 
 
 @pytest.fixture(scope="module", params=SOURCES)
-def form(request: pytest.FixtureRequest, packer: NarrowPacker) -> str:  # noqa: ARG001 (there is a compiler)
+def form(request: pytest.FixtureRequest, packer: NarrowPacker) -> str:
     name: str = request.param
     if not rows_of(name):
         pytest.skip(f"{name} are multiplied otherwise here: no AVX512 VNNI and VBMI, or matrix registers (AMX)")

@@ -1,6 +1,6 @@
 """Packed linear layers and RMS norms on the CPU, for modules that replace a model's own.
 
-`PackedWeight` holds a weight in the kernel's panels; float32 throughout, or as exact (amx_float.h). It knows no
+`PackedWeight` holds a weight in the kernel's panels; float32 throughout, or as exact (amx_float.h, dots.h). It knows no
 model: `model/fused` decides what is packed and fused.
 """
 
@@ -148,8 +148,8 @@ class LinearKernels:
     """The loaded float32 library. Raises KernelUnavailableError where it cannot be compiled.
 
     `uses_amx`: products of more than a few rows come out of the CPU's matrix registers, where it has them
-    (amx_float.h), and few rows meet 4-bit weights as integers (int4_dots.h); else a row's bits are the same in
-    every batch.
+    (amx_float.h), and weights of 4 and 8 bits are else multiplied as bytes (dots.h); off, all sums are chains of
+    float32 and a row's bits are the same in every batch, as they are without matrix registers.
     """
 
     def __init__(self, cache_dir: Path | None = None, march: str = "native", uses_amx: bool = True) -> None:

@@ -4,7 +4,7 @@ Few models are born in float32: most checkpoints are bfloat16 or float16, and GG
 with half-precision scales (llama.cpp's Q4_0, Q4_1 and Q8_0). Loaded as float32 they fill two to six times the memory
 with what is known already, and a step of few rows waits for memory alone. What a weight was is found from its values,
 so it matters not how it came; what fits no form stays float32. Activations are float32 throughout; so are products and
-sums, but for the matrix registers' (amx_float.h) and those of few rows with 4 bits beside them (int4_dots.h).
+sums, but for the matrix registers' (amx_float.h) and those of 4 and 8 bits by dot products of bytes (dots.h).
 """
 
 from __future__ import annotations
