@@ -9,6 +9,8 @@
 //     OFFSET        its codes c, counted from 0, stand for scale · (c − OFFSET) + zero
 //     FITS          a group's sum of products fits 32 bits
 //     IN_PLACE      its codes come in order at once; else they are brought into it before, where rows are more than a few
+//     HAS_LENGTHS   knows the lengths of its columns, for highest_dots.h, as
+//         static const float *lengths(const LinearArguments &);    [n] of vectors of k weights
 //     DOT_ROWS      rows up to which this is sooner done than by the matrix registers, where these are there
 //     void quads(int64_t i, int quad, __m512i *to) const;    codes of steps i, i + 4, i + 1, i + 5, or (quad 1) i + 2, …
 //     static void scales_of(const Group &, vf *scale, vf *zero);
@@ -133,6 +135,12 @@ void dots(const Wholes<Form> &rows, int64_t row, const Codes *codes_of, const Fo
         for (int v = 0; v < V; ++v) store(sums + r * STEP + v * VW, acc[r][v]);
 }
 
+}  // namespace
+
+#include "highest_dots.h"
+
+namespace {
+
 template <class Form>
 struct DotLinear {
     typedef Wholes<Form> Rows;
@@ -174,6 +182,9 @@ struct DotLinear {
             team->each(a.m, 4, round);
         LinearArguments behind = a;
         behind.norm.weight = nullptr;
+        const bool searches = HighestSearch<Form>::takes(a);
+        HighestSearch<Form> search;
+        if (searches) search.open(rows, a);
         each_columns<DOT_HEIGHT, true>(behind, team, most, (lanes + one_row + own) * sizeof(float),
                                        [&](const LinearArguments &some, Columns mine, Columns next, float *sums, char *) {
             const Columns then = next.count ? next : mine;
@@ -182,6 +193,7 @@ struct DotLinear {
                 panels[q] = Form::at(a, mine.panel + q % mine.count);
                 ahead[q] = Form::at(a, then.panel + q % then.count);
             }
+            if (searches) search.hear(a, *team);
             if (a.m == 1 && mine.count == SIDE) {
                 const InPlace<Form> both[SIDE] = {{panels[0]}, {panels[1]}};
                 return dots<1, SIDE>(rows, 0, both, panels, ahead, 15, sums);
@@ -193,6 +205,10 @@ struct DotLinear {
                     continue;
                 }
                 Ordered::make(panels[q], a.k, ordered);
+                if (searches) {
+                    search.one_panel(rows, a, *team, mine.panel + q, Ordered{ordered}, panels[q], ahead[q], sums + q * NR);
+                    continue;
+                }
                 one_panel(rows, row, row + some.m, Ordered{ordered}, panels[q], ahead[q], sums + q * NR);
             }
         });

@@ -40,13 +40,20 @@ struct Highest {
 // What one thread has seen. Only what was opened in a row of kernels counts in it: a thread may not have come at all.
 struct HighestSeen {
     alignas(64) int64_t row;
+    alignas(64) float best[HIGHEST_ROWS];  // where threads tell each other (highest_dots.h): an output of each row
     alignas(64) Highest rows[HIGHEST_ROWS];
 
     static HighestSeen &of(void *memory, int32_t part) { return ((HighestSeen *)memory)[part]; }
 
     void open(int64_t count, int64_t number) {
-        for (int64_t r = 0; r < count; ++r) rows[r] = {splat(-INFINITY), INT32_MAX - vi{}};
+        for (int64_t r = 0; r < count; ++r) rows[r] = {splat(-INFINITY), INT32_MAX - vi{}}, tell(r, -INFINITY);
         __atomic_store_n(&row, number, __ATOMIC_RELEASE);
+    }
+    void tell(int64_t r, float output) { __atomic_store(&best[r], &output, __ATOMIC_RELAXED); }
+    float told(int64_t r) const {
+        float output;
+        __atomic_load(&best[r], &output, __ATOMIC_RELAXED);
+        return output;
     }
     bool is_open(int64_t number) const { return __atomic_load_n(&row, __ATOMIC_ACQUIRE) == number; }
 };

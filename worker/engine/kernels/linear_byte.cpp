@@ -1,6 +1,7 @@
 // Linear layers with 8-bit weights and float32 activations: w = scale · code, by groups of 32 along k.
 //
-// Panels are [n / NR][k][NR] bytes, scales [n / NR][k / 32][NR] half floats.
+// Panels are [n / NR][k][NR] bytes, scales [n / NR][k / 32][NR] half floats, behind which the columns' lengths lie: [n] floats, up
+// to a whole panel.
 
 #include "dots.h"
 
@@ -21,7 +22,7 @@ INLINE vi widened(const int8_t *p) {
 
 struct Byte {
     static constexpr int64_t GROUP = 32, CHUNK = 2, PARTS = 0, FEW = 5, DOT_ROWS = 0;
-    static constexpr bool IS_FACTOR = false, HAS_ZEROS = false, FITS = false, IN_PLACE = false;
+    static constexpr bool IS_FACTOR = false, HAS_ZEROS = false, FITS = false, IN_PLACE = false, HAS_LENGTHS = true;
     static constexpr int OFFSET = 128;
     struct Group {
         vf scale[2];
@@ -34,6 +35,10 @@ struct Byte {
 
     static Byte at(const LinearArguments &a, int64_t p) {
         return {(const int8_t *)a.weight + p * a.k * NR, (const f16 *)a.scale + p * (a.k / GROUP) * NR};
+    }
+    // Of column vectors of all k weights, or a little more.
+    static INLINE_MEMBER const float *lengths(const LinearArguments &a) {
+        return (const float *)((const f16 *)a.scale + num_panels(a.n) * (a.k / GROUP) * NR);
     }
     INLINE_MEMBER const void *start() const { return codes; }
     static int64_t bytes(int64_t k) { return k * NR; }
@@ -78,17 +83,25 @@ struct Byte {
 
 }  // namespace
 
-// Codes [n, k] and scales [n, k / 32] as half floats → panels; k is a multiple of 32
+// Codes [n, k] and scales [n, k / 32] as half floats, none of them negative → panels; k is a multiple of 32
 extern "C" void tokenmill_pack(const int8_t *codes, const uint16_t *scale, int8_t *panels, uint16_t *scales, int64_t n,
                                int64_t k) {
     const int64_t count = (n + NR - 1) / NR, groups = k / Byte::GROUP;
+    float *lengths = (float *)(scales + count * groups * NR);
 #pragma omp parallel for schedule(static)
     for (int64_t p = 0; p < count; ++p)
         for (int64_t j = 0; j < NR; ++j) {
             const int64_t row = p * NR + j;
             const bool exists = row < n;
             for (int64_t i = 0; i < k; ++i) panels[(p * k + i) * NR + j] = exists ? codes[row * k + i] : 0;
-            for (int64_t g = 0; g < groups; ++g) scales[(p * groups + g) * NR + j] = exists ? scale[row * groups + g] : 0;
+            double squares = 0.0;
+            for (int64_t g = 0; g < groups; ++g) {
+                scales[(p * groups + g) * NR + j] = exists ? scale[row * groups + g] : 0;
+                const double wide = exists ? get((const f16 *)scale + row * groups + g) : 0.0;
+                for (int64_t i = g * Byte::GROUP; exists && i < (g + 1) * Byte::GROUP; ++i)
+                    squares += wide * wide * codes[row * k + i] * codes[row * k + i];
+            }
+            lengths[row] = (float)(sqrt(squares) * (1.0 + 1e-6));
         }
 }
 

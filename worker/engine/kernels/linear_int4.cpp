@@ -11,7 +11,7 @@ namespace {
 
 struct Int4 {
     static constexpr int64_t GROUP = 32, CHUNK = CODES, PARTS = 0, FEW = 4, DOT_ROWS = 4;
-    static constexpr bool IS_FACTOR = false, HAS_ZEROS = true, FITS = true, IN_PLACE = true;
+    static constexpr bool IS_FACTOR = false, HAS_ZEROS = true, FITS = true, IN_PLACE = true, HAS_LENGTHS = false;
     static constexpr int OFFSET = 8;
     struct Group {
         vf scale[2], zero[2];
@@ -27,6 +27,7 @@ struct Int4 {
     static Int4 at(const LinearArguments &a, int64_t p) {
         return {(const uint32_t *)a.weight + p * (a.k / CODES) * NR, (const f16 *)a.scale + p * (a.k / GROUP) * 2 * NR};
     }
+    static INLINE_MEMBER const float *lengths(const LinearArguments &) { return nullptr; }
     INLINE_MEMBER const void *start() const { return codes; }
     static int64_t bytes(int64_t k) { return k / CODES * NR * sizeof(uint32_t); }
     INLINE_MEMBER Group group(int64_t i) const {

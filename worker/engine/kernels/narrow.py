@@ -75,7 +75,9 @@ class NarrowPacker:
 
     def _pack_bytes(self, codes: Tensor, scale: Tensor, bias: Tensor | None) -> PackedWeight:
         count = self._columns(codes.shape[0]) * codes.shape[1]
-        panels, scales = self._arena.take(count, torch.int8), self._arena.take(count // BYTE_GROUP, torch.float16)
+        panels = self._arena.take(count, torch.int8)
+        lengths = 2 * self._columns(codes.shape[0])  # a float for each column, behind the scales
+        scales = self._arena.take(count // BYTE_GROUP + lengths, torch.float16)
         return self._packed("byte", (codes, scale), panels, scales, bias)
 
     def _packed(

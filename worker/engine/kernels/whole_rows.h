@@ -23,7 +23,7 @@ struct WholeRows {
     char *memory;  // [m] rows of row_bytes(k)
     int64_t num_groups;
 
-    static int64_t row_bytes(int64_t k) { return k / DOT_GROUP * (int64_t)(QUADS * sizeof(int32_t) + 4 * sizeof(float)); }
+    static int64_t row_bytes(int64_t k) { return k / DOT_GROUP * (int64_t)(QUADS * sizeof(int32_t) + 5 * sizeof(float)); }
     static WholeRows at(char *memory, int64_t k) { return {memory, k / DOT_GROUP}; }
     INLINE_MEMBER int64_t apart() const { return row_bytes(num_groups * DOT_GROUP) / (int64_t)sizeof(int32_t); }
 
@@ -35,6 +35,8 @@ struct WholeRows {
     INLINE_MEMBER float *sums(int64_t row) const { return units(row) + num_groups; }
     INLINE_MEMBER int32_t *lowest_starts(int64_t row) const { return (int32_t *)(sums(row) + num_groups); }
     INLINE_MEMBER int32_t *upper_starts(int64_t row) const { return lowest_starts(row) + num_groups; }
+    // The same for the highest parts alone.
+    INLINE_MEMBER int32_t *highest_starts(int64_t row) const { return upper_starts(row) + num_groups; }
 
     // The row behind it lies `next` floats further on, and is fetched: another core has written it, mostly.
     void round(const float *x, int64_t next, int64_t row) const {
@@ -47,7 +49,7 @@ struct WholeRows {
   private:
     template <int BATCH>
     void round_groups(const float *x, int64_t next, int64_t row, int64_t first, int count) const {
-        __m512i sizes[BATCH], sums[BATCH], wholes[BATCH], lowest[BATCH];
+        __m512i sizes[BATCH], sums[BATCH], wholes[BATCH], lowest[BATCH], highest[BATCH];
         for (int g = 0; g < count; ++g) {
             const float *at = x + g * DOT_GROUP;
             __builtin_prefetch(at + next), __builtin_prefetch(at + next + VW);
@@ -57,7 +59,7 @@ struct WholeRows {
         }
         for (int g = count; g < BATCH; ++g) {
             sizes[g] = sums[g] = wholes[g] = _mm512_setzero_si512();
-            if (!FITS) lowest[g] = _mm512_setzero_si512();
+            if (!FITS) lowest[g] = highest[g] = _mm512_setzero_si512();
         }
         const __m512i most = folded<BATCH>(sizes, [](__m512i a, __m512i b) { return _mm512_max_epi32(a, b); });
         const __m512i exponent = above(most);
@@ -67,7 +69,7 @@ struct WholeRows {
         int32_t *to = quads(row) + first * QUADS;
         for (int g = 0; g < count; ++g, to += QUADS) {
             const bool is_last = first + g + 1 == num_groups;
-            wholes[g] = lowest[g] = _mm512_setzero_si512();
+            wholes[g] = lowest[g] = highest[g] = _mm512_setzero_si512();
 #pragma GCC unroll 2
             for (int half = 0; half < 2; ++half) {
                 const vf scaled = load(x + g * DOT_GROUP + half * VW) * splat(to_whole[g]);
@@ -75,7 +77,10 @@ struct WholeRows {
                 // The bytes of a number so much greater are its parts, but for the sign of the lower two.
                 const __m512i bytes = _mm512_xor_si512(_mm512_add_epi32(whole, _mm512_set1_epi32(0x8080)), _mm512_set1_epi32(0x8080));
                 wholes[g] = _mm512_add_epi32(wholes[g], whole);
-                if (!FITS) lowest[g] = _mm512_dpbusd_epi32(lowest[g], _mm512_set1_epi32(1), bytes);
+                if (!FITS) {
+                    lowest[g] = _mm512_dpbusd_epi32(lowest[g], _mm512_set1_epi32(1), bytes);
+                    highest[g] = _mm512_dpbusd_epi32(highest[g], _mm512_set1_epi32(1 << 16), bytes);
+                }
                 const __m512i in_order = _mm512_permutexvar_epi8(_mm512_load_si512(PLACES), bytes);
                 // Vectors overlap; the row that follows may be there already.
                 if (is_last && half)
@@ -97,6 +102,7 @@ struct WholeRows {
         if (FITS) return;
         const __m512i upper = _mm512_srai_epi32(_mm512_sub_epi32(all, low), 8);
         _mm512_mask_storeu_epi32(upper_starts(row) + first, some, _mm512_mullo_epi32(upper, offset));
+        _mm512_mask_storeu_epi32(highest_starts(row) + first, some, _mm512_mullo_epi32(folded<BATCH>(highest, add), offset));
     }
 
     static INLINE_MEMBER __m512i size_of(vf x) { return (__m512i)((vi)x & 0x7fffffff); }
