@@ -24,7 +24,7 @@
 #if DOTS
 #define DOT_HEIGHT 2         // rows of a tile, against one panel
 #define DOT_FEW 8            // rows up to which all tiles fetch all of the panel ahead, else the first four a quarter each
-#define DOT_BYTES (1 << 19)  // of a block of whole rows, where rows are many: half the second-level cache
+#define DOT_BYTES (1 << 17)  // of a block of whole rows, where rows are many: their sums stay near the first-level cache
 #define DOT_OWN_ROWS 16      // times threads: up to so many every thread rounds for itself, which is sooner done than shared
 
 namespace {
