@@ -6,17 +6,33 @@ and nothing is said.
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 DISTURBED_SHARE = 0.1  # of all cores' time, stolen and others' together: from here on a round is called disturbed
 SHORTEST_TICKS = 40  # of all cores together: less says nothing
+QUIET_SHARE = 0.03
+QUIET_LOOK_S, QUIET_LIMIT_S = 0.25, 5.0
 _IDLE, _IOWAIT, _STEAL = 3, 4, 7  # places in the first line of /proc/stat
 
 
 def cpu_seconds(pid: int) -> float:
     """CPU time of a process so far, by all threads that it has or had. Linux tells it; OSError elsewhere."""
     return time.clock_gettime(~pid << 3 | 2)  # the process's own clock, as clock_getcpuclockid(3) makes it
+
+
+def wait_until_quiet(proc: Path = Path("/proc"), pause: Callable[[float], None] = time.sleep) -> None:
+    """Until the cores do next to nothing, for QUIET_LIMIT_S at most: what an engine has left to do behind its turn is no part
+    of the next one's.
+    """
+    before = _cores(proc)
+    for _ in range(round(QUIET_LIMIT_S / QUIET_LOOK_S)):
+        pause(QUIET_LOOK_S)
+        after = _cores(proc)
+        if before is None or after is None or after.busy - before.busy <= QUIET_SHARE * (after.total - before.total):
+            return
+        before = after
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +51,24 @@ class Disturbance:
 
 
 @dataclass(frozen=True, slots=True)
-class _Reading:
-    """Clock ticks since the machine's start; `own` of one tree of processes."""
+class _Cores:
+    """Clock ticks since the machine's start."""
 
     total: int
     busy: int
     stolen: int
-    own: int
+
+
+def _cores(proc: Path) -> _Cores | None:
+    try:
+        first = (proc / "stat").read_text(encoding="ascii").splitlines()[0]
+    except (OSError, IndexError):
+        return None
+    ticks = [int(word) for word in first.split()[1:9]]
+    if len(ticks) <= _STEAL:
+        return None
+    waiting = ticks[_IDLE] + ticks[_IOWAIT] + ticks[_STEAL]
+    return _Cores(sum(ticks), sum(ticks) - waiting, ticks[_STEAL])
 
 
 class CoreWatch:
@@ -52,23 +79,19 @@ class CoreWatch:
         self._before = self._take()
 
     def read(self) -> Disturbance | None:
-        before, after = self._before, self._take()
-        if before is None or after is None or after.total < before.total + SHORTEST_TICKS:
+        if self._before is None or (taken := self._take()) is None:
             return None
+        (before, own_before), (after, own) = self._before, taken
         total = after.total - before.total
-        others = (after.busy - before.busy) - (after.own - before.own)
+        if total < SHORTEST_TICKS:
+            return None
+        others = (after.busy - before.busy) - (own - own_before)
         return Disturbance(max(0.0, others / total), (after.stolen - before.stolen) / total)
 
-    def _take(self) -> _Reading | None:
-        try:
-            first = (self._proc / "stat").read_text(encoding="ascii").splitlines()[0]
-        except (OSError, IndexError):
-            return None
-        ticks = [int(word) for word in first.split()[1:9]]
-        if len(ticks) <= _STEAL:
-            return None
-        waiting = ticks[_IDLE] + ticks[_IOWAIT] + ticks[_STEAL]
-        return _Reading(sum(ticks), sum(ticks) - waiting, ticks[_STEAL], self._own())
+    def _take(self) -> tuple[_Cores, int] | None:
+        """All cores, and of their ticks the tree's own."""
+        cores = _cores(self._proc)
+        return None if cores is None else (cores, self._own())
 
     def _own(self) -> int:
         """Of the tree's living processes, with what those have waited for."""

@@ -1,4 +1,5 @@
-"""Rounds in turn: every engine has its turn in each, the order turns around, and each turn is told as it ends.
+"""Rounds in turn: every engine has its turn in each, the order turns around, and each turn is told as it ends. It begins when
+the one before it has left the cores alone.
 
 A measurement may be looked at after any turn, so that an interrupted run has what was finished.
 """
@@ -6,7 +7,7 @@ A measurement may be looked at after any turn, so that an interrupted run has wh
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ops.benchmarks.disturbance import CoreWatch, Disturbance
+from ops.benchmarks.disturbance import CoreWatch, Disturbance, wait_until_quiet
 from ops.benchmarks.figures import of_round
 from ops.benchmarks.peers.child import Child
 from ops.benchmarks.peers.environments import Waiting
@@ -83,6 +84,7 @@ def run_rounds(
 
 
 def _turn(child: Child, workload: Workload) -> Turn:
+    wait_until_quiet()
     watch = CoreWatch(child.pid)
     measured = child.run(workload)
     disturbance = watch.read()

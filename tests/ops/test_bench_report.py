@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from ops.benchmarks.disturbance import CoreWatch, Disturbance
+from ops.benchmarks.disturbance import CoreWatch, Disturbance, wait_until_quiet
 from ops.benchmarks.figures import of_round
 from ops.benchmarks.journal import Journal
 from ops.benchmarks.peers.protocol import Round
@@ -141,3 +141,37 @@ class TestCoreWatch:
         assert found is not None
         assert 0 <= found.others <= 1
         assert 0 <= found.stolen <= 1
+
+
+class TestWaitUntilQuiet:
+    @staticmethod
+    def pauses(proc: Path, busy_shares: list[float]) -> int:
+        """How often it waits where the cores do this much during its looks, then nothing."""
+        ticks, looks = [0.0, 0.0], 0
+
+        def pause(_: float) -> None:
+            nonlocal looks
+            share = busy_shares[looks] if looks < len(busy_shares) else 0.0
+            looks += 1
+            ticks[0] += 50 * share
+            ticks[1] += 50 * (1 - share)
+            write()
+
+        def write() -> None:
+            (proc / "stat").write_text(f"cpu  {ticks[0]:.0f} 0 0 {ticks[1]:.0f} 0 0 0 0 0 0\n")
+
+        write()
+        wait_until_quiet(proc, pause)
+        return looks
+
+    def test_it_waits_while_somebody_works(self, tmp_path: Path) -> None:
+        assert self.pauses(tmp_path, []) == 1
+        assert self.pauses(tmp_path, [0.5, 0.1]) == 3
+
+    def test_a_machine_that_is_never_quiet_is_measured_all_the_same(self, tmp_path: Path) -> None:
+        assert self.pauses(tmp_path, [1.0] * 100) == 20
+
+    def test_without_proc_nothing_is_waited_for(self, tmp_path: Path) -> None:
+        looks: list[float] = []
+        wait_until_quiet(tmp_path, looks.append)
+        assert len(looks) == 1

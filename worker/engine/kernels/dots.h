@@ -11,6 +11,7 @@
 //     IN_PLACE      its codes come in order at once; else they are brought into it before, where rows are more than a few
 //     HAS_LENGTHS   knows the lengths of its columns, for highest_dots.h, as
 //         static const float *lengths(const LinearArguments &);    [n] of vectors of k weights
+//     PAIRS         its codes leave room beside numbers of 7 bits, for pairs.h
 //     DOT_ROWS      rows up to which this is sooner done than by the matrix registers, where these are there
 //     void quads(int64_t i, int quad, __m512i *to) const;    codes of steps i, i + 4, i + 1, i + 5, or (quad 1) i + 2, …
 //     static void scales_of(const Group &, vf *scale, vf *zero);
@@ -32,8 +33,8 @@ namespace {
 // In assembly, since GCC moves sums to and fro around the intrinsic.
 INLINE void add_dots(__m512i &sum, __m512i codes, __m512i bytes) { asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(bytes)); }
 
-template <class Form>
-using Wholes = WholeRows<Form::OFFSET, Form::FITS>;
+template <class Form, int SHIFT = 8>
+using Wholes = WholeRows<Form::OFFSET, Form::FITS, SHIFT>;
 
 // A panel's codes as they come.
 template <class Form>
@@ -56,8 +57,8 @@ struct Ordered {
 
 // P panels against R rows from `row` on; sums [R, STEP]. `fetched`: a bit for each eight of a group's steps that are fetched of
 // the panels ahead, the first with the group's scales.
-template <int R, int P, class Codes, class Form>
-void dots(const Wholes<Form> &rows, int64_t row, const Codes *codes_of, const Form *panels, const Form *ahead, unsigned fetched,
+template <int R, int P, int SHIFT, class Codes, class Form>
+void dots(const Wholes<Form, SHIFT> &rows, int64_t row, const Codes *codes_of, const Form *panels, const Form *ahead, unsigned fetched,
           float *sums) {
     constexpr int V = 2 * P;
     const int64_t num_groups = rows.num_groups;
@@ -116,10 +117,10 @@ void dots(const Wholes<Form> &rows, int64_t row, const Codes *codes_of, const Fo
 #pragma GCC unroll 2
                 for (int half = 0; half < 2; ++half) {
                     const __m512i *part = parts[r][2 * q + half];
-                    const __m512i upper = _mm512_add_epi32(_mm512_slli_epi32(part[0], 8), part[1]);
+                    const __m512i upper = _mm512_add_epi32(_mm512_slli_epi32(part[0], SHIFT), part[1]);
                     vf whole;
                     if (Form::FITS)
-                        whole = (vf)_mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(upper, 8), part[2]));
+                        whole = (vf)_mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(upper, SHIFT), part[2]));
                     else
                         whole = fma((vf)_mm512_cvtepi32_ps(upper), splat(256.0f), (vf)_mm512_cvtepi32_ps(part[2]));
                     vf &sum = acc[r][2 * q + half];
@@ -138,18 +139,17 @@ void dots(const Wholes<Form> &rows, int64_t row, const Codes *codes_of, const Fo
 }  // namespace
 
 #include "highest_dots.h"
+#include "pairs.h"
 
 namespace {
 
 template <class Form>
 struct DotLinear {
-    typedef Wholes<Form> Rows;
-
     static int64_t most_rows() { return may_use_amx() ? Form::DOT_ROWS : INT64_MAX; }
     static bool takes(const LinearArguments &a) { return a.uses_amx && a.m <= most_rows(); }
 
     // Rows [first, end).
-    template <class Codes>
+    template <class Rows, class Codes>
     static void one_panel(const Rows &rows, int64_t first, int64_t end, const Codes &codes, const Form &panel, const Form &ahead,
                           float *sums) {
         const bool is_few = end - first <= DOT_FEW;
@@ -160,10 +160,19 @@ struct DotLinear {
     }
 
     static void member(const LinearArguments &a, Team *team) {
+        if constexpr (Form::PAIRS)
+            if (a.k >= PAIR_DEPTH && pairs_pay()) return run<7>(a, team);
+        run<8>(a, team);
+    }
+
+    template <int SHIFT>
+    static void run(const LinearArguments &a, Team *team) {
+        typedef Wholes<Form, SHIFT> Rows;
+        constexpr bool PAIRED = SHIFT == 7;
         const bool is_own = a.m <= HANDED_IN_ROWS && a.m * team->parts <= DOT_OWN_ROWS;
         const int64_t own = is_own ? a.m * Rows::row_bytes(a.k) / (int64_t)sizeof(float) : 0, one_row = (a.k + 15) & ~(int64_t)15;
         const int64_t fit = DOT_BYTES / Rows::row_bytes(a.k), most = fit < HANDED_IN_ROWS ? HANDED_IN_ROWS : fit;
-        const int64_t lanes = Form::IN_PLACE ? 0 : a.k / 4 * NR;
+        const int64_t lanes = PAIRED ? PairedCodes<Form>::floats(a.k) : Form::IN_PLACE ? 0 : a.k / 4 * NR;
         // Sums, then a panel's codes in order, a row behind its norm, and rows of one's own.
         const int64_t num_sums = sum_floats<DOT_HEIGHT>(a.m, most);
         float *room = (float *)team->scratch((num_sums + lanes + one_row + own) * sizeof(float)) + num_sums + lanes;
@@ -184,7 +193,8 @@ struct DotLinear {
         behind.norm.weight = nullptr;
         const bool searches = HighestSearch<Form>::takes(a);
         HighestSearch<Form> search;
-        if (searches) search.open(rows, a);
+        if constexpr (Form::HAS_LENGTHS)
+            if (searches) search.open(rows, a);
         each_columns<DOT_HEIGHT, true>(behind, team, most, (lanes + one_row + own) * sizeof(float),
                                        [&](const LinearArguments &some, Columns mine, Columns next, float *sums, char *) {
             const Columns then = next.count ? next : mine;
@@ -193,19 +203,25 @@ struct DotLinear {
                 panels[q] = Form::at(a, mine.panel + q % mine.count);
                 ahead[q] = Form::at(a, then.panel + q % then.count);
             }
-            if (searches) search.hear(a, *team);
+            if constexpr (Form::HAS_LENGTHS)
+                if (searches) search.hear(a, *team);
             if (a.m == 1 && mine.count == SIDE) {
                 const InPlace<Form> both[SIDE] = {{panels[0]}, {panels[1]}};
                 return dots<1, SIDE>(rows, 0, both, panels, ahead, 15, sums);
             }
             const int64_t row = some.m == a.m ? 0 : (some.x - a.x) / a.x_stride;
             for (int64_t q = 0; q < mine.count; ++q) {
+                if constexpr (PAIRED) if (some.m >= PAIR_ROWS) {
+                    PairedCodes<Form>::make(panels[q], a.k, ordered);
+                    pairs_of_rows(rows, row, row + some.m, PairedCodes<Form>{ordered}, panels[q], ahead[q], sums + q * NR);
+                    continue;
+                }
                 if (Form::IN_PLACE || some.m <= DOT_FEW / 2) {
                     one_panel(rows, row, row + some.m, InPlace<Form>{panels[q]}, panels[q], ahead[q], sums + q * NR);
                     continue;
                 }
                 Ordered::make(panels[q], a.k, ordered);
-                if (searches) {
+                if constexpr (Form::HAS_LENGTHS) if (searches) {
                     search.one_panel(rows, a, *team, mine.panel + q, Ordered{ordered}, panels[q], ahead[q], sums + q * NR);
                     continue;
                 }

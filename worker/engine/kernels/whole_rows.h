@@ -1,7 +1,7 @@
-// Rows of float32 numbers as integers of 24 bits in three signed bytes, and a power of two for each group of 32.
+// Rows of float32 numbers as integers in three signed bytes, and what 1 stands for in each group of 32.
 //
 // As exact, beside the greatest of a group, as float32 sums are. Products with codes are sums of bytes' products then
-// (dots.h), which are exact in 32 bits.
+// (dots.h, pairs.h), which are exact in 32 bits.
 #pragma once
 
 #include "linear.h"
@@ -14,9 +14,11 @@ namespace {
 constexpr int64_t DOT_GROUP = 32, DOT_PARTS = 3;
 
 // For codes that count from 0 and stand for numbers from -OFFSET on. FITS: a group's sum of products fits 32 bits, so that its
-// parts are never apart.
-template <int OFFSET, bool FITS>
+// parts are never apart. SHIFT: the bits that a part counts for; 8: 24 bits, and what 1 stands for is a power of two; 7: 22
+// bits, the lower parts from -64 to 63 and the highest from -120 to 119, so that all of them leave room for a code.
+template <int OFFSET, bool FITS, int SHIFT>
 struct WholeRows {
+    static_assert(SHIFT == 8 || (SHIFT == 7 && FITS), "parts that are apart are of 8 bits");
     static constexpr int64_t QUADS = DOT_GROUP / 4 * DOT_PARTS;
     static constexpr int MANY = 16, FEW = 4;  // groups at once
 
@@ -35,6 +37,8 @@ struct WholeRows {
     INLINE_MEMBER float *sums(int64_t row) const { return units(row) + num_groups; }
     INLINE_MEMBER int32_t *lowest_starts(int64_t row) const { return (int32_t *)(sums(row) + num_groups); }
     INLINE_MEMBER int32_t *upper_starts(int64_t row) const { return lowest_starts(row) + num_groups; }
+    // Of parts of 7 bits, what pairs.h takes from its sums.
+    INLINE_MEMBER int32_t *pair_starts(int64_t row) const { return upper_starts(row); }
     // The same for the highest parts alone.
     INLINE_MEMBER int32_t *highest_starts(int64_t row) const { return upper_starts(row) + num_groups; }
 
@@ -49,7 +53,7 @@ struct WholeRows {
   private:
     template <int BATCH>
     void round_groups(const float *x, int64_t next, int64_t row, int64_t first, int count) const {
-        __m512i sizes[BATCH], sums[BATCH], wholes[BATCH], lowest[BATCH], highest[BATCH];
+        __m512i sizes[BATCH], sums[BATCH], wholes[BATCH], lowest[BATCH], highest[BATCH], pairs[BATCH];
         for (int g = 0; g < count; ++g) {
             const float *at = x + g * DOT_GROUP;
             __builtin_prefetch(at + next), __builtin_prefetch(at + next + VW);
@@ -60,38 +64,50 @@ struct WholeRows {
         for (int g = count; g < BATCH; ++g) {
             sizes[g] = sums[g] = wholes[g] = _mm512_setzero_si512();
             if (!FITS) lowest[g] = highest[g] = _mm512_setzero_si512();
+            if (SHIFT == 7) pairs[g] = _mm512_setzero_si512();
         }
         const __m512i most = folded<BATCH>(sizes, [](__m512i a, __m512i b) { return _mm512_max_epi32(a, b); });
-        const __m512i exponent = above(most);
+        vf unit;
         float to_whole[VW];
-        store(to_whole, power_of_two(_mm512_sub_epi32(_mm512_set1_epi32(23), exponent)));
+        if (SHIFT == 7) {
+            const vf greatest = larger((vf)most, splat(1e-30f));
+            unit = greatest * splat(1.0f / MOST);
+            store(to_whole, splat(MOST) / greatest);
+        } else {
+            const __m512i exponent = above(most);
+            unit = power_of_two(_mm512_sub_epi32(exponent, _mm512_set1_epi32(23)));
+            store(to_whole, power_of_two(_mm512_sub_epi32(_mm512_set1_epi32(23), exponent)));
+        }
 
         int32_t *to = quads(row) + first * QUADS;
         for (int g = 0; g < count; ++g, to += QUADS) {
             const bool is_last = first + g + 1 == num_groups;
-            wholes[g] = lowest[g] = highest[g] = _mm512_setzero_si512();
+            wholes[g] = lowest[g] = highest[g] = pairs[g] = _mm512_setzero_si512();
 #pragma GCC unroll 2
             for (int half = 0; half < 2; ++half) {
                 const vf scaled = load(x + g * DOT_GROUP + half * VW) * splat(to_whole[g]);
                 const __m512i whole = _mm512_cvtps_epi32((__m512)scaled);
-                // The bytes of a number so much greater are its parts, but for the sign of the lower two.
-                const __m512i bytes = _mm512_xor_si512(_mm512_add_epi32(whole, _mm512_set1_epi32(0x8080)), _mm512_set1_epi32(0x8080));
+                const __m512i bytes = SHIFT == 7 ? parts_of_7(whole) : parts_of_8(whole);
                 wholes[g] = _mm512_add_epi32(wholes[g], whole);
                 if (!FITS) {
                     lowest[g] = _mm512_dpbusd_epi32(lowest[g], _mm512_set1_epi32(1), bytes);
                     highest[g] = _mm512_dpbusd_epi32(highest[g], _mm512_set1_epi32(1 << 16), bytes);
                 }
                 const __m512i in_order = _mm512_permutexvar_epi8(_mm512_load_si512(PLACES), bytes);
+                if (SHIFT == 7) {
+                    const __m512i beside = _mm512_shuffle_epi32(in_order, _MM_PERM_CDAB);
+                    pairs[g] = _mm512_dpbusd_epi32(pairs[g], _mm512_xor_si512(in_order, _mm512_set1_epi8((char)0x80)), beside);
+                }
                 // Vectors overlap; the row that follows may be there already.
                 if (is_last && half)
                     _mm512_mask_storeu_epi32(to + QUADS / 2, 0xfff, in_order);
                 else
                     _mm512_storeu_si512(to + half * QUADS / 2, in_order);
             }
+            if (SHIFT == 7) pairs[g] = _mm512_mullo_epi32(pairs[g], _mm512_load_si512(PAIR_FACTORS));
         }
         const auto add = [](__m512i a, __m512i b) { return _mm512_add_epi32(a, b); };
         const __m512i all = folded<BATCH>(wholes, add), offset = _mm512_set1_epi32(-OFFSET);
-        const vf unit = power_of_two(_mm512_sub_epi32(exponent, _mm512_set1_epi32(23)));
         const __mmask16 is_infinite = _mm512_cmpge_epi32_mask(most, _mm512_set1_epi32(0x7f800000));
         const __mmask16 some = (__mmask16)((1u << count) - 1);
         // A group that is not finite must not come out finite.
@@ -99,6 +115,7 @@ struct WholeRows {
         _mm512_mask_storeu_ps(this->sums(row) + first, some, (__m512)folded<BATCH>(sums, [](__m512i a, __m512i b) { return (__m512i)((vf)a + (vf)b); }));
         const __m512i low = FITS ? all : folded<BATCH>(lowest, add);
         _mm512_mask_storeu_epi32(lowest_starts(row) + first, some, _mm512_mullo_epi32(low, offset));
+        if (SHIFT == 7) _mm512_mask_storeu_epi32(pair_starts(row) + first, some, folded<BATCH>(pairs, add));
         if (FITS) return;
         const __m512i upper = _mm512_srai_epi32(_mm512_sub_epi32(all, low), 8);
         _mm512_mask_storeu_epi32(upper_starts(row) + first, some, _mm512_mullo_epi32(upper, offset));
@@ -114,6 +131,21 @@ struct WholeRows {
     static INLINE_MEMBER vf power_of_two(__m512i exponent) {
         return (vf)_mm512_slli_epi32(_mm512_add_epi32(exponent, _mm512_set1_epi32(127)), 23);
     }
+
+    static constexpr float MOST = 119 << 14;
+
+    // The bytes of a number so much greater are its parts, but for the sign of the lower two.
+    static INLINE_MEMBER __m512i parts_of_8(__m512i whole) {
+        return _mm512_xor_si512(_mm512_add_epi32(whole, _mm512_set1_epi32(0x8080)), _mm512_set1_epi32(0x8080));
+    }
+    static INLINE_MEMBER __m512i parts_of_7(__m512i whole) {
+        const __m512i greater = _mm512_add_epi32(whole, _mm512_set1_epi32(64 << 7 | 64));
+        const __m512i bits_from = _mm512_set1_epi64(0x352e2720150e0700);  // 0, 7, 14 and on, of both numbers
+        const __m512i parts = _mm512_and_si512(_mm512_multishift_epi64_epi8(bits_from, greater), _mm512_set1_epi32(0xff7f7f));
+        return _mm512_sub_epi8(parts, _mm512_set1_epi32(0x4040));
+    }
+    // What the sums of pairs are of each part, and that they are taken away.
+    alignas(64) static constexpr int32_t PAIR_FACTORS[16] = {-(1 << 14), 0, -(1 << 7), 0, -1, 0, -(1 << 14), 0, -(1 << 7), 0, -1};
 
     // All lanes of each vector as one, by halves: of vector g in lane g.
     template <int COUNT, class Fold>
