@@ -23,8 +23,8 @@ def cpu_seconds(pid: int) -> float:
 
 
 def wait_until_quiet(proc: Path = Path("/proc"), pause: Callable[[float], None] = time.sleep) -> None:
-    """Until the cores do next to nothing, for QUIET_LIMIT_S at most: what an engine has left to do behind its turn is no part
-    of the next one's.
+    """Until the cores do next to nothing, for QUIET_LIMIT_S at most: what an engine has left to do behind its turn is
+    no part of the next one's.
     """
     before = _cores(proc)
     for _ in range(round(QUIET_LIMIT_S / QUIET_LOOK_S)):

@@ -1,7 +1,7 @@
-"""Rounds in turn: every engine has its turn in each, the order turns around, and each turn is told as it ends. It begins when
-the one before it has left the cores alone.
+"""Rounds in turn: every engine has its turn in each, the order turns around, and each turn is told as it ends.
 
-A measurement may be looked at after any turn, so that an interrupted run has what was finished.
+It begins when the one before it has left the cores alone. A measurement may be looked at after any turn, so that an
+interrupted run has what was finished.
 """
 
 from collections.abc import Callable, Sequence

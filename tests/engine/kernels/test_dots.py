@@ -1,4 +1,4 @@
-"""Rows against codes as dot products of bytes (dots.h, pairs.h): as exact as chains of float32, and a row's bits its own."""
+"""Rows against codes as dot products of bytes (dots.h, pairs.h): as exact as float32; a row's bits its own."""
 
 from ctypes import c_int64
 
@@ -82,9 +82,8 @@ def test_what_is_fused_to_it(packer: NarrowPacker, form: str) -> None:
 
 
 def test_numbers_far_below_the_greatest_of_their_group(packer: NarrowPacker, form: str) -> None:
-    """They are rounded beside it, to a half of 2^-22 of it at worst, in pairs of 2^-20.9; groups without it lose nothing to it.
-
-    That is more than float32's own rounding where one group is all there is.
+    """They are rounded beside it, to a half of 2^-22 of it at worst, in pairs of 2^-20.9; groups without it lose
+    nothing to it. That is more than float32's own rounding where one group is all there is.
     """
     of_one_group = 12.0 if form == "4 bits" else 6.0
     torch.manual_seed(9)

@@ -1,4 +1,4 @@
-// The arguments of one call of paged attention, and how its work is cut into units and items.
+// How the work of one call of paged attention is cut into units and items.
 #pragma once
 
 #include "attention_tile.h"
@@ -9,22 +9,6 @@
 #define TILE 256
 #define TILE_STRIPS (TILE / STRIP)
 #define UNIT_ROWS 96
-
-struct AttendArguments {
-    const float *query;  // [num_tokens, num_heads, head_dim]; a head's dimensions lie together
-    float *out;          // the same shape, contiguous
-    const void *cache;   // the layer's view: keys of block b at b · block_stride, values value_offset further
-    const int32_t *query_start, *seq_lens, *block_table;
-    const float *sinks;  // [num_heads] or null
-    char *workspace;
-    int64_t workspace_bytes, query_stride, query_head_stride, block_stride, value_offset, table_stride;
-    int32_t num_tokens, num_seqs, num_heads, num_kv_heads, head_dim, block_size;
-    int32_t window;   // 0: none
-    int32_t kv_type;  // 0: float32, 1: bfloat16, 2: float16, 3: 8 bits
-    int32_t uses_amx;  // where a unit has more than a few rows
-    float scale, softcap;  // softcap 0: none
-    mutable struct Plan *plan;  // of the row that runs
-};
 
 struct Unit {
     int32_t seq, head, token, num_tokens;  // tokens [token, token + num_tokens) of the packed queries

@@ -189,6 +189,7 @@ struct DotLinear {
             round(0, a.m, -1);
         else
             team->each(a.m, 4, round);
+        Reading &reading = read_ahead(a, team);
         LinearArguments behind = a;
         behind.norm.weight = nullptr;
         const bool searches = HighestSearch<Form>::takes(a);
@@ -213,7 +214,7 @@ struct DotLinear {
             for (int64_t q = 0; q < mine.count; ++q) {
                 if constexpr (PAIRED) if (some.m >= PAIR_ROWS) {
                     PairedCodes<Form>::make(panels[q], a.k, ordered);
-                    pairs_of_rows(rows, row, row + some.m, PairedCodes<Form>{ordered}, panels[q], ahead[q], sums + q * NR);
+                    pairs_of_rows(rows, row, row + some.m, PairedCodes<Form>{ordered}, panels[q], ahead[q], reading, sums + q * NR);
                     continue;
                 }
                 if (Form::IN_PLACE || some.m <= DOT_FEW / 2) {

@@ -9,6 +9,7 @@
 
 #define NR (2 * VW)
 #define HANDED_IN_ROWS 64  // up to so many a thread's sums are handed in when all of its columns are done
+#define READING_ROWS 8
 static_assert(HIGHEST_ROWS <= HANDED_IN_ROWS, "what is highest is seen once, when sums are handed in");
 
 INLINE int64_t num_panels(int64_t n) { return (n + NR - 1) / NR; }
@@ -28,7 +29,11 @@ struct LinearArguments {
     int32_t epilogue;
     int32_t uses_amx;  // where rows are more than a few
     Norm norm;         // that x goes through first
+    const AttendArguments *ahead;  // the attention that comes next in the row of kernels, or null
 };
+
+// What a product of these rows has the time to fetch: few of them wait for memory themselves.
+INLINE Reading &read_ahead(const LinearArguments &a, Team *team) { return team->reading(a.m >= READING_ROWS ? a.ahead : nullptr); }
 
 // A row as the weights meet it; `room` for k floats. `goes_on`: the next row comes after it.
 INLINE const float *input_row(const LinearArguments &a, int64_t row, bool goes_on, float *room) {

@@ -36,7 +36,9 @@ _NORM: list[tuple[str, type]] = [("norm", c_void_p), ("norm_eps", c_float), ("no
 
 
 class LinearArguments(ctypes.Structure):
-    """As in linear.h. `norm`: the weight of an RMS norm that rows go through first, or null."""
+    """As in linear.h. `norm`: the weight of an RMS norm that rows go through first, or null; `ahead`: the arguments of
+    the attention that comes next in a row of kernels, whose keys and values may be fetched meanwhile, or null.
+    """
 
     _fields_: ClassVar = [
         *((name, c_void_p) for name in ("x", "weight", "scale", "bias", "residual", "y", "workspace")),
@@ -44,6 +46,7 @@ class LinearArguments(ctypes.Structure):
         ("epilogue", c_int32),
         ("uses_amx", c_int32),
         *_NORM,
+        ("ahead", c_void_p),
     ]
 
 

@@ -58,7 +58,7 @@ inline bool pairs_pay() {
 // One panel against R rows from `row` on; sums [R, STEP]; `fetched` as for `dots`.
 template <int R, class Form>
 void pairs(const Wholes<Form, 7> &rows, int64_t row, const PairedCodes<Form> &paired, const Form &panel, const Form &ahead,
-           unsigned fetched, float *sums) {
+           unsigned fetched, Reading &reading, float *sums) {
     const __m512i *codes = paired.codes;
     const int64_t num_groups = rows.num_groups;
     const int32_t *x[R];
@@ -66,6 +66,7 @@ void pairs(const Wholes<Form, 7> &rows, int64_t row, const PairedCodes<Form> &pa
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) x[r] = rows.quads(row + r), acc[r][0] = acc[r][1] = vf{};
     for (int64_t g = 0; g < num_groups; ++g, codes += PairedCodes<Form>::GROUP_VECTORS) {
+        reading.fetch();
         if (fetched & 1) ahead.fetch_group(g * DOT_GROUP);
         if (fetched)
             for (int64_t eight = 0; eight < DOT_GROUP / 8; ++eight)
@@ -117,14 +118,15 @@ void pairs(const Wholes<Form, 7> &rows, int64_t row, const PairedCodes<Form> &pa
 // Rows [first, end), in tiles of nearly equal height.
 template <class Form>
 void pairs_of_rows(const Wholes<Form, 7> &rows, int64_t first, int64_t end, const PairedCodes<Form> &codes, const Form &panel,
-                   const Form &ahead, float *sums) {
-    typedef void (*Tile)(const Wholes<Form, 7> &, int64_t, const PairedCodes<Form> &, const Form &, const Form &, unsigned, float *);
+                   const Form &ahead, Reading &reading, float *sums) {
+    typedef void (*Tile)(const Wholes<Form, 7> &, int64_t, const PairedCodes<Form> &, const Form &, const Form &, unsigned, Reading &,
+                         float *);
     static constexpr Tile TILES[] = {nullptr, pairs<1, Form>, pairs<2, Form>, pairs<3, Form>, pairs<4, Form>};
     const bool is_few = end - first <= DOT_FEW;
     unsigned fetched = is_few ? 15 : 1;
     for (int64_t left = (end - first + PAIR_HEIGHT - 1) / PAIR_HEIGHT; left; --left, fetched <<= !is_few) {
         const int64_t height = (end - first + left - 1) / left;
-        TILES[height](rows, first, codes, panel, ahead, fetched & 15, sums);
+        TILES[height](rows, first, codes, panel, ahead, fetched & 15, reading, sums);
         first += height, sums += height * STEP;
     }
 }

@@ -23,6 +23,8 @@
 #include <sched.h>
 #endif
 
+#include "reading.h"
+
 #define SPIN_NS 100000      // a wait looks so long before it sleeps
 #define PATIENCE_NS 10000   // beyond what a unit takes, before one that is being worked on is computed again
 
@@ -54,6 +56,7 @@ struct Gate {
 struct Scratch {
     char *bytes = nullptr;
     int64_t size = 0;
+    Reading reading;
 
     ~Scratch() { free(bytes); }
 };
@@ -132,6 +135,12 @@ class Team {
             scratch_->bytes = (char *)aligned_alloc(64, scratch_->size);
         }
         return scratch_->bytes;
+    }
+
+    // Of what `attention`, which comes later in this row, reads; null: nothing.
+    Reading &reading(const AttendArguments *attention) {
+        scratch_->reading.open(attention, gate_->row, part, parts);
+        return scratch_->reading;
     }
 
   private:

@@ -141,8 +141,10 @@ class Grammars:
         """
         import xgrammar
 
+        output = item.sequence.output_ids + self._in_flight(item.sequence)
+        state = self._state_of(item.sequence, output)
         started_s = time.thread_time()
-        state, num_read = self._caught_up(item)
+        num_read = _read(state, output)
         matcher = state.matcher
         stops = [int(i) for i in matcher.stop_token_ids]
         words = xgrammar.allocate_token_bitmask(1 + len(item.draft_ids), self._vocab_size)
@@ -174,20 +176,12 @@ class Grammars:
     def _vocab_size(self) -> int:
         return int(self._compiler.tokenizer_info.vocab_size) if self._compiler else 0
 
-    def _caught_up(self, item: ScheduledSequence) -> tuple[_State, int]:
-        """And how many tokens that took."""
-        sequence = item.sequence
-        output = sequence.output_ids + self._in_flight(sequence)
+    def _state_of(self, sequence: Sequence, output: list[int]) -> _State:
+        """As far as it has read `output`: a new one, where it has read something else."""
         state = self._states.get(sequence)
         if state is None or state.epoch != sequence.epoch or output[: len(state.accepted)] != state.accepted:
             state = self._states[sequence] = _State(*self._start(sequence), sequence.epoch, [])
-        new = output[len(state.accepted) :]
-        for token_id in new:
-            # after its end only end tokens follow (ignore_eos), which the matcher need not see
-            if not state.matcher.is_terminated() and not state.matcher.accept_token(token_id):
-                raise GrammarError(f"token {token_id} at output position {len(state.accepted)} is not in the grammar")
-            state.accepted.append(token_id)
-        return state, len(new)
+        return state
 
     def _in_flight(self, sequence: Sequence) -> list[int]:
         """The token that a launched step draws, from that step itself: its forward pass is over before ours begins."""
@@ -209,6 +203,17 @@ class Grammars:
         if wanted.json_schema is not None and self._json_words is None:
             self._json_words = _json_words(compiler.tokenizer_info)
         return xgrammar.GrammarMatcher(compiled), self._json_words if wanted.json_schema is not None else None
+
+
+def _read(state: _State, output: list[int]) -> int:
+    """How many tokens of it were new. Raises GrammarError."""
+    new = output[len(state.accepted) :]
+    for token_id in new:
+        # after its end only end tokens follow (ignore_eos), which the matcher need not see
+        if not state.matcher.is_terminated() and not state.matcher.accept_token(token_id):
+            raise GrammarError(f"token {token_id} at output position {len(state.accepted)} is not in the grammar")
+        state.accepted.append(token_id)
+    return len(new)
 
 
 def _json_words(tokenizer_info: Any) -> Tensor:

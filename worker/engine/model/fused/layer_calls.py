@@ -6,6 +6,7 @@ Buffers belong to one `Scratch` that all layers of a model share, so one thread 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from ctypes import addressof
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -153,6 +154,12 @@ class LayerCalls:
         if self.after:
             self.out.y = self.down.y = self.after[0].x = self.after[1].x = scratch.at("raw")
 
+    def look_ahead(self, attend: AttendArguments, then: AttendArguments | None) -> None:
+        """The attention behind this layer's first product, and the one behind its others."""
+        self.qkv.ahead = addressof(attend)
+        for linear in (self.out, self.gate_up, self.down):
+            linear.ahead = None if then is None else addressof(then)
+
     def resize(self, num_tokens: int) -> None:
         for arguments in (*self.after, self.qkv, self.out, self.gate_up, self.down):
             arguments.m = num_tokens
@@ -186,6 +193,10 @@ class LayerTable:
         every = [*layers, *([] if narrow is None else [narrow])]
         self._writes = _join(every, "write")
         self._attends = _join(layers, "attend")
+        for calls, then in zip(layers, (*layers[1:], None), strict=True):
+            calls.look_ahead(calls.attend, None if then is None else then.attend)
+        if narrow is not None:
+            narrow.look_ahead(layers[-1].attend, None)
         self._first, gate_up = _join(layers, "qkv")["x"], _join(layers, "gate_up")
         out, down = _join(layers, "out"), _join(layers, "down")
         self._on_out = [gate_up["x"]]

@@ -1,0 +1,87 @@
+// The arguments of paged attention, and what it is going to read, fetched while the products before it are computed.
+//
+// A step of many decodes reads its keys and values from memory once, and attention can do little but wait for them, while
+// products leave memory alone: their rows and weights come from the caches. So a product that knows which attention comes next
+// fetches a few lines for it beside every few of its steps, each thread for its share of the sequences; what the second-level
+// cache cannot hold stays in the third.
+#pragma once
+
+#include <stdint.h>
+
+struct AttendArguments {
+    const float *query;  // [num_tokens, num_heads, head_dim]; a head's dimensions lie together
+    float *out;          // the same shape, contiguous
+    const void *cache;   // the layer's view: keys of block b at b · block_stride; values value_offset further
+    const int32_t *query_start, *seq_lens, *block_table;
+    const float *sinks;  // [num_heads] or null
+    char *workspace;
+    int64_t workspace_bytes, query_stride, query_head_stride, block_stride, value_offset, table_stride;
+    int32_t num_tokens, num_seqs, num_heads, num_kv_heads, head_dim, block_size;
+    int32_t window;   // 0: none
+    int32_t kv_type;  // 0: float32, 1: bfloat16, 2: float16, 3: 8 bits
+    int32_t uses_amx;  // where a unit has more than a few rows
+    float scale, softcap;  // softcap 0: none
+    mutable struct Plan *plan;  // of the row that runs
+};
+
+// One thread's.
+class Reading {
+  public:
+    // What `a` reads in this row of kernels, from where it was left; null: nothing.
+    void open(const AttendArguments *a, int64_t row, int32_t part, int32_t parts) {
+        if (a == of_ && row == row_) return;
+        of_ = a, row_ = row;
+        at_ = end_ = values_ = nullptr;
+        bytes_left_ = a ? MOST_BYTES : 0;
+        if (!a) return;
+        static const int64_t BYTES[] = {4, 2, 2, 1};
+        item_ = BYTES[a->kv_type];
+        first_ = (int32_t)((int64_t)a->num_seqs * part / parts), end_seq_ = (int32_t)((int64_t)a->num_seqs * (part + 1) / parts);
+        seq_ = first_ - 1, block_ = num_blocks_ = 0;
+    }
+
+    // The next few lines, into the second-level cache.
+    __attribute__((always_inline)) void fetch() {
+        if (at_ >= end_ && (bytes_left_ <= 0 || !next())) return;
+#pragma GCC unroll 4
+        for (int i = 0; i < LINES; ++i) __builtin_prefetch(at_ + 64 * i, 0, 2);
+        at_ += 64 * LINES;
+    }
+
+  private:
+    static constexpr int LINES = 4;
+    static constexpr int64_t MOST_BYTES = 1 << 22;  // for one attention; the first that it reads
+
+    const AttendArguments *of_ = nullptr;
+    const char *at_ = nullptr, *end_ = nullptr, *values_ = nullptr;  // values_: of the block whose keys these are
+    int64_t row_ = 0, bytes_left_ = 0, item_ = 0;
+    int32_t first_ = 0, end_seq_ = 0, seq_ = 0, block_ = 0, num_blocks_ = 0;
+
+    // The next block's keys, or the values behind them. A prompt that begins like the one before has its blocks fetched already.
+    __attribute__((noinline)) bool next() {
+        const AttendArguments &a = *of_;
+        const int64_t bytes = (int64_t)a.num_kv_heads * a.block_size * a.head_dim * item_;
+        if (values_) {
+            at_ = values_, end_ = values_ + bytes, values_ = nullptr;
+            return true;
+        }
+        for (;; ++block_) {
+            while (block_ >= num_blocks_) {
+                if (++seq_ >= end_seq_) {
+                    bytes_left_ = 0;
+                    return false;
+                }
+                const int32_t length = a.seq_lens[seq_];
+                num_blocks_ = (length + a.block_size - 1) / a.block_size;
+                block_ = a.window && length > a.window ? (length - a.window) / a.block_size : 0;
+            }
+            const int32_t *id = a.block_table + seq_ * a.table_stride + block_;
+            if (seq_ > first_ && *id == *(id - a.table_stride)) continue;
+            at_ = (const char *)a.cache + *id * a.block_stride * item_, end_ = at_ + bytes;
+            values_ = at_ + a.value_offset * item_;
+            bytes_left_ -= 2 * bytes;
+            ++block_;
+            return true;
+        }
+    }
+};
