@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import random
 import signal
 import subprocess
@@ -15,12 +14,9 @@ from typing import ClassVar
 
 import pytest
 
+from tests.engine.kernels.compiled import compiled
 from tests.engine.kernels.layer import refuse
-from worker.engine.kernels.library import SOURCES, cache_folder, compile_library
 from worker.engine.kernels.program import Program, Step
-from worker.engine.kernels.toolchain import KernelUnavailableError, find_toolchain
-
-MEMBERS = Path(__file__).with_name("team_members.cpp")
 
 
 class CountArguments(ctypes.Structure):
@@ -63,15 +59,7 @@ class Phase:
 
 
 def library() -> ctypes.CDLL:
-    try:
-        toolchain = find_toolchain()
-    except KernelUnavailableError as error:
-        pytest.skip(str(error))
-    headers = "".join(header.read_text() for header in sorted(SOURCES.glob("*.h")))
-    toolchain = dataclasses.replace(
-        toolchain, flags=(*toolchain.flags, f"-I{SOURCES}"), identity=toolchain.identity + headers
-    )
-    return ctypes.CDLL(str(compile_library("team_members", [MEMBERS], cache_folder(None), toolchain)))
+    return compiled("team_members")
 
 
 def run(phases: list[Phase], threads: int) -> None:

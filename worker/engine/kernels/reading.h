@@ -42,7 +42,7 @@ class Reading {
 
     // The next few lines, into the second-level cache.
     __attribute__((always_inline)) void fetch() {
-        if (at_ >= end_ && (bytes_left_ <= 0 || !next())) return;
+        if (at_ >= end_ && ((bytes_left_ <= 0 && !values_) || !next())) return;
 #pragma GCC unroll 4
         for (int i = 0; i < LINES; ++i) __builtin_prefetch(at_ + 64 * i, 0, 2);
         at_ += 64 * LINES;

@@ -1,0 +1,24 @@
+"""A test's own C++ over the kernels' headers."""
+
+import ctypes
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from worker.engine.kernels.library import SOURCES, cache_folder, compile_library
+from worker.engine.kernels.toolchain import KernelUnavailableError, find_toolchain
+
+
+def compiled(name: str) -> ctypes.CDLL:
+    """Of this folder's `name`.cpp. Skips the test where nothing can be compiled."""
+    try:
+        toolchain = find_toolchain()
+    except KernelUnavailableError as error:
+        pytest.skip(str(error))
+    headers = "".join(header.read_text() for header in sorted(SOURCES.glob("*.h")))
+    toolchain = dataclasses.replace(
+        toolchain, flags=(*toolchain.flags, f"-I{SOURCES}"), identity=toolchain.identity + headers
+    )
+    source = Path(__file__).with_name(f"{name}.cpp")
+    return ctypes.CDLL(str(compile_library(name, [source], cache_folder(None), toolchain)))
