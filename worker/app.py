@@ -239,7 +239,7 @@ class Worker:
     async def _admission(self, ready: Ready) -> Admission:
         settings = self.settings
         template = read_template(settings.chat_template)
-        tokenizer = await asyncio.to_thread(Tokenizer.load, ready.model_path, template)
+        tokenizer = await asyncio.to_thread(Tokenizer.load, ready.model_path, template, self._config.trust_remote_code)
         served = ServedModel(
             names=(self._config.model, settings.queue_name),
             max_model_len=ready.max_model_len,

@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
@@ -18,6 +19,15 @@ from pathlib import Path
 from worker.text.tokenizer import Tokenizer
 
 print(type(Tokenizer.load(Path(sys.argv[1]))._tokenizer).__name__, "torch" in sys.modules)
+"""
+
+OWN_TOKENIZER = """
+from transformers import PreTrainedTokenizerFast
+
+
+class OwnTokenizer(PreTrainedTokenizerFast):
+    def encode(self, text, **options):
+        return super().encode(" ".join(reversed(text.split(" "))), **options)
 """
 
 
@@ -60,3 +70,14 @@ def test_a_real_models_tokenizer_costs_no_torch(model):
     said = subprocess.run([sys.executable, "-c", LOADS, where], capture_output=True, text=True, timeout=300, check=True)
     chosen = AutoTokenizer.from_pretrained(where, local_files_only=True)
     assert said.stdout.split() == [type(chosen).__name__, "False"]
+
+
+def test_a_tokenizer_with_code_of_its_own_is_loaded_where_that_is_trusted(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    where = folder("", "OwnTokenizer", auto_map={"AutoTokenizer": [None, "own_tokenizer.OwnTokenizer"]})
+    (Path(where) / "own_tokenizer.py").write_text(OWN_TOKENIZER, "utf-8")
+    plain = Tokenizer.load(TOKENIZER)
+    own = Tokenizer.load(where, trust_remote_code=True)
+    assert own.encode("one two") == plain.encode("two one")
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        Tokenizer.load(where)

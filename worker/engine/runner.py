@@ -100,7 +100,7 @@ class ModelRunner:
         report = on_progress or (lambda _what, _fraction: None)
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
-        path = store.resolve(config.model, cache_dir, report)
+        path = store.resolve(config.model, cache_dir, report, config.trust_remote_code)
         report(f"loading {config.model}", 0.0)
         return cls.around(load_model(path, config), config, report)
 

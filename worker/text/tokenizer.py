@@ -55,9 +55,11 @@ class Tokenizer:
         self._longest_token = _longest_token(backend)
 
     @classmethod
-    def load(cls, folder: str | Path, chat_template: str | None = None) -> Tokenizer:
-        """From a model's folder; never asks the network. Raises OSError if there is none."""
-        return cls(_load(Path(folder)), chat_template)
+    def load(cls, folder: str | Path, chat_template: str | None = None, trust_remote_code: bool = False) -> Tokenizer:
+        """From a model's folder; never asks the network. Raises OSError if there is none, ValueError where it has
+        code of its own that is not trusted.
+        """
+        return cls(_load(Path(folder), trust_remote_code), chat_template)
 
     # ── encoding ──
 
@@ -133,7 +135,7 @@ class Tokenizer:
         return [self.decode([token_id]).encode() for token_id in range(self.vocab_size)]
 
 
-def _load(folder: Path) -> Any:
+def _load(folder: Path, trust_remote_code: bool) -> Any:
     """AutoTokenizer reads the model's settings for the class, and so imports torch: seconds of work, and 300 MiB that
     this process has no use for. Where the class is known to be the one that the files name, it is loaded by name.
     """
@@ -143,7 +145,9 @@ def _load(folder: Path) -> Any:
     if named in AS_NAMED.get(_model_type(folder), ()) and not _has_own_code(folder):
         kind = transformers.TokenizersBackend if named in _GENERIC else getattr(transformers, named)
         return kind.from_pretrained(str(folder), local_files_only=True)
-    return transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    return transformers.AutoTokenizer.from_pretrained(
+        str(folder), local_files_only=True, trust_remote_code=trust_remote_code
+    )
 
 
 def _model_type(folder: Path) -> str:

@@ -175,3 +175,21 @@ def test_a_name_that_leads_nowhere_lists_the_built_in_ones(tmp_path: Path) -> No
 def test_a_missing_gguf_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match=r"there is no file .*none\.gguf"):
         resolve(str(tmp_path / "none.gguf"))
+
+
+@pytest.mark.parametrize("with_code", [False, True])
+def test_a_models_own_code_is_fetched_where_it_is_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_code: bool
+) -> None:
+    """The hub itself cannot be had in tests."""
+    (tmp_path / "model.safetensors").touch()
+    asked: list[list[str]] = []
+
+    def snapshot(model: str, *, allow_patterns: list[str]) -> str:
+        asked.append(allow_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    assert resolve("somebody/model", with_code=with_code) == tmp_path
+    assert ("*.py" in asked[0]) == with_code
+    assert "*.safetensors" in asked[0]

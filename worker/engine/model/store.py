@@ -27,6 +27,7 @@ DEFAULT_CACHE = "~/.cache/tokenmill"
 _FORMAT = 1  # raise it when a conversion's result changes
 _SAMPLE_BYTES = 1 << 20
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+_HUB_CODE = ["*.py", "*.tiktoken"]  # of models with code of their own, and what such tokenizers read
 
 
 class ModelNotFoundError(OSError):
@@ -66,10 +67,13 @@ BUILT_IN = {
 }
 
 
-def resolve(model: str, cache_dir: str | Path | None = None, on_progress: Progress | None = None) -> Path:
+def resolve(
+    model: str, cache_dir: str | Path | None = None, on_progress: Progress | None = None, with_code: bool = False
+) -> Path:
     """The folder to load the model and its tokenizer from. Raises ModelNotFoundError or ModelUnusableError.
 
-    `on_progress(what, fraction)` is called while something long is done.
+    `on_progress(what, fraction)` is called while something long is done; `with_code`: code that comes with the model is
+    fetched too.
     """
     report = on_progress or (lambda _what, _fraction: None)
     cache = Path(cache_dir or DEFAULT_CACHE).expanduser()
@@ -89,7 +93,7 @@ def resolve(model: str, cache_dir: str | Path | None = None, on_progress: Progre
         if not path.is_file():
             raise ModelNotFoundError(f"there is no file {path}")
         return _converted(path.stem.lower(), [path], cache, report)
-    return _from_hub(model, report)
+    return _from_hub(model, report, with_code)
 
 
 def _only_gguf(folder: Path) -> Path:
@@ -161,13 +165,13 @@ def _fingerprint(files: list[Path]) -> str:
     return digest.hexdigest()[:12]
 
 
-def _from_hub(model: str, report: Progress) -> Path:
+def _from_hub(model: str, report: Progress, with_code: bool) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
     report(f"fetching {model}", 0.0)
     try:
-        path = snapshot_download(model, allow_patterns=_HUB_FILES)
+        path = snapshot_download(model, allow_patterns=[*_HUB_FILES, *(_HUB_CODE if with_code else ())])
     except (OSError, HFValidationError, ValueError) as error:
         known = ", ".join(BUILT_IN)
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
