@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeAlias
 
 import msgspec
 
@@ -85,6 +85,11 @@ class AppendReply(StrEnum):
     GAP = "gap"  # the log is shorter than this worker believed (Redis lost its tail): send again from its end
 
 
+# What became of the chunks of one call that are not simply logged, by place in it, with the log's end index after the
+# call. As a rule there are none, and nothing is said of each.
+Exceptions: TypeAlias = Mapping[int, tuple[AppendReply, int]]
+
+
 @dataclass(frozen=True, slots=True)
 class Finished:
     """A job at its end: to be committed to SQL, then acknowledged."""
@@ -98,8 +103,8 @@ class Finished:
 class ChunkLog(Protocol):
     """Where chunks go; `consume.job_stream` implements it, `publish` uses it."""
 
-    async def append(self, items: list[Append]) -> list[tuple[AppendReply, int]]:
-        """One round trip for all. Replies in order, each with the log's end index after the call."""
+    async def append(self, items: list[Append]) -> Exceptions:
+        """One round trip for all."""
         ...
 
 

@@ -16,7 +16,7 @@ from worker.consume.job_stream import JobStream
 from worker.embedded import free_port
 from worker.engine.host import EngineHost
 from worker.errors import RedisUnavailable
-from worker.jobs import Append, AppendReply
+from worker.jobs import Append, Exceptions
 
 pytestmark = [pytest.mark.redis, pytest.mark.chaos]
 
@@ -64,7 +64,7 @@ async def test_told_to_end_while_it_waits_for_a_server(tmp_path: Path) -> None:
 class SlowLog(JobStream):
     """The log takes longer than an engine step."""
 
-    async def append(self, items: list[Append]) -> list[tuple[AppendReply, int]]:
+    async def append(self, items: list[Append]) -> Exceptions:
         await asyncio.sleep(0.1)
         return await super().append(items)
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 from schemas.chunk import Chunk
 from schemas.codec import decode_request
-from tests.consume.queue import Queue, end_of, token
+from tests.consume.queue import Queue, appended, end_of, token
 from worker.consume.job_stream import JobStream
 from worker.errors import RedisUnavailable
 from worker.jobs import AppendReply, Delivery
@@ -19,7 +19,7 @@ async def answer(worker: JobStream, delivery: Delivery, num_tokens: int, pause_s
     index = len(delivery.log)
     while index < num_tokens:
         try:
-            ((word, end),) = await worker.append([token(delivery, index)])
+            ((word, end),) = await appended(worker, [token(delivery, index)])
         except RedisUnavailable:
             await asyncio.sleep(0.02)
             continue

@@ -14,7 +14,7 @@ from schemas.generation import FinishReason
 from schemas.keys import Keys
 from schemas.result import ChoiceResult, JobResult, JobStatus, Usage
 from worker.consume.job_stream import JobStream, StreamOptions
-from worker.jobs import Append, Delivery, Finished
+from worker.jobs import Append, AppendReply, Delivery, Finished
 
 QUEUE = "q"
 
@@ -63,6 +63,12 @@ def token(delivery: Delivery, index: int, count: int = 1, *, choice: int = 0, te
     words = "".join(f"{i} " for i in ids) if text is None else text
     chunk = Chunk(job_id=delivery.job_id, index=index, token_ids=ids, text=words, choice=choice)
     return Append(delivery.token, chunk)
+
+
+async def appended(worker: JobStream, items: list[Append]) -> list[tuple[AppendReply, int]]:
+    """The reply to each chunk, with the log's end after the call."""
+    exceptions = await worker.append(items)
+    return [exceptions.get(place, (AppendReply.OK, item.chunk.end)) for place, item in enumerate(items)]
 
 
 def end_of(delivery: Delivery, num_tokens: int = 0, status: JobStatus = JobStatus.SUCCEEDED) -> Finished:

@@ -3,7 +3,7 @@
 import pytest
 
 from schemas.control import WorkerStatus
-from tests.consume.queue import Queue, end_of, token
+from tests.consume.queue import Queue, appended, end_of, token
 from worker.consume.leases import LeaseKeeper
 from worker.consume.replies import HeartbeatReply
 from worker.errors import RedisUnavailable
@@ -112,10 +112,10 @@ async def test_what_wakes_from_a_freeze_sends_nothing(queue: Queue) -> None:
     worker, clock = queue.worker(), Clock()
     keeper, heard = keeper_of(worker, clock)
     a, b = await worker.claim(2)
-    assert await worker.append([token(a, 0)]) == [(AppendReply.OK, 1)]
+    assert await appended(worker, [token(a, 0)]) == [(AppendReply.OK, 1)]
     await queue.redis.config_resetstat()
     clock.now += 11
-    assert await worker.append([token(a, 1)]) == [(AppendReply.LOST, 1)]
+    assert await appended(worker, [token(a, 1)]) == [(AppendReply.LOST, 1)]
     assert await worker.finish([end_of(b)]) == [False]
     assert await worker.release([(b.job_id, b.token, False)]) == [False]
     with pytest.raises(RedisUnavailable):

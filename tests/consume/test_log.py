@@ -9,7 +9,7 @@ from schemas.codec import decode_chunk, decode_result
 from schemas.generation import FinishReason
 from schemas.job import Priority
 from schemas.result import JobStatus
-from tests.consume.queue import Queue, end_of, token
+from tests.consume.queue import Queue, appended, end_of, token
 from worker.jobs import Append, AppendReply
 
 pytestmark = pytest.mark.redis
@@ -36,7 +36,7 @@ async def test_what_is_logged_is_published_in_the_same_call(queue: Queue) -> Non
     async with queue.redis.pubsub() as pubsub:
         await pubsub.subscribe(queue.keys.chunks(job.job_id))
         await pubsub.get_message(timeout=30)
-        assert await worker.append([token(job, 0), token(job, 1, 3)]) == [(OK, 1), (OK, 4)]
+        assert await appended(worker, [token(job, 0), token(job, 1, 3)]) == [(OK, 1), (OK, 4)]
         heard = [(await pubsub.get_message(timeout=30))["data"] for _ in range(2)]
     log = await queue.redis.xrange(queue.keys.log(job.job_id))
     assert [entry_id for entry_id, _ in log] == [b"1-0", b"4-0"]
@@ -47,10 +47,10 @@ async def test_what_is_logged_is_published_in_the_same_call(queue: Queue) -> Non
 async def test_a_repeated_append_neither_logs_nor_publishes_again(queue: Queue) -> None:
     worker, job = await claimed(queue)
     step = [token(job, 0), token(job, 1), last_chunk(job, 2, choice=1)]
-    assert await worker.append(step) == [(OK, 1), (OK, 2), (OK, 2)]
-    assert await worker.append(step) == [(DUPLICATE, 2), (DUPLICATE, 2), (DUPLICATE, 2)]
-    assert await worker.append([token(job, 2), last_chunk(job, 3)]) == [(OK, 3), (OK, 3)]
-    assert await worker.append([last_chunk(job, 2, choice=1)]) == [(DUPLICATE, 3)]
+    assert await appended(worker, step) == [(OK, 1), (OK, 2), (OK, 2)]
+    assert await appended(worker, step) == [(DUPLICATE, 2), (DUPLICATE, 2), (DUPLICATE, 2)]
+    assert await appended(worker, [token(job, 2), last_chunk(job, 3)]) == [(OK, 3), (OK, 3)]
+    assert await appended(worker, [last_chunk(job, 2, choice=1)]) == [(DUPLICATE, 3)]
     ids = [entry_id for entry_id, _ in await queue.redis.xrange(queue.keys.log(job.job_id))]
     assert ids == [b"1-0", b"2-0", b"2-1", b"3-0", b"3-2"]
 
@@ -58,9 +58,9 @@ async def test_a_repeated_append_neither_logs_nor_publishes_again(queue: Queue) 
 async def test_a_log_that_lost_its_tail_says_from_where_to_send_again(queue: Queue) -> None:
     worker, job = await claimed(queue)
     await worker.append([token(job, 0)])
-    assert await worker.append([token(job, 3)]) == [(GAP, 1)]
-    assert await worker.append([token(job, 0, 3)]) == [(GAP, 1)]  # begins before the end: cut anew, not overlaid
-    assert await worker.append([token(job, 1, 2)]) == [(OK, 3)]
+    assert await appended(worker, [token(job, 3)]) == [(GAP, 1)]
+    assert await appended(worker, [token(job, 0, 3)]) == [(GAP, 1)]  # begins before the end: cut anew, not overlaid
+    assert await appended(worker, [token(job, 1, 2)]) == [(OK, 3)]
 
 
 async def test_a_chunk_that_could_not_be_told_twice_is_refused(queue: Queue) -> None:
@@ -72,7 +72,7 @@ async def test_a_chunk_that_could_not_be_told_twice_is_refused(queue: Queue) -> 
 async def test_a_cancelled_job_hears_of_it_at_its_next_append(queue: Queue) -> None:
     worker, job = await claimed(queue)
     assert await queue.client.cancel(job.job_id) == "cancelling"
-    assert await worker.append([token(job, 0)]) == [(CANCELLED, 1)]
+    assert await appended(worker, [token(job, 0)]) == [(CANCELLED, 1)]
 
 
 async def test_checkpoints_are_logged_and_not_published(queue: Queue) -> None:
@@ -92,19 +92,19 @@ async def test_a_zombie_can_write_nothing(queue: Queue) -> None:
     heir = queue.worker("w2")
     (after,) = await heir.claim(1)
     assert len(after.log) == 1
-    assert await zombie.append([token(before, 1)]) == [(LOST, 1)]
+    assert await appended(zombie, [token(before, 1)]) == [(LOST, 1)]
     assert await zombie.finish([end_of(before)]) == [False]
     assert await zombie.release([(before.job_id, before.token, True)]) == [False]
     assert await zombie.retry(before.job_id, before.token, 0) is False
     assert await zombie.dead_letter(before.job_id, before.token, "no") is False
-    assert await heir.append([token(after, 1)]) == [(OK, 2)]
+    assert await appended(heir, [token(after, 1)]) == [(OK, 2)]
     assert await heir.finish([end_of(after, 2)]) == [True]
 
 
 async def test_between_two_holders_nobody_writes(queue: Queue) -> None:
     zombie, before = await claimed(queue)
     await zombie.release([(before.job_id, before.token, False)])
-    assert await zombie.append([token(before, 0)]) == [(LOST, 0)]
+    assert await appended(zombie, [token(before, 0)]) == [(LOST, 0)]
     assert await zombie.finish([end_of(before)]) == [False]
 
 
@@ -137,7 +137,7 @@ async def test_a_repeated_finish_says_the_same_and_tells_nobody_twice(queue: Que
 async def test_nothing_is_appended_after_the_end(queue: Queue) -> None:
     worker, job = await claimed(queue)
     await worker.finish([end_of(job)])
-    assert await worker.append([token(job, 0)]) == [(LOST, 0)]
+    assert await appended(worker, [token(job, 0)]) == [(LOST, 0)]
     assert not await queue.redis.exists(queue.keys.log(job.job_id))
 
 
@@ -162,7 +162,7 @@ async def test_a_job_whose_log_expired_begins_again(queue: Queue) -> None:
     await worker.release([(before.job_id, before.token, False)])
     (after,) = await worker.claim(1)
     assert after.log == ()
-    assert await worker.append([token(after, 0)]) == [(OK, 1)]
+    assert await appended(worker, [token(after, 0)]) == [(OK, 1)]
     await worker.finish([end_of(after, 1)])
 
 
@@ -183,14 +183,14 @@ async def test_appends_of_two_jobs_do_not_disturb_each_other(queue: Queue) -> No
     worker = queue.worker()
     a, b = await worker.claim(2)
     await worker.release([(a.job_id, a.token, False)])
-    assert await worker.append([token(a, 0), token(b, 0)]) == [(LOST, 0), (OK, 1)]
+    assert await appended(worker, [token(a, 0), token(b, 0)]) == [(LOST, 0), (OK, 1)]
     assert list(worker.held) == [b.job_id]
 
 
 async def test_a_server_that_forgot_its_scripts_gets_them_again(queue: Queue) -> None:
     worker, job = await claimed(queue)
     await queue.redis.script_flush()
-    assert await worker.append([token(job, 0)]) == [(OK, 1)]
+    assert await appended(worker, [token(job, 0)]) == [(OK, 1)]
     await queue.redis.script_flush()
     results = await asyncio.gather(worker.finish([end_of(job, 1)]), worker.depth())
     assert results[0] == [True]

@@ -28,7 +28,7 @@ from schemas.chunk import Chunk
 from schemas.control import WorkerStatus
 from schemas.generation import FinishReason
 from schemas.result import JobStatus
-from tests.consume.queue import Queue, close_queue, end_of, open_queue, token
+from tests.consume.queue import Queue, appended, close_queue, end_of, open_queue, token
 from worker.consume.job_stream import JobStream
 from worker.jobs import Append, AppendReply, Delivery
 
@@ -190,7 +190,7 @@ class QueueMachine(RuleBasedStateMachine):
     def append(self, pick: int, back: int) -> None:
         worker, delivery, job, is_holder = self.pick_seen(pick)
         index = max(0, job.length - back)
-        ((word, end),) = self.run(worker.append([token(delivery, index)]))
+        ((word, end),) = self.run(appended(worker, [token(delivery, index)]))
         if not is_holder or job.state is not JobStatus.RUNNING:
             assert word is AppendReply.LOST
         elif index < job.length:
@@ -209,7 +209,7 @@ class QueueMachine(RuleBasedStateMachine):
         if not job.length:
             return
         chunk = Chunk(job_id=delivery.job_id, index=job.length, finish_reason=FinishReason.STOP)
-        ((word, _),) = self.run(worker.append([Append(delivery.token, chunk)]))
+        ((word, _),) = self.run(appended(worker, [Append(delivery.token, chunk)]))
         if not is_holder or job.state is not JobStatus.RUNNING:
             assert word is AppendReply.LOST
         elif job.ended:

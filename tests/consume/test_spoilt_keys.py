@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from schemas.codec import decode_chunk
-from tests.consume.queue import Queue, token
+from tests.consume.queue import Queue, appended, token
 from worker.errors import RedisUnavailable
 from worker.jobs import Append, AppendReply
 
@@ -18,7 +18,7 @@ async def two_running(queue: Queue):
         await queue.submit()
     worker = queue.worker("w1")
     spoilt, other = await worker.claim(2)
-    assert await worker.append([token(spoilt, 0), token(other, 0)]) == [(OK, 1), (OK, 1)]
+    assert await appended(worker, [token(spoilt, 0), token(other, 0)]) == [(OK, 1), (OK, 1)]
     return worker, spoilt, other
 
 
@@ -38,9 +38,9 @@ async def run_ahead(queue: Queue, job_id: str) -> None:
 async def test_a_log_that_is_none_is_made_again_from_what_its_worker_has(queue: Queue, spoil) -> None:
     worker, job, other = await two_running(queue)
     await spoil(queue, job.job_id)
-    assert await worker.append([token(job, 1), token(other, 1)]) == [(GAP, 0), (OK, 2)]
+    assert await appended(worker, [token(job, 1), token(other, 1)]) == [(GAP, 0), (OK, 2)]
     again: list[Append] = [token(job, 0), token(job, 1)]
-    assert await worker.append([*again, token(other, 2)]) == [(OK, 1), (OK, 2), (OK, 3)]
+    assert await appended(worker, [*again, token(other, 2)]) == [(OK, 1), (OK, 2), (OK, 3)]
     assert await ends_of(queue, job.job_id) == [1, 2]
     assert await ends_of(queue, other.job_id) == [1, 2, 3]
 
@@ -49,7 +49,7 @@ async def test_a_job_that_is_none_any_more_is_lost_alone(queue: Queue) -> None:
     worker, job, other = await two_running(queue)
     await queue.redis.delete(queue.keys.job(job.job_id))
     await queue.redis.set(queue.keys.job(job.job_id), "not a job")
-    assert await worker.append([token(job, 1), token(other, 1)]) == [(LOST, 0), (OK, 2)]
+    assert await appended(worker, [token(job, 1), token(other, 1)]) == [(LOST, 0), (OK, 2)]
     assert await ends_of(queue, other.job_id) == [1, 2]
     await queue.redis.delete(queue.keys.job(job.job_id))
 
@@ -61,7 +61,7 @@ async def test_a_job_whose_log_is_none_begins_again_elsewhere(queue: Queue) -> N
     heir = queue.worker("w2")
     (found,) = await heir.claim(1)
     assert (found.job_id, found.log) == (job.job_id, ())
-    assert await heir.append([token(found, 0)]) == [(OK, 1)]
+    assert await appended(heir, [token(found, 0)]) == [(OK, 1)]
     assert await ends_of(queue, job.job_id) == [1]
 
 
@@ -73,5 +73,5 @@ async def test_what_is_wrong_with_the_server_is_not_a_jobs_doing(queue: Queue) -
             await worker.append([token(job, 1)])
     finally:
         await queue.redis.config_set("maxmemory", 0)
-    assert await worker.append([token(job, 1)]) == [(OK, 2)]
+    assert await appended(worker, [token(job, 1)]) == [(OK, 2)]
     assert await ends_of(queue, job.job_id) == [1, 2]

@@ -11,7 +11,7 @@ from tests.support.tokenizers import byte_level
 from worker.consume.admission import Admission, ServedModel
 from worker.engine.types import TokenEvent
 from worker.errors import RedisUnavailable
-from worker.jobs import Admitted, Append, AppendReply, Delivery
+from worker.jobs import Admitted, Append, AppendReply, Delivery, Exceptions
 
 MODEL = ServedModel(("tiny",), max_model_len=4096, vocab_size=byte_level().vocab_size, eos_token_ids=frozenset({260}))
 EOS = 260
@@ -45,14 +45,14 @@ class FakeLog:
         log = self.chunks.get(job_id, [])
         return log[-1].end if log else 0
 
-    async def append(self, items: list[Append]) -> list[tuple[AppendReply, int]]:
+    async def append(self, items: list[Append]) -> Exceptions:
         self.calls.append(items)
         if self.is_down:
             raise RedisUnavailable("connection refused")
         replies = [self._append(item) for item in items]
         if self.loses_replies:
             raise RedisUnavailable("connection reset")
-        return replies
+        return {place: reply for place, reply in enumerate(replies) if reply[0] is not AppendReply.OK}
 
     def _append(self, item: Append) -> tuple[AppendReply, int]:
         chunk = item.chunk

@@ -8,7 +8,7 @@ import pytest
 
 from schemas.generation import FinishReason
 from tests.publish.support import Clock, FakeLog, admit, event
-from worker.jobs import Append, AppendReply
+from worker.jobs import Append, Exceptions
 from worker.publish.publisher import Publisher, PublishLimits
 
 LENGTH = FinishReason.LENGTH
@@ -77,7 +77,7 @@ class SlowLog(FakeLog):
         super().__init__()
         self.may_answer = asyncio.Event()
 
-    async def append(self, items: list[Append]) -> list[tuple[AppendReply, int]]:
+    async def append(self, items: list[Append]) -> Exceptions:
         await self.may_answer.wait()
         return await super().append(items)
 
@@ -132,3 +132,24 @@ async def test_a_preemption_is_counted_whenever_it_is_told():
         await publisher.handle([event(letter, preemptions=preemptions)])
     [finished] = (await publisher.handle([event("", end=LENGTH)])).finished
     assert finished.result.usage.preemptions == 2
+
+
+class BrokenOnce(FakeLog):
+    """Fails as no log should, before it has written anything."""
+
+    async def append(self, items: list[Append]) -> Exceptions:
+        if len(self.calls) == 1:
+            self.calls.append(items)
+            raise RuntimeError("a mistake in the program")
+        return await super().append(items)
+
+
+async def test_what_was_on_its_way_is_sent_again_whatever_went_wrong():
+    log = BrokenOnce()
+    publisher = Publisher(log, clock=Clock())
+    publisher.open(await admit())
+    await publisher.handle([event("a")])
+    with pytest.raises(RuntimeError):
+        await publisher.handle([event("b")])
+    await publisher.handle([event("c")])
+    assert log.text("job") == "abc"

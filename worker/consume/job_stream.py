@@ -29,7 +29,7 @@ from worker.consume import replies, scripts
 from worker.consume.held_connection import HeldConnection
 from worker.consume.replies import HeartbeatReply
 from worker.errors import RedisUnavailable, SettingsError
-from worker.jobs import Append, AppendReply, Delivery, Finished
+from worker.jobs import Append, AppendReply, Delivery, Exceptions, Finished
 
 log = logging.getLogger(__name__)
 
@@ -150,23 +150,22 @@ class JobStream:
 
     # ── writing, under a fencing token ──
 
-    async def append(self, items: list[Append]) -> list[tuple[AppendReply, int]]:
-        """One round trip for all. Replies in order, each with the log's end index after the call."""
+    async def append(self, items: list[Append]) -> Exceptions:
+        """One round trip for all; see ChunkLog."""
         if self.guard():
-            return [(AppendReply.LOST, item.chunk.index) for item in items]
+            return {place: (AppendReply.LOST, item.chunk.index) for place, item in enumerate(items)}
         if not items:
-            return []
-        packed, outcome = _packed(items)
-        reply = await self._call(scripts.APPEND, round(self.options.log_ttl_s), packed)
-        for place, word, end in zip(reply[::3], reply[1::3], reply[2::3], strict=True):
-            outcome[place] = (AppendReply(word.decode()), int(end))
-        if not reply:
-            return outcome
-        for item, (word, _) in zip(items, outcome, strict=True):
-            if word is AppendReply.LOST:
-                self._forget(item.chunk.job_id, item.token)
-        self._count_refused("append", sum(word is AppendReply.LOST for word, _ in outcome))
-        return outcome
+            return {}
+        reply = await self._call(scripts.APPEND, round(self.options.log_ttl_s), _packed(items))
+        exceptions = {
+            place: (AppendReply(word.decode()), int(end))
+            for place, word, end in zip(reply[::3], reply[1::3], reply[2::3], strict=True)
+        }
+        lost = [items[place] for place, (word, _) in exceptions.items() if word is AppendReply.LOST]
+        for item in lost:
+            self._forget(item.chunk.job_id, item.token)
+        self._count_refused("append", len(lost))
+        return exceptions
 
     async def finish(self, jobs: list[Finished]) -> list[bool]:
         """After SQL has committed. False where the fencing token was outdated (the job is another's now)."""
@@ -274,24 +273,22 @@ class JobStream:
             self.on_call(script.name, time.perf_counter() - started, attempt, is_done)
 
 
-def _packed(items: list[Append]) -> tuple[bytes, list[tuple[AppendReply, int]]]:
-    """What append.lua reads, and the replies if all goes as it should. One MessagePack array, seven values for each
-    chunk, put together by hand with every number in the width that holds any: an object for each value costs more than
-    the chunk itself."""
-    parts, replies, ok = [_LENGTH.pack(_ARRAY, 7 * len(items))], [], AppendReply.OK
+def _packed(items: list[Append]) -> bytes:
+    """What append.lua reads: one MessagePack array, seven values for each chunk, put together by hand with every number
+    in the width that holds any. An object for each value costs more than the chunk itself."""
+    parts = [_LENGTH.pack(_ARRAY, 7 * len(items))]
     for item in items:
         chunk = item.chunk
-        index, num_tokens, body = chunk.index, len(chunk.token_ids), encode(chunk)
+        num_tokens, body = len(chunk.token_ids), encode(chunk)
         if not num_tokens and chunk.finish_reason is None:
             raise ValueError(
                 f"a chunk of job {chunk.job_id} has neither a token nor an end: it could not be told twice"
             )
         told = _FALSE if item.checkpoint else _TRUE
         # The chunk goes as text, whatever it holds: the server's library is older than MessagePack's type for bytes.
-        values = _VALUES.pack(_UINT, index, _UINT, num_tokens, told, _UINT, chunk.choice, _TEXT, len(body))
+        values = _VALUES.pack(_UINT, chunk.index, _UINT, num_tokens, told, _UINT, chunk.choice, _TEXT, len(body))
         parts += (_whose(chunk.job_id, item.token), values, body)
-        replies.append((ok, index + num_tokens))
-    return b"".join(parts), replies
+    return b"".join(parts)
 
 
 @functools.lru_cache(maxsize=8_192)

@@ -88,6 +88,7 @@ class Chunker:
     def pass_on(self, token_id: int) -> Append | None:
         """Adds the next token to the answer and makes its chunk at once, where nothing else is to be asked: a plain
         stream that has begun, has not ended, and has nothing on its way. None where it is not, and nothing is done.
+        The chunk counts as logged unless it comes back by `keep`.
         """
         answer, lone, index = self._answer, self._lone, self._made
         if not self._is_plain or self._unconfirmed or not index or index != len(answer.order):
@@ -96,13 +97,14 @@ class Chunker:
             return None
         text = lone.stream.push(token_id)
         answer.order.append(0)
-        append = Append(self._token, self._make_next(token_id, text))
+        return Append(self._token, self._make_next(token_id, text))
+
+    def keep(self, append: Append) -> None:
+        """It is not known that the log has what `pass_on` made."""
         self._unconfirmed.append(append)
-        return append
 
     def take_back(self) -> None:
         """The chunk that `pass_on` made is not sent: its token goes with those that have come since."""
-        self._unconfirmed.clear()
         self._made -= 1
         self._positions[0] = self._made
 

@@ -19,7 +19,7 @@ from schemas.generation import FinishReason
 from schemas.result import JobError, JobStatus
 from worker.engine.types import TokenEvent
 from worker.errors import Unavailable
-from worker.jobs import Admitted, Append, AppendReply, ChunkLog
+from worker.jobs import Admitted, Append, AppendReply, ChunkLog, Exceptions
 from worker.outcome import conclude
 from worker.publish.chunker import CHECKPOINT_TOKENS, Chunker
 from worker.publish.report import CancelOrder, PublishReport, RetryOrder
@@ -149,12 +149,12 @@ class Publisher:
             running = self._running.get(event.request_id)
             if running is None:
                 continue
-            if may_pass and (append := _passed_on(running, event)) is not None:
-                passed[running] = append
-                continue
             if running in passed:  # by a step before, which waited for this one
                 del passed[running]
                 running.chunker.take_back()
+            elif may_pass and (append := _passed_on(running, event)) is not None:
+                passed[running] = append
+                continue
             self._take(running, event, report)
             touched[event.request_id] = running
         for order in report.retry:  # it is closed: what is left of it goes with its next delivery
@@ -249,15 +249,29 @@ class Publisher:
             items, owners = list(passed.values()), list(passed)
             self._collect(items, owners, together)
             try:
-                replies = await self._log.append(items)
-            except LOG_ERRORS as error:
+                exceptions = await self._log.append(items)
+            except BaseException as error:
+                self._keep(passed)
+                if not isinstance(error, LOG_ERRORS):
+                    raise
                 self._settle_due(passed)
                 self._postpone(error)
                 return
             if self._failures:
                 log.info("the log is back: %d tokens wait for it", self.num_unlogged)
             self._failures, self._retry_at = 0, 0.0
-            self._apply(items, owners, replies, report)
+            if exceptions:
+                self._keep(passed)
+                self._apply(items, owners, exceptions, report)
+            else:  # as a rule, and then nothing is to be done for what was passed on
+                for running in owners[len(passed) :]:
+                    running.chunker.confirm()
+            if exceptions or self._due:
+                self._settle_due(owners)
+
+    def _keep(self, passed: dict[_Running, Append]) -> None:
+        for running, append in passed.items():
+            running.chunker.keep(append)
 
     def _collect(self, items: list[Append], owners: list[_Running], together: bool) -> None:
         """The next chunks of the jobs that have waited longest, as many as one call may carry beside these."""
@@ -270,19 +284,11 @@ class Publisher:
             owners += [running] * len(chunks)
 
     def _apply(
-        self,
-        items: list[Append],
-        owners: list[_Running],
-        replies: list[tuple[AppendReply, int]],
-        report: PublishReport,
+        self, items: list[Append], owners: list[_Running], exceptions: Exceptions, report: PublishReport
     ) -> None:
-        ok, is_plain = AppendReply.OK, True
         rewound: set[_Running] = set()  # to be sent again from the log's end: their other replies say the same
-        for running, item, (reply, end) in zip(owners, items, replies, strict=True):
-            if reply is ok and not rewound:
-                running.chunker.confirm()
-                continue
-            is_plain = False
+        for place, (running, item) in enumerate(zip(owners, items, strict=True)):
+            reply, end = exceptions.get(place, (AppendReply.OK, item.chunk.end))
             request_id = running.request_id
             if running in rewound or self._running.get(request_id) is not running:
                 continue
@@ -300,8 +306,6 @@ class Publisher:
                 if reply is AppendReply.CANCELLED and not running.is_cancelled:
                     running.is_cancelled = True
                     report.cancel.append(CancelOrder(request_id, FinishReason.CANCELLED))
-        if self._due or not is_plain:
-            self._settle_due(owners)
 
     def _settle_due(self, owners: Iterable[_Running]) -> None:
         """Jobs that were served go to the end of the line, or out of it."""

@@ -8,7 +8,7 @@ its tokens; such a job has NOTED_SEED, which greedy sampling has no use for.
 
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,12 @@ class TimedHub(ChannelHub):
         self._channels: set[bytes] = set()
         self._messages: list[tuple[float, bytes]] = []
         self._pass_on = super()._hand_on  # looked up once: it is called for every token
+
+    def note(self, jobs: Iterable[str]) -> None:
+        """These from now on, and nothing of those before."""
+        self.noted = set(jobs)
+        self._channels.clear()
+        self._messages.clear()
 
     async def subscribe(self, channel: str) -> HubSubscription:
         if channel.rpartition(":")[2] in self.noted:

@@ -24,7 +24,7 @@ from worker.consume.job_stream import JobStream
 from worker.engine.host import EngineProcess
 from worker.engine.mailbox import Frame
 from worker.engine.types import GenerationRequest
-from worker.jobs import Append, AppendReply
+from worker.jobs import Append, Exceptions
 from worker.settings import load_settings
 from worker.telemetry import configure_logging
 
@@ -104,7 +104,7 @@ class StampingHost(EngineProcess):
 class StampingStream(JobStream):
     notes: Notes
 
-    async def append(self, items: list[Append]) -> list[tuple[AppendReply, int]]:
+    async def append(self, items: list[Append]) -> Exceptions:
         self.notes.append(items)
         return await super().append(items)
 

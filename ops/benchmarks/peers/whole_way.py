@@ -30,7 +30,7 @@ from worker.tether import Tether
 
 QUEUE = "bench"
 START_TIMEOUT_S = 300.0
-NOTED_ONE_IN = 4  # jobs; of all of them, the notes cost half a percent of the tokens
+NOTED_ONE_IN = 8  # jobs; of all of them, the notes cost half a percent of the tokens
 
 
 class Reading:
@@ -52,37 +52,50 @@ class Reading:
 
 
 class WholeWay:
-    def __init__(self, options: EngineOptions, log: BinaryIO | None = None, one_in: int = NOTED_ONE_IN) -> None:
+    """All on one machine, so its parts talk to the server over a Unix socket; `by_tcp`: as from elsewhere."""
+
+    def __init__(
+        self,
+        options: EngineOptions,
+        log: BinaryIO | None = None,
+        one_in: int = NOTED_ONE_IN,
+        by_tcp: bool = False,
+    ) -> None:
         self._one_in = one_in  # job a token's way is noted
         self._undo = ExitStack()
         folder = Path(self._undo.enter_context(tempfile.TemporaryDirectory(prefix="tokenmill-bench-")))
         self._notes = folder / "notes"
         self._notes.touch()
-        self._valkey = EmbeddedValkey(at_death=signal.SIGKILL).start()
+        socket = folder / "valkey.sock"
+        self._valkey = EmbeddedValkey(settings={"unixsocket": str(socket)}, at_death=signal.SIGKILL).start()
         self._undo.callback(self._valkey.stop)
-        self._database = f"sqlite:///{folder / 'results.db'}"
-        migrate.upgrade(self._database)
+        self.url = self._valkey.url if by_tcp else f"unix://{socket}"
+        self.database = f"sqlite:///{folder / 'results.db'}"
+        migrate.upgrade(self.database)
         settings = os.environ | self._settings(options)
         command = [sys.executable, "-m", "ops.benchmarks.peers.stamped_worker", str(self._notes)]
         self._worker = Tether(command, at_death=signal.SIGKILL, env=settings, output=log or sys.stderr.buffer)
         self._undo.callback(self._worker.end, signal.SIGTERM)
         self._rounds = 0
-        self.url, self.database = self._valkey.url, self._database
         asyncio.run(self._wait_ready())
+        self._loop = self._undo.enter_context(asyncio.Runner())
+        self._client = self._loop.run(self._connect())  # as a web backend's, which lives longer than a job
+        self._undo.callback(lambda: self._loop.run(self._client.close()))
         gc.collect()
         gc.freeze()  # the subscribers' process pauses for no object of the benchmark
-        self.description = "Valkey (append-only), worker, SQLite (WAL), a subscriber per job"
+        link = "TCP" if by_tcp else "a Unix socket"
+        self.description = f"Valkey (append-only, by {link}), worker, SQLite (WAL), a subscriber per job"
 
     @classmethod
     def model_free(cls, model: str, log: BinaryIO) -> Self:
-        """Around an engine that computes nothing; what the worker says goes to `log`."""
+        """Around an engine that computes nothing, by TCP as its peers; what the worker says goes to `log`."""
         options = EngineOptions(model=model, max_sequences=256, max_batch_tokens=8192, pool_tokens=1 << 18)
-        return cls(options, log, one_in=1)
+        return cls(options, log, one_in=1, by_tcp=True)
 
     def _settings(self, options: EngineOptions) -> dict[str, str]:
         fields: Mapping[str, object] = {
-            "redis_url": self._valkey.url,
-            "database_url": self._database,
+            "redis_url": self.url,
+            "database_url": self.database,
             "queue": QUEUE,
             "model": options.model,
             "dtype": options.dtype,
@@ -90,7 +103,6 @@ class WholeWay:
             "max_num_batched_tokens": options.max_batch_tokens,
             "max_num_seqs": options.max_sequences,
             "num_threads": options.threads or None,
-            "heartbeat_seconds": 1,
             **options.settings,
         }
         pool = {"num_blocks": options.pool_tokens // int(str(fields["block_size"])) + 1}
@@ -100,9 +112,12 @@ class WholeWay:
             for name, value in given.items()
         }
 
+    async def _connect(self) -> TimedClient:
+        return TimedClient(self.url, queue=QUEUE, database=self.database)
+
     async def _wait_ready(self) -> None:
         deadline = time.monotonic() + START_TIMEOUT_S
-        async with AsyncClient(self._valkey.url, queue=QUEUE) as client:
+        async with AsyncClient(self.url, queue=QUEUE) as client:
             while not any(status.model for status in await client.workers()):
                 if not self._worker.is_alive or time.monotonic() > deadline:
                     raise RuntimeError("the worker did not get ready")
@@ -113,7 +128,7 @@ class WholeWay:
 
     def run(self, requests: tuple[WorkloadRequest, ...]) -> Round:
         self._rounds += 1
-        return asyncio.run(self._run(requests, f"round-{self._rounds}"))
+        return self._loop.run(self._run(requests, f"round-{self._rounds}"))
 
     def stream_jobs(self, jobs: int, tokens: int) -> dict[str, float]:
         """Jobs together, a subscriber each: chunks per second, a token's way from engine to subscriber, scripts."""
@@ -141,23 +156,23 @@ class WholeWay:
     async def _run(self, requests: tuple[WorkloadRequest, ...], tenant: str) -> Round:
         calls_before, seconds_before = self._scripts()
         offset = self._notes.stat().st_size
-        async with TimedClient(self._valkey.url, queue=QUEUE, database=self._database) as client:
-            cpu_before, started = self._cpu(), time.monotonic()
-            jobs = await client.submit_many(
-                {
-                    "prompt_ids": request.prompt,
-                    "max_tokens": request.max_tokens,
-                    "temperature": 0.0,
-                    "ignore_eos": True,
-                    "tenant": tenant,
-                    "seed": None if index % self._one_in else NOTED_SEED,
-                }
-                for index, request in enumerate(requests)
-            )
-            client.hub.noted = {str(job) for job in jobs[:: self._one_in]}
-            readings = await asyncio.gather(*(self._subscribe(client, str(job)) for job in jobs))
-            wall_s = time.monotonic() - started
-            cpu_s = {part: seconds - cpu_before[part] for part, seconds in self._cpu().items()}
+        client = self._client
+        cpu_before, started = self._cpu(), time.monotonic()
+        jobs = await client.submit_many(
+            {
+                "prompt_ids": request.prompt,
+                "max_tokens": request.max_tokens,
+                "temperature": 0.0,
+                "ignore_eos": True,
+                "tenant": tenant,
+                "seed": None if index % self._one_in else NOTED_SEED,
+            }
+            for index, request in enumerate(requests)
+        )
+        client.hub.note(str(job) for job in jobs[:: self._one_in])
+        readings = await asyncio.gather(*(self._subscribe(client, str(job)) for job in jobs))
+        wall_s = time.monotonic() - started
+        cpu_s = {part: seconds - cpu_before[part] for part, seconds in self._cpu().items()}
         notes = self._read_notes(offset, readings)
         calls, seconds = self._scripts()
         done = _round(started, wall_s, readings, notes)

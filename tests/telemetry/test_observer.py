@@ -1,0 +1,49 @@
+"""Tokens are counted some ten times a second, and before anybody asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count
+
+import pytest
+
+from tests.publish.support import admit, event
+from worker.engine.mailbox import Frame
+from worker.engine.types import Capacity, EngineStats
+from worker.observer import Observer
+from worker.telemetry import Metrics
+
+STEP_NS = 10_000_000
+ROOM = Capacity(free_sequences=1, free_blocks=1, waiting=0, running=1, block_size=16, max_model_len=64)
+STATS = EngineStats(steps=3, busy_s=0.03)
+
+
+def asked_by_the_engine(observer: Observer) -> None:
+    observer.stepped(Frame(events=(), capacity=ROOM, stats=STATS))
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        asked_by_the_engine,
+        lambda observer: observer.tenants(),
+        lambda observer: observer.forget_all_but({"job"}),
+        lambda observer: observer.left(["job"], "handed_over"),
+    ],
+)
+async def test_every_step_is_counted_at_its_own_time(ask: Callable[[Observer], None]) -> None:
+    metrics, clock = Metrics(), count(STEP_NS, STEP_NS)
+    observer = Observer(metrics, None, queue="q", worker_id="w1", clock_ns=lambda: next(clock))
+    job = await admit()
+    observer.claimed([job.delivery])
+    observer.started([job])
+    for token in "abc":
+        observer.stepped(Frame(events=(event(token),), capacity=ROOM))
+    tally = metrics.inter_token.of("standard")
+    assert sum(tally.counts) == 0, "as long as nobody asks"
+    ask(observer)
+    assert sum(tally.counts) == 2
+    assert tally.total == pytest.approx(2 * STEP_NS / 1e9), "not when they were counted"
+    assert observer.tokens.total == 3
+    ask(observer)
+    assert observer.tokens.total == 3, "each once"
