@@ -26,7 +26,7 @@ from api_client.errors import (
     ResultTimeout,
     TokenmillError,
 )  # fmt: skip
-from api_client.records import FIELDS, JobInfo, Record, info_of, read_log, read_record
+from api_client.records import FIELDS, JobInfo, Record, info_of, questions, read_log, read_record
 from api_client.requests import JobHandle, estimated_tokens, fingerprint
 from api_client.scripts import CANCEL, SUBMIT, Argument, in_parts
 from schemas.chunk import Chunk
@@ -108,8 +108,11 @@ def _read_submitted(view: QueueView, reply: list[bytes]) -> list[JobHandle]:
 
 
 def read(view: QueueView, job_ids: Sequence[str]) -> Program[list[Record | None]]:
-    replies = yield Commands(tuple(("HMGET", view.keys.job(job_id), *FIELDS) for job_id in job_ids))
-    return [read_record(job_id, values) for job_id, values in zip(job_ids, replies, strict=True)]
+    commands = [command for job_id in job_ids for command in questions(view.keys, job_id)]
+    replies = yield Commands(tuple(commands), tolerant=True)
+    if any(isinstance(values, Exception) for values in replies[::2]):
+        yield Commands(tuple(commands[::2]))  # to be raised as any trouble with the server
+    return [read_record(*each) for each in zip(job_ids, replies[::2], replies[1::2], strict=True)]
 
 
 def status(view: QueueView, job_id: str) -> Program[JobInfo]:
@@ -303,7 +306,7 @@ def _result_now(view: QueueView, job_id: str, patience: _Patience) -> Program[Jo
     patience.all_well()
     if not record.is_over:
         return None
-    if record.result is None and record.info.tokens:
+    if record.result is None:
         (entries,) = yield Commands((("XRANGE", view.keys.log(job_id), "-", "+"),))
     result: JobResult = record.outcome(read_log(entries))
     return result

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
 from api_client.effects import Commands, Program, RunScript
 from api_client.errors import ConfigurationError, UnreadableRecord
 from api_client.programs import QueueView
-from api_client.records import FIELDS, JobInfo, QueueDepth, read_depth, read_record, readable
+from api_client.records import JobInfo, QueueDepth, questions, read_depth, read_record, readable
 from api_client.scripts import REDRIVE
 from schemas.codec import DecodeError, decode_status
 from schemas.control import WorkerStatus
@@ -57,18 +58,19 @@ def jobs(view: QueueView, status: JobStatus | None, limit: int) -> Program[list[
     found: list[JobInfo] = []
     for start in range(0, len(unique), 500):
         page = unique[start : start + 500]
-        replies = yield Commands(tuple(("HMGET", view.keys.job(job_id), *FIELDS) for job_id in page))
-        infos = [_info_of(job_id, values) for job_id, values in zip(page, replies, strict=True)]
+        commands = tuple(command for job_id in page for command in questions(view.keys, job_id))
+        replies = yield Commands(commands, tolerant=True)
+        infos = [_info_of(*each) for each in zip(page, replies[::2], replies[1::2], strict=True)]
         found += [info for info in infos if info is not None and status in (None, info.status)]
         if len(found) >= limit:
             break
     return found[:limit]
 
 
-def _info_of(job_id: str, values: Sequence[bytes | None]) -> JobInfo | None:
+def _info_of(job_id: str, values: Any, last: Any) -> JobInfo | None:
     """A job that cannot be read does not hide the others."""
     try:
-        record = read_record(job_id, values)
+        record = read_record(job_id, values, last)
     except UnreadableRecord:
         return None
     return record.info if record is not None else None

@@ -8,19 +8,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
 from api_client.errors import UnreadableRecord
+from api_client.scripts import Argument
 from schemas.chunk import Chunk
 from schemas.codec import decode_chunk, decode_result
 from schemas.generation import FinishReason, TokenLogprob
+from schemas.keys import Keys
 from schemas.result import ChoiceResult, JobError, JobResult, JobStatus
 
 FIELDS: Final = (
     "state", "class", "tenant", "created_ms", "started_ms", "finished_ms", "deadline_ms", "due_ms", "deliveries",
-    "crashes", "attempt", "end", "worker", "cancel", "error", "error_code", "settled", "result",
+    "crashes", "attempt", "worker", "cancel", "error", "error_code", "settled", "result",
 )  # fmt: skip
 
 
@@ -100,13 +102,29 @@ def readable(what: str) -> Iterator[None]:
         raise UnreadableRecord(f"{what} cannot be read by this version: {words}") from error
 
 
-def read_record(job_id: str, values: Sequence[bytes | None]) -> Record | None:
-    """From the reply to HMGET with FIELDS; None when there is no such job. Raises UnreadableRecord."""
+def questions(keys: Keys, job_id: str) -> tuple[tuple[Argument, ...], ...]:
+    """What to ask the server of a job, for `read_record`."""
+    return ("HMGET", keys.job(job_id), *FIELDS), ("XREVRANGE", keys.log(job_id), "+", "-", "COUNT", 1)
+
+
+def read_record(job_id: str, values: Any, last: Any = ()) -> Record | None:
+    """From the replies to `questions`, of which either may be a refusal: a log that is none has no tokens. None when
+    there is no such job. Raises UnreadableRecord.
+    """
     with readable(f"the record of job {job_id}"):
-        return _read_record(job_id, values)
+        if isinstance(values, Exception):
+            raise ValueError(str(values))
+        return _read_record(job_id, values, _end_of(last))
 
 
-def _read_record(job_id: str, values: Sequence[bytes | None]) -> Record | None:
+def _end_of(last: Any) -> int:
+    """Of a log, by its last entry."""
+    if isinstance(last, Exception) or not last:
+        return 0
+    return int(last[0][0].partition(b"-")[0])
+
+
+def _read_record(job_id: str, values: Sequence[bytes | None], end: int) -> Record | None:
     raw = {
         name: value.decode("utf-8", "replace")
         for name, value in zip(FIELDS, values, strict=True)
@@ -137,7 +155,7 @@ def _read_record(job_id: str, values: Sequence[bytes | None]) -> Record | None:
         deliveries=number("deliveries"),
         crashes=number("crashes"),
         attempt=number("attempt", 1),
-        tokens=number("end"),
+        tokens=num_tokens_of(result) if result else end,
         worker_id=raw.get("worker", ""),
         cancelling="cancel" in raw and raw["state"] in (JobStatus.RUNNING.value, JobStatus.QUEUED.value),
         error=result.error if result else JobError(code, message) if code else None,
@@ -155,10 +173,14 @@ def info_of(result: JobResult) -> JobInfo:
         started_ms=result.started_ms,
         finished_ms=result.finished_ms,
         attempt=result.attempt,
-        tokens=sum(len(choice.token_ids) for choice in result.choices),
+        tokens=num_tokens_of(result),
         worker_id=result.worker_id,
         error=result.error,
     )
+
+
+def num_tokens_of(result: JobResult) -> int:
+    return sum(len(choice.token_ids) for choice in result.choices)
 
 
 def read_depth(meta: Mapping[bytes, bytes]) -> QueueDepth:

@@ -13,6 +13,7 @@ so that each script touches one slot of a cluster.
 | `tm:{q}:worker:<id>` | string | heartbeat | TTL = lease |
 | `tm:{q}:workers` | set of worker ids ever seen alive | heartbeat, claim | until the worker is reaped |
 | `tm:{q}:held:<worker>` | set of job ids | claim, finish, release | until empty |
+| `tm:{q}:vouchers` | hash worker id → count of its appends | append | an entry until the worker loses a job or ends |
 | `tm:{q}:control:<worker>` | pub/sub channel | submit, cancel, operators | – |
 | `tm:{q}:ready` | sorted set worker id → its free places | claim, submit | while nothing waits for it; TTL |
 | `tm:{q}:ready:urgent` | the same, for interactive jobs alone | the same | the same |

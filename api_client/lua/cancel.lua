@@ -20,6 +20,7 @@ for place = 3, #ARGV do
     reply[#reply + 1] = 'cancelled'
   elseif state == 'running' then
     redis.call('HSET', job_key(id), 'cancel', '1')
+    redis.pcall('HDEL', base .. 'vouchers', job[2] or '')  -- its next append asks
     local message = string.char(0x82) .. pack_text('type') .. pack_text('cancel') .. pack_text('job_id') .. pack_text(id)
     redis.call(announce, base .. 'control:' .. (job[2] or ''), message)
     reply[#reply + 1] = 'cancelling'

@@ -80,6 +80,12 @@ local function start_key_clock(id, redrive_s)
   redis.call('EXPIRE', idem_key(idem[1]), whole(math.max(1, lives_s, redrive_s)))
 end
 
+-- How many tokens a job's log has. What somebody has put in its place has none.
+local function end_of_log(id)
+  local last = redis.pcall('XREVRANGE', log_key(id), '+', '-', 'COUNT', 1)[1]
+  return last and number(string.match(last[1], '^%d+'), 0) or 0
+end
+
 local function publish_chunk(id, bytes) redis.call(announce, base .. 'chunks:' .. id, bytes) end
 
 -- The backlog's counters: jobs and estimated tokens, per class.
@@ -136,7 +142,7 @@ local function is_returned(id) return redis.call('ZSCORE', base .. 'returned', i
 -- A job that waits is over: everybody sees it now; a worker will be handed it only to write it down.
 local function end_waiting(id, state, code, message, now)
   local key = job_key(id)
-  local job = redis.call('HMGET', key, 'class', 'tenant', 'entry', 'end', 'cost')
+  local job = redis.call('HMGET', key, 'class', 'tenant', 'entry', 'cost')
   local class = class_of(job[1])
   leave_lane(id, class, job[2] or '', job[3])
   redis.call('ZREM', base .. 'returned', id)
@@ -144,6 +150,6 @@ local function end_waiting(id, state, code, message, now)
   redis.call('ZREM', base .. 'deadlines', id)
   redis.call('HSET', key, 'state', state, 'finished_ms', whole(now), 'error_code', code or '', 'error', message or '')
   redis.call('ZADD', base .. 'ended', whole(now), id)
-  count_queued(class, -1, number(job[5], 0))
-  publish_chunk(id, pack_end(id, math.max(0, number(job[4], 0)), state, code, message))
+  count_queued(class, -1, number(job[4], 0))
+  publish_chunk(id, pack_end(id, end_of_log(id), state, code, message))
 end

@@ -27,7 +27,6 @@ end
 
 if move == 'append' then  -- [5] the log's end after it [6] chunk [7] publish?; reply: is it to be cancelled?
   redis.call('XADD', log_key(id), ARGV[5] .. '-0', 'chunk', ARGV[6])
-  redis.call('HSET', key, 'end', ARGV[5])
   if ARGV[7] == '1' then publish_chunk(id, ARGV[6]) end
   return job[7] and 1 or 0
 end

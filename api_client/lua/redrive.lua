@@ -14,7 +14,7 @@ for _, entry in ipairs(redis.call('XRANGE', base .. 'dead', '-', '+')) do
     local job = redis.call('HMGET', key, 'state', 'settled', 'class', 'tenant', 'cost', 'request', 'idem')
     if job[1] == 'dead' and job[2] and job[6] then
       redis.call('HDEL', key, 'settled', 'result', 'doomed', 'crashes', 'solo_crashes', 'orphaned', 'cancel', 'finished_ms',
-        'worker', 'end', 'mark', 'deadline_ms', 'error', 'error_code', 'started_ms')
+        'worker', 'mark', 'deadline_ms', 'error', 'error_code', 'started_ms')
       redis.call('HSET', key, 'state', 'queued', 'attempt', '1')
       redis.call('PERSIST', key)
       if job[7] then redis.call('PERSIST', idem_key(job[7])) end

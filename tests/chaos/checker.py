@@ -197,7 +197,8 @@ def left_in_redis(client: Any, queue: str, states: dict[str, str]) -> list[Viola
     found: list[Violation] = []
     for key in client.scan_iter(f"{_escaped(base)}*"):
         name = key.decode().removeprefix(base)
-        if name.startswith(("log:", "held:", "worker:")) or name in ("workers", "returned", "ended", "delayed"):
+        sets = ("workers", "vouchers", "returned", "ended", "delayed")
+        if name.startswith(("log:", "held:", "worker:")) or name in sets:
             found.append(Violation("wrong", f"{key.decode()} is left"))
         elif name.startswith("jobs:") and client.xlen(key):
             found.append(Violation("wrong", f"{key.decode()} still has {client.xlen(key)} entries"))

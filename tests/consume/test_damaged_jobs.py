@@ -15,7 +15,7 @@ pytestmark = pytest.mark.redis
 
 NUMERIC = (
     "token", "deliveries", "crashes", "solo_crashes", "orphaned", "attempt", "created_ms", "started_ms", "deadline_ms",
-    "due_ms", "end", "mark", "cost",
+    "due_ms", "mark", "cost",
 )  # fmt: skip
 OTHER = ("class", "tenant", "entry", "request", "cancel", "doomed", "worker", "history", "fingerprint", "error")
 VALUES = [

@@ -156,7 +156,7 @@ async def test_an_append_does_not_notice_a_cut_while_it_was_idle(queue: Queue) -
     await worker.append([token(delivery, 0)])
     await queue.redis.client_kill_filter(_type="normal", skipme=True)
     await worker.append([token(delivery, 1)])
-    assert await queue.field(delivery.job_id, "end") == "2"
+    assert (await queue.client.status(delivery.job_id)).tokens == 2
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-"""The scripts against a small model of them: random submits, claims, appends, ends, retries, deaths, cancels, repeats.
+"""The scripts against a small model of them: random submits, claims, appends, ends, retries, deaths, cancels, repeats,
+and a server that comes back without its last moments.
 
 The model is plain Python and knows only what users are promised: who may write, what the log holds, which
 state everybody sees. Order between waiting jobs is left free; test_claim.py has that.
@@ -7,7 +8,7 @@ state everybody sees. Order between waiting jobs is left free; test_claim.py has
 from __future__ import annotations
 
 import asyncio
-import dataclasses
+import copy
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -28,6 +29,7 @@ from schemas.chunk import Chunk
 from schemas.control import WorkerStatus
 from schemas.generation import FinishReason
 from schemas.result import JobStatus
+from tests.consume.job_model import Job
 from tests.consume.queue import Queue, appended, close_queue, end_of, open_queue, token
 from worker.consume.job_stream import JobStream
 from worker.jobs import Append, AppendReply, Delivery
@@ -41,23 +43,6 @@ LIMITED, LIMIT = "b", 2  # this tenant may have so many jobs running
 FAR_AWAY = 4_000_000_000
 
 
-@dataclasses.dataclass
-class Job:
-    state: JobStatus = JobStatus.QUEUED
-    holder: str | None = None
-    token: int = 0
-    length: int = 0
-    cancelled: bool = False
-    settled: bool = False
-    claims: int = 0
-    tenant: str = ""
-    ended: bool = False  # its log tells the end of its choice
-    doomed: bool = False  # to be set aside at its next claim
-    due: bool = False  # scheduled, and its time has come
-    attempt: int = 1
-    returned: bool = False  # it ran, and waits ahead of the lanes for its next worker
-
-
 class QueueMachine(RuleBasedStateMachine):
     """Old deliveries are kept and used again: every zombie and every repeated call is in here."""
 
@@ -69,6 +54,8 @@ class QueueMachine(RuleBasedStateMachine):
         self.seen: list[tuple[str, Delivery]] = []  # (worker, delivery), also outdated ones
         self.workers: dict[str, JobStream] = {}
         self.by_key: dict[tuple[str, int], tuple[str, str]] = {}  # (tenant, key) → (job, prompt)
+        self.written: dict[tuple[str, str, int], int] = {}  # (worker, job, token) → the log's end, as last told
+        self.past: Any = None  # (all keys, the jobs, submissions by key) of an earlier moment
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         return self.runner.run(work)
@@ -188,18 +175,46 @@ class QueueMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.seen)
     @rule(pick=PICK, back=st.integers(-1, 2))
     def append(self, pick: int, back: int) -> None:
-        worker, delivery, job, is_holder = self.pick_seen(pick)
+        worker, delivery, job, _ = self.pick_seen(pick)
         index = max(0, job.length - back)
         ((word, end),) = self.run(appended(worker, [token(delivery, index)]))
-        if not is_holder or job.state is not JobStatus.RUNNING:
-            assert word is AppendReply.LOST
-        elif index < job.length:
-            assert (word, end) == (AppendReply.DUPLICATE, job.length)
-        elif index > job.length:
-            assert (word, end) == (AppendReply.GAP, job.length)
-        else:
-            job.length += 1
-            assert (word, end) == (AppendReply.CANCELLED if job.cancelled else AppendReply.OK, job.length)
+        self.check_append(worker.worker_id, delivery, index, word, end)
+
+    def check_append(self, worker: str, delivery: Delivery, index: int, word: AppendReply, end: int) -> None:
+        job = self.jobs.get(delivery.job_id) or Job()
+        assert (word, end) == job.append(delivery.token, worker, index, end)
+        self.written[worker, delivery.job_id, delivery.token] = end
+        if word is AppendReply.LOST:
+            del self.written[worker, delivery.job_id, delivery.token]
+
+    @precondition(lambda self: self.written)
+    @rule(worker=st.sampled_from(WORKERS), left_out=PICK)
+    def step(self, worker: str, left_out: int) -> None:
+        """The next token of every job that this worker writes, or believes it does, but perhaps of one."""
+        mine = [d for name, d in self.seen if name == worker and (name, d.job_id, d.token) in self.written]
+        chosen = [d for place, d in enumerate(mine) if place != left_out]
+        if not chosen:
+            return
+        items = [token(d, self.written[worker, d.job_id, d.token]) for d in chosen]
+        for delivery, item, reply in zip(chosen, items, self.run(appended(self.workers[worker], items)), strict=True):
+            self.check_append(worker, delivery, item.chunk.index, *reply)
+
+    @precondition(lambda self: self.written)
+    @rule(left_out=st.integers(0, 3))
+    def steps(self, left_out: int) -> None:
+        for worker in WORKERS:
+            self.step(worker, left_out)
+
+    @precondition(lambda self: self.jobs)
+    @rule(worker=st.sampled_from(WORKERS))
+    def work(self, worker: str) -> None:
+        """As most of its time: all that it can have, and two steps of each."""
+        self.claim(worker, 4)
+        for delivery in [d for name, d in self.seen[-4:] if name == worker]:
+            job = self.jobs[delivery.job_id]
+            ((word, end),) = self.run(appended(self.workers[worker], [token(delivery, job.length)]))
+            self.check_append(worker, delivery, job.length, word, end)
+        self.step(worker, -1)
 
     @precondition(lambda self: self.seen)
     @rule(pick=PICK)
@@ -238,7 +253,7 @@ class QueueMachine(RuleBasedStateMachine):
         (done,) = self.run(worker.release([(delivery.job_id, delivery.token, crash)]))
         assert done == (job.token == delivery.token and not job.settled)
         if is_holder:
-            self.give_up(job)
+            job.give_up()
 
     @precondition(lambda self: self.seen)
     @rule(pick=PICK, how=st.sampled_from(["now", "later", "dead"]))
@@ -252,17 +267,12 @@ class QueueMachine(RuleBasedStateMachine):
         assert done == (job.token == delivery.token and not job.settled)
         if is_holder:
             was_running = job.state is JobStatus.RUNNING
-            self.give_up(job)
+            job.give_up()
             if was_running and how == "dead":
                 job.doomed = True
             elif was_running:
                 job.state, job.due, job.returned = JobStatus.SCHEDULED, how == "now", False
                 job.attempt += 1
-
-    def give_up(self, job: Job) -> None:
-        job.holder = None
-        if job.state is JobStatus.RUNNING:
-            job.state, job.returned = JobStatus.QUEUED, True
 
     @rule(worker=st.sampled_from(WORKERS))
     def die(self, worker: str) -> None:
@@ -273,7 +283,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.promote()
         for job in self.jobs.values():
             if job.holder == worker:
-                self.give_up(job)
+                job.give_up()
 
     @rule(worker=st.sampled_from(WORKERS))
     def beat(self, worker: str) -> None:
@@ -283,6 +293,22 @@ class QueueMachine(RuleBasedStateMachine):
         mine = {name for name, job in self.jobs.items() if job.holder == worker and held.get(name) == job.token}
         assert set(reply.lost) == held.keys() - mine
         assert set(reply.cancelled) == {name for name in mine if self.jobs[name].cancelled}
+
+    # ── what the server does ──
+
+    @rule()
+    def look_back(self) -> None:
+        """A moment to which it may come back."""
+        self.past = (self.run(self.queue.everything()), copy.deepcopy(self.jobs), dict(self.by_key))
+
+    @precondition(lambda self: self.past is not None)
+    @rule()
+    def lose_last_moments(self) -> None:
+        """Everybody else remembers them: claims, tokens, ends."""
+        held, self.jobs, self.by_key = copy.deepcopy(self.past)
+        self.run(self.queue.go_back(held))
+        self.seen = [(worker, delivery) for worker, delivery in self.seen if delivery.job_id in self.jobs]
+        self.steps(-1)
 
     # ── what everybody may rely on ──
 
@@ -316,6 +342,6 @@ def test_the_scripts_keep_their_promises(redis_url: str) -> None:
     run_state_machine_as_test(
         lambda: QueueMachine(redis_url),  # type: ignore[arg-type]
         settings=settings(
-            max_examples=30, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=100, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )

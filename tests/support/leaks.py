@@ -17,7 +17,7 @@ _LASTING = (
     re.compile(r"jobs:(interactive|standard|bulk)(:.+)?", re.DOTALL),
     re.compile(r"lanes:(interactive|standard|bulk)"),
     re.compile(r"workers"),
-    re.compile(r"held:.+"),
+    re.compile(r"held:.+|vouchers"),
     re.compile(r"delayed|deadlines|returned|ended"),
     re.compile(r"dead"),
     re.compile(r"meta"),

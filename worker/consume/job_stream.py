@@ -8,9 +8,7 @@ nothing of what is in them.
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
-import struct
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +24,7 @@ from schemas.codec import encode
 from schemas.control import WorkerStatus
 from schemas.keys import Keys
 from worker.consume import replies, scripts
+from worker.consume.append_calls import AppendCalls
 from worker.consume.held_connection import HeldConnection
 from worker.consume.replies import HeartbeatReply
 from worker.errors import RedisUnavailable, SettingsError
@@ -35,9 +34,6 @@ log = logging.getLogger(__name__)
 
 MIN_VERSION = (6, 2)
 MAX_FINISH_BYTES = 4 * 1024 * 1024
-
-_ARRAY, _TEXT, _UINT, _FALSE, _TRUE = 0xDD, 0xDB, 0xCE, 0xC2, 0xC3  # MessagePack: of 32 bits, the first three
-_LENGTH, _VALUES = struct.Struct(">BI"), struct.Struct(">BIBIBBIBI")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +81,7 @@ class JobStream:
         # A call of every step, and one of every job's end, whose results may be long: each has a connection of its own.
         self._lines = {script.name: HeldConnection(client) for script in (scripts.APPEND, scripts.FINISH)}
         self._head: tuple[Argument, ...] = (keys.base, "SPUBLISH" if sharded else "PUBLISH")
+        self._appends = AppendCalls()
         self._held: dict[str, int] = {}  # job id → fencing token
         self._claiming = asyncio.Lock()
         self._claims = 0  # raised before and after each claim
@@ -151,16 +148,18 @@ class JobStream:
     # ── writing, under a fencing token ──
 
     async def append(self, items: list[Append]) -> Exceptions:
-        """One round trip for all; see ChunkLog."""
+        """One round trip for all; see ChunkLog. One call at a time."""
         if self.guard():
             return {place: (AppendReply.LOST, item.chunk.index) for place, item in enumerate(items)}
         if not items:
             return {}
-        reply = await self._call(scripts.APPEND, round(self.options.log_ttl_s), _packed(items))
-        exceptions = {
-            place: (AppendReply(word.decode()), int(end))
-            for place, word, end in zip(reply[::3], reply[1::3], reply[2::3], strict=True)
-        }
+        voucher, packed = self._appends.next_call(items)
+        try:
+            reply = await self._call(scripts.APPEND, round(self.options.log_ttl_s), self.worker_id, voucher, packed)
+        except BaseException:
+            self._appends.fail()
+            raise
+        exceptions = self._appends.settle(items, reply)
         lost = [items[place] for place, (word, _) in exceptions.items() if word is AppendReply.LOST]
         for item in lost:
             self._forget(item.chunk.job_id, item.token)
@@ -229,7 +228,7 @@ class JobStream:
             self.bell.set()
         gone = [job_id for job_id in replies.texts(lost) if self._held.get(job_id) == held[job_id]]
         for job_id in gone:
-            self._held.pop(job_id)
+            self._forget(job_id, self._held[job_id])
         return HeartbeatReply(tuple(replies.texts(cancelled)), tuple(gone))
 
     async def resign(self) -> int:
@@ -244,6 +243,7 @@ class JobStream:
         return read_depth(raw)
 
     def _forget(self, job_id: str, token: int) -> None:
+        self._appends.forget(job_id)
         if self._held.get(job_id) == token:
             del self._held[job_id]
 
@@ -271,29 +271,6 @@ class JobStream:
                         raise
         finally:
             self.on_call(script.name, time.perf_counter() - started, attempt, is_done)
-
-
-def _packed(items: list[Append]) -> bytes:
-    """What append.lua reads: one MessagePack array, seven values for each chunk, put together by hand with every number
-    in the width that holds any. An object for each value costs more than the chunk itself."""
-    parts = [_LENGTH.pack(_ARRAY, 7 * len(items))]
-    for item in items:
-        chunk = item.chunk
-        num_tokens, body = len(chunk.token_ids), encode(chunk)
-        if not num_tokens and chunk.finish_reason is None:
-            raise ValueError(
-                f"a chunk of job {chunk.job_id} has neither a token nor an end: it could not be told twice"
-            )
-        told = _FALSE if item.checkpoint else _TRUE
-        # The chunk goes as text, whatever it holds: the server's library is older than MessagePack's type for bytes.
-        values = _VALUES.pack(_UINT, chunk.index, _UINT, num_tokens, told, _UINT, chunk.choice, _TEXT, len(body))
-        parts += (_whose(chunk.job_id, item.token), values, body)
-    return b"".join(parts)
-
-
-@functools.lru_cache(maxsize=8_192)
-def _whose(job_id: str, token: int) -> bytes:
-    return encode(job_id) + encode(str(token))
 
 
 def _finish_arguments(job: Finished) -> tuple[Argument, ...]:

@@ -1,65 +1,110 @@
 -- append: log and publish the chunks of one engine step, all jobs in one call. It stands alone, without common.lua, and
 -- keeps what it uses in locals: it runs for every token, on caches that the engine has emptied.
 -- KEYS[1] the queue's meta hash, which routes the call ARGV[1] the key base [2] PUBLISH or SPUBLISH [3] log TTL s
--- [4] MessagePack, one array: per chunk id, token, index, number of tokens, publish?, ended choice, chunk. One argument:
--- packing and parsing seven for each chunk costs a worker more than making the chunk.
+-- [4] worker [5] what its voucher becomes by this call [6] MessagePack, one array: per chunk id, token, index, number of
+-- tokens, how, ended choice, chunk. One argument: packing and parsing seven for each chunk costs a worker more than making it.
+-- How: 1 it is published as well as logged; 2 the worker has seen that the log has all before it, under this token, in a
+-- call since which its voucher holds; 3 both.
+-- The voucher: a number that each call of a worker counts up by one. Who changes what a worker holds deletes it (see hands.lua),
+-- and a server that has lost its last moments has an older one. So where it is what the worker expects, a job of kind 2 is
+-- the worker's still, and its log ends where the worker believes: nothing is asked of it. Where it is not, every job is asked
+-- for, and the voucher begins here, if any is the worker's.
 -- reply: nothing where all went as it should; else three values per chunk that did not: its place in the call, a word
--- as in worker.jobs.AppendReply, and the log's end after the call. The entry's id is `<end>-0`; a chunk without tokens
--- ends a choice, once, and gets the next free `<end>-<n>`.
-local base, announce, log_ttl, call, try = ARGV[1], ARGV[2], ARGV[3], redis.call, redis.pcall
-local jobs, logs, channels = base .. 'job:', base .. 'log:', base .. 'chunks:'
-local chunks, reply = cmsgpack.unpack(ARGV[4]), {}
-
--- Anybody may have written what the job's hash holds: what is no number counts as 0.
-local function end_of(value)
-  local found = tonumber(value)
-  return found and found > -2 ^ 53 and found < 2 ^ 53 and found or 0
-end
+-- as in worker.jobs.AppendReply, and the log's end after the call; before them -1, 'voucher', 0 where it did not hold. An
+-- entry's id is `<end>-0`; a chunk without tokens ends a choice, once, and gets the next free `<end>-<n>`.
+local base, announce, log_ttl, worker, call, try = ARGV[1], ARGV[2], ARGV[3], ARGV[4], redis.call, redis.pcall
+local jobs, logs, channels, vouchers = base .. 'job:', base .. 'log:', base .. 'chunks:', base .. 'vouchers'
+local chunks, reply = cmsgpack.unpack(ARGV[6]), {}
 
 -- Was it refused for what somebody has made of the key? Other trouble is the server's, and is asked for again, to be raised
 -- in its words.
 local function is_spoilt(trouble)
-  return string.find(trouble.err, 'WRONGTYPE', 1, true) or string.find(trouble.err, 'equal or smaller', 1, true)
+  for _, words in ipairs({'WRONGTYPE', 'equal or smaller', 'not an integer', 'overflow'}) do
+    if string.find(trouble.err, words, 1, true) then return true end
+  end
 end
 
-local function append(id, token, index, count, publishes, ended, chunk)
-  local key, log = jobs .. id, logs .. id
-  local job = try('HMGET', key, 'token', 'state', 'end', 'cancel')
-  if job.err then
-    if is_spoilt(job) then return 'lost', 0 end
-    job = call('HMGET', key, 'token', 'state', 'end', 'cancel')
+local function ask(...)
+  local answer = try(...)
+  if type(answer) ~= 'table' or not answer.err then return answer end
+  if is_spoilt(answer) then return nil end
+  return call(...)
+end
+
+-- Where a log ends; nothing where somebody has put something else in its place.
+local function end_of(log)
+  local last = ask('XREVRANGE', log, '+', '-', 'COUNT', 1)
+  if not last then return nil end
+  return last[1] and tonumber(string.match(last[1][1], '^%d+')) or 0
+end
+
+-- What is there is no log, or another's, or nothing: the job's worker has all of it.
+local function begin_again(key, log)
+  call('DEL', log)
+  for _, field in ipairs(call('HKEYS', key)) do
+    if string.sub(field, 1, 6) == 'ended:' then call('HDEL', key, field) end
   end
-  local last = end_of(job[3])
-  if job[1] ~= token or job[2] ~= 'running' then return 'lost', last end
-  local stop = index + count
-  if count > 0 and stop <= last then return 'duplicate', last end
+  return 'gap', 0
+end
+
+local function is_there(log, place, chunk)
+  local found = call('XRANGE', log, place, place)[1]
+  return found and found[2][2] == chunk
+end
+
+local function keep(log, index, count) if index == 0 or index % 64 + count >= 64 then call('EXPIRE', log, log_ttl) end end
+
+local function append(id, token, index, count, how, ended, chunk)
+  local key, log = jobs .. id, logs .. id
+  local job, last = ask('HMGET', key, 'token', 'state', 'cancel'), end_of(log)
+  if not job or job[1] ~= token or job[2] ~= 'running' then return 'lost', last or 0 end
+  if not last then return begin_again(key, log) end
+  local stop, place = index + count, '-0'
+  if count > 0 and stop <= last then  -- told before, unless somebody has written behind the log's end
+    if is_there(log, stop .. place, chunk) then return 'duplicate', last end
+    return begin_again(key, log)
+  end
   if count == 0 and call('HEXISTS', key, 'ended:' .. ended) == 1 then return 'duplicate', last end
-  if index ~= last then return 'gap', last end
-  local place = '-0'
+  if index ~= last then
+    if last == 0 then return begin_again(key, log) end
+    return 'gap', last
+  end
   if count == 0 then
     call('HSET', key, 'ended:' .. ended, last)
     place = '-' .. call('HINCRBY', key, 'num_ends', 1)
   end
-  local added = try('XADD', log, stop .. place, 'chunk', chunk)
-  if type(added) == 'table' then
-    if is_spoilt(added) then  -- its worker has all of it
-      call('DEL', log)
-      call('HSET', key, 'end', 0)
-      return 'gap', 0
-    end
-    call('XADD', log, stop .. place, 'chunk', chunk)
-  end
-  if count > 0 then call('HSET', key, 'end', stop) end
-  if last == 0 or last % 64 + count >= 64 then call('EXPIRE', log, log_ttl) end
-  if publishes then call(announce, channels .. id, chunk) end
-  return job[4] and 'cancelled' or 'ok', stop
+  if not ask('XADD', log, stop .. place, 'chunk', chunk) then return begin_again(key, log) end
+  keep(log, index, count)
+  if how % 2 == 1 then call(announce, channels .. id, chunk) end
+  return job[3] and 'cancelled' or 'ok', stop
+end
+
+local is_vouched, is_holder = ask('HINCRBY', vouchers, worker, 1) == tonumber(ARGV[5]), false
+local begins = not is_vouched
+if begins then
+  try('HDEL', vouchers, worker)
+  reply = {-1, 'voucher', 0}
 end
 
 for first = 1, #chunks, 7 do
-  local word, stop = append(unpack(chunks, first, first + 6))
-  if word ~= 'ok' then
-    local size = #reply
-    reply[size + 1], reply[size + 2], reply[size + 3] = (first - 1) / 7, word, stop
+  local id, token, index, count, how, ended, chunk = unpack(chunks, first, first + 6)
+  if is_vouched and how >= 2 then
+    local log, stop = logs .. id, index + count
+    local added = try('XADD', log, 'NOMKSTREAM', stop .. '-0', 'chunk', chunk)
+    is_vouched = added and not added.err
+    if is_vouched then
+      keep(log, index, count)
+      if how == 3 then call(announce, channels .. id, chunk) end
+    end
+  end
+  if not is_vouched or how < 2 then
+    local word, stop = append(id, token, index, count, how, ended, chunk)
+    is_holder = is_holder or word ~= 'lost'
+    if word ~= 'ok' then
+      local size = #reply
+      reply[size + 1], reply[size + 2], reply[size + 3] = (first - 1) / 7, word, stop
+    end
   end
 end
+if begins and is_holder then try('HSET', vouchers, worker, ARGV[5]) end  -- who holds nothing leaves nothing
 return reply

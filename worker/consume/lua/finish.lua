@@ -66,8 +66,8 @@ end
 
 local function finish(id, token, state, result, chunk, served)
   local key = job_key(id)
-  local job = redis.call('HMGET', key, 'token', 'state', 'settled', 'worker', 'class', 'tenant', 'entry', 'cost', 'idem',
-    'end', 'num_ends')
+  local job = redis.call('HMGET', key, 'token', 'state', 'settled', 'worker', 'class', 'tenant', 'entry', 'cost',
+    'idem')
   if job[1] ~= token then return 0 end
   if job[3] then return 1 end
   if (job[4] or '') == '' then return 0 end  -- given back, and not claimed since
@@ -84,7 +84,7 @@ local function finish(id, token, state, result, chunk, served)
   due[#due + 1] = id
   count(ends, state, 1)
   redis.call('HSET', key, 'state', state, 'result', result, 'settled', '1', 'finished_ms', whole(now))
-  if number(job[10], 0) > 0 or job[11] then redis.call('DEL', log_key(id)) end
+  redis.call('DEL', log_key(id))
   if served > 0 then
     served_more[class] = served_more[class] or {}
     count(served_more[class], tenant, served - math.max(number(job[8], 0), 1))

@@ -13,8 +13,13 @@ local function as_reply(trouble)
   return redis.error_reply(type(trouble) == 'table' and trouble.err or tostring(trouble))
 end
 
+-- What a worker holds is changed: its next append asks for each job (see append.lua). Where somebody has made something else of
+-- the key, nobody has a voucher.
+local function void_voucher(worker) redis.pcall('HDEL', base .. 'vouchers', worker) end
+
 local function let_go(id, worker, tenant)
   if redis.call('SREM', base .. 'held:' .. worker, id) == 0 then return end
+  void_voucher(worker)
   tenant_running(tenant, -1)
   redis.call('HINCRBY', meta, 'running', -1)
 end
@@ -35,7 +40,7 @@ end
 -- and is worth nothing until the next claim raises it. An orphan that had made progress is not suspected.
 local function give_back(id, now, how, alone, delay_ms, note)
   local key = job_key(id)
-  local job = redis.call('HMGET', key, 'state', 'worker', 'class', 'tenant', 'entry', 'created_ms', 'end', 'mark', 'cost')
+  local job = redis.call('HMGET', key, 'state', 'worker', 'class', 'tenant', 'entry', 'created_ms', 'mark', 'cost')
   local state, worker, class, tenant = job[1], job[2] or '', class_of(job[3]), job[4] or ''
   if not state then return end
   let_go(id, worker, tenant)
@@ -45,8 +50,8 @@ local function give_back(id, now, how, alone, delay_ms, note)
     return
   end
   leave_lane(id, class, tenant, job[5])
-  count_queued(class, 1, number(job[9], 0))
-  if how == 'crash' or (how == 'orphan' and number(job[7], 0) <= number(job[8], 0)) then
+  count_queued(class, 1, number(job[8], 0))
+  if how == 'crash' or (how == 'orphan' and end_of_log(id) <= number(job[7], 0)) then
     count_up(key, 'crashes')
     if alone then count_up(key, 'solo_crashes') end
   end
@@ -69,6 +74,7 @@ end
 local function strike_off(worker, now, how)
   local ids = redis.call('SMEMBERS', base .. 'held:' .. worker)
   for _, id in ipairs(ids) do give_back(id, now, how, #ids == 1, 0, '') end
+  void_voucher(worker)
   redis.call('DEL', base .. 'held:' .. worker)
   redis.call('SREM', base .. 'workers', worker)
   redis.call('ZREM', base .. 'ready', worker)

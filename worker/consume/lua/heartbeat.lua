@@ -9,8 +9,8 @@ local cancelled, lost, strays, known = {}, {}, {}, {}
 for first = 7, #ARGV, 2 do
   local id = ARGV[first]
   known[id] = true
-  local job = redis.call('HMGET', job_key(id), 'token', 'worker', 'cancel', 'settled')
-  if job[1] ~= ARGV[first + 1] or job[2] ~= worker or job[4] then
+  local job = redis.pcall('HMGET', job_key(id), 'token', 'worker', 'cancel', 'settled')  -- what is no job is lost
+  if job.err or job[1] ~= ARGV[first + 1] or job[2] ~= worker or job[4] then
     lost[#lost + 1] = id
   elseif job[3] then
     cancelled[#cancelled + 1] = id

@@ -29,22 +29,20 @@ end
 local function read_job(id)
   if not is_name(id) then return nil end
   local raw = redis.call('HMGET', job_key(id), 'state', 'settled', 'request', 'token', 'deliveries', 'crashes',
-    'solo_crashes', 'attempt', 'created_ms', 'started_ms', 'deadline_ms', 'cancel', 'doomed', 'class', 'tenant', 'end', 'cost',
+    'solo_crashes', 'attempt', 'created_ms', 'started_ms', 'deadline_ms', 'cancel', 'doomed', 'class', 'tenant', 'cost',
     'orphaned', 'entry')
   if not raw[1] or raw[2] or not raw[3] then return nil end
   return {
     state = raw[1], request = raw[3], token = number(raw[4], 0), deliveries = number(raw[5], 0),
     crashes = number(raw[6], 0), solo = number(raw[7], 0), attempt = number(raw[8], 1),
     created = number(raw[9], 0), started = number(raw[10], 0), deadline = number(raw[11], 0),
-    cancel = raw[12], doomed = raw[13], class = class_of(raw[14]), tenant = raw[15] or '', index = number(raw[16], 0),
-    cost = number(raw[17], 0), orphaned = number(raw[18], 0), entry = raw[19],
+    cancel = raw[12], doomed = raw[13], class = class_of(raw[14]), tenant = raw[15] or '',
+    cost = number(raw[16], 0), orphaned = number(raw[17], 0), entry = raw[18],
   }
 end
 
--- The log as it is decides where the job goes on, not what the hash remembers of it. What somebody else has put in its
--- place is no log: the job begins again.
-local function read_log(id, job)
-  if job.index == 0 then return {}, 0, 0 end
+-- What somebody else has put in its place is no log: the job begins again.
+local function read_log(id)
   local chunks, size, index = {}, 0, 0
   local entries = redis.pcall('XRANGE', log_key(id), '-', '+')
   if entries.err then
@@ -68,7 +66,7 @@ end
 -- Returns false when the reply is full: the job stays where it is. `again`: this worker holds it already, and
 -- never heard of it.
 local function take(id, job, again)
-  local chunks, size, index = read_log(id, job)
+  local chunks, size, index = read_log(id)
   size = size + #job.request
   if #deliveries > 0 and bytes + size > max_bytes then
     is_full = true
@@ -91,7 +89,7 @@ local function take(id, job, again)
     end
   end
   redis.call('HSET', job_key(id), 'token', whole(token), 'worker', worker, 'started_ms', whole(started),
-    'end', whole(index), 'mark', whole(index), 'deliveries', whole(job.deliveries), 'state', state)
+    'mark', whole(index), 'deliveries', whole(job.deliveries), 'state', state)
   deliveries[#deliveries + 1] = {
     id, whole(token), job.request, job.deliveries, job.crashes, verdict, whole(job.created), whole(started),
     job.attempt, (job.solo > 0) and 1 or 0, chunks,
