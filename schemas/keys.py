@@ -86,6 +86,10 @@ class Keys:
         return f"{self.base}workers"
 
     @property
+    def vouchers(self) -> str:
+        return f"{self.base}vouchers"
+
+    @property
     def bell(self) -> str:
         return f"{self.base}bell"
 

@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 from redis import Redis
 
+from api_client.connections import connect_async
+from schemas.keys import Keys
 from tests.chaos.checker import Told, Wanted, left_in_redis, states_of, violations
 from tests.chaos.doomed_worker import EFFECTS, NEEDS_DRAIN, NEEDS_ENGINE_PROCESS, POINTS, REASONS, effect_of
 from tests.chaos.workload import CRASH, NOTHING
 from tests.support.worker import QUEUE, client_of, database_url, running_worker
 from worker.consume import scripts
+from worker.consume.job_stream import JobStream
 
 pytestmark = [pytest.mark.redis, pytest.mark.chaos, pytest.mark.timeout(240)]
 
@@ -77,8 +80,8 @@ async def test_nothing_is_lost_or_told_twice(redis_url, tmp_path, undisturbed, p
             for job in expected:
                 await listen(client, job, told[job][1])
     assert violations(database, expected, told) == []
+    await sweep_doomed(redis_url)
     with Redis.from_url(redis_url) as redis:
-        await until_swept(redis)
         assert left_in_redis(redis, QUEUE, states_of(database, QUEUE)) == []
 
 
@@ -105,10 +108,15 @@ async def wait_for_tokens(redis_url):
     raise AssertionError("no job ever started")
 
 
-async def until_swept(redis):
+async def sweep_doomed(redis_url):
     """The doomed worker's name stays until a sweep after its lease; nobody sweeps once the survivor has gone."""
-    for key in ("workers", "worker:doomed"):
-        redis.delete(f"tm:{{{QUEUE}}}:{key}")
+    keys = Keys(QUEUE)
+    async with connect_async(redis_url) as redis:
+        await redis.delete(keys.worker("doomed"))
+        await redis.hdel(keys.meta, "swept_ms", "sweep_from_ms")  # long ago
+        sweeper = JobStream(redis, keys, "sweeper")
+        assert await sweeper.claim(0) == []
+        await sweeper.resign()
 
 
 def test_the_enumeration_is_complete():

@@ -115,7 +115,7 @@ async def test_finish_leaves_the_result_and_nothing_else(queue: Queue) -> None:
     names = {key.decode().removeprefix(queue.keys.base) for key in await queue.redis.keys("*")}
     assert names - {"lanes:standard"} == {f"job:{job.job_id}", "meta", "tenant:t", "worker:w1", "workers", "vouchers"}
     await worker.resign()
-    assert not await queue.redis.exists(queue.keys.base + "vouchers")
+    assert not await queue.redis.exists(queue.keys.vouchers)
     assert 0 < await queue.redis.ttl(queue.keys.job(job.job_id)) <= 3600
     packed = await queue.redis.hget(queue.keys.job(job.job_id), "result")
     assert packed is not None

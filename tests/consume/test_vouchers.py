@@ -52,10 +52,6 @@ async def logged(queue: Queue, job: Delivery) -> list[int]:
     return [token_id for _, fields in entries for token_id in decode_chunk(fields[b"chunk"]).token_ids]
 
 
-def vouchers(queue: Queue) -> str:
-    return queue.keys.base + "vouchers"
-
-
 async def test_what_a_worker_knows_is_not_asked_for(queue: Queue) -> None:
     worker, (a, b) = await running(queue, jobs=2)
     assert await asked(queue, worker, (a, 2), (b, 2)) == 0
@@ -211,13 +207,13 @@ async def test_a_voucher_that_somebody_has_written_over_only_costs_questions(
     queue: Queue, allowed_keys: list[str]
 ) -> None:
     worker, (a,) = await running(queue)
-    await queue.redis.hset(vouchers(queue), "w1", "what?")
+    await queue.redis.hset(queue.keys.vouchers, "w1", "what?")
     assert await asked(queue, worker, (a, 2)) == 1
     assert await asked(queue, worker, (a, 3)) == 0
-    await queue.redis.hset(vouchers(queue), "w1", str(2**63 - 1))
+    await queue.redis.hset(queue.keys.vouchers, "w1", str(2**63 - 1))
     assert await asked(queue, worker, (a, 4)) == 1
     assert await asked(queue, worker, (a, 5)) == 0
-    await queue.redis.set(vouchers(queue), "no hash")
+    await queue.redis.set(queue.keys.vouchers, "no hash")
     allowed_keys.append("*vouchers")
     assert await asked(queue, worker, (a, 6)) == 1
     assert await asked(queue, worker, (a, 7)) == 1
@@ -239,13 +235,13 @@ async def test_checkpoints_are_known_too(queue: Queue) -> None:
 
 async def test_a_worker_without_jobs_leaves_no_voucher(queue: Queue) -> None:
     worker, (a,) = await running(queue)
-    assert await queue.redis.hexists(vouchers(queue), "w1")
+    assert await queue.redis.hexists(queue.keys.vouchers, "w1")
     await worker.release([(a.job_id, a.token, False)])
-    assert not await queue.redis.exists(vouchers(queue))
+    assert not await queue.redis.exists(queue.keys.vouchers)
     await worker.resign()
-    assert not await queue.redis.exists(vouchers(queue))
+    assert not await queue.redis.exists(queue.keys.vouchers)
     assert await appended(worker, [token(a, 2)]) == [(LOST, 2)]
-    assert not await queue.redis.exists(vouchers(queue))
+    assert not await queue.redis.exists(queue.keys.vouchers)
 
 
 def test_of_a_call_of_which_nothing_is_known_nothing_is_assumed() -> None:

@@ -121,7 +121,7 @@ SCRIPTS = {"eval", "evalsha"}
 
 def commands_of(*used: Script) -> set[str]:
     text = "\n".join(script.text for script in used)
-    found = re.findall(r"(?:redis\.p?|\b)(?:call|try)\('([A-Z]+)'(?:, '(CREATE)')?", text)
+    found = re.findall(r"(?:redis\.p?|\b)(?:call|try|ask)\('([A-Z]+)'(?:, '(CREATE)')?", text)
     names = {name.lower() + (f"|{sub.lower()}" if sub else "") for name, sub in found}
     xgroups = {"xgroup|create"} if "'XGROUP', 'CREATE'" in text else set()
     return (names - {"xgroup"}) | xgroups | {"publish", "spublish"}
