@@ -7,7 +7,6 @@ since; the voucher, a number that both sides count up, tells them that nothing h
 
 from __future__ import annotations
 
-import functools
 import random
 import struct
 from collections.abc import Sequence
@@ -27,7 +26,8 @@ class AppendCalls:
 
     def __init__(self) -> None:
         self._voucher = random.SystemRandom().getrandbits(_VOUCHER_BITS)
-        self._known: dict[str, list[int]] = {}  # job → [fencing token, log's end], as seen under this voucher
+        # Job → [log's end, fencing token, how a call begins with both], as seen under this voucher.
+        self._known: dict[str, list[Any]] = {}
         self._unknown: list[int] = []  # places of the others in the present call
 
     def next_call(self, items: Sequence[Append]) -> tuple[int, bytes]:
@@ -43,11 +43,13 @@ class AppendCalls:
             job_id, index, num_tokens, body = chunk.job_id, chunk.index, len(chunk.token_ids), encode(chunk)
             how = 0 if item.checkpoint else _PUBLISHED
             seen = known.get(job_id)
-            if seen is not None and seen[1] == index and seen[0] == token and num_tokens:
+            if seen is not None and seen[0] == index and seen[1] == token and num_tokens:
                 how |= _FOLLOWS
-                seen[1] = index + num_tokens
+                seen[0] = index + num_tokens
+                whose = seen[2]
             else:
                 unknown.append(place)
+                whose = _whose(job_id, token)
                 if not num_tokens and chunk.finish_reason is None:
                     self.fail()
                     raise ValueError(
@@ -55,7 +57,7 @@ class AppendCalls:
                     )
             # The chunk goes as text, whatever it holds: the server's library is older than the type for bytes.
             values = _VALUES.pack(_UINT, index, _UINT, num_tokens, how, _UINT, chunk.choice, _TEXT, len(body))
-            parts += (_whose(job_id, token), values, body)
+            parts += (whose, values, body)
         self._voucher += 1
         return self._voucher, b"".join(parts)
 
@@ -72,7 +74,8 @@ class AppendCalls:
             for place, word, end in zip(reply[::3], reply[1::3], reply[2::3], strict=True)
         }
         for place in learned:
-            known[items[place].chunk.job_id] = [items[place].token, items[place].chunk.end]
+            chunk, token = items[place].chunk, items[place].token
+            known[chunk.job_id] = [chunk.end, token, _whose(chunk.job_id, token)]
         for place in exceptions:
             self.forget(items[place].chunk.job_id)
         return exceptions
@@ -86,6 +89,5 @@ class AppendCalls:
         self._known.pop(job_id, None)
 
 
-@functools.lru_cache(maxsize=8_192)
 def _whose(job_id: str, token: int) -> bytes:
     return encode(job_id) + encode(str(token))
