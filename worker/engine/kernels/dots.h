@@ -11,7 +11,7 @@
 //     IN_PLACE      its codes come in order at once; else they are brought into it before, where rows are more than a few
 //     HAS_LENGTHS   knows the lengths of its columns, for highest_dots.h, as
 //         static const float *lengths(const LinearArguments &);    [n] of vectors of k weights
-//     PAIRS         its codes leave room beside numbers of 7 bits, for pairs.h
+//     PAIRS         its codes leave room beside parts of 7 bits, for pairs.h
 //     DOT_ROWS      rows up to which this is sooner done than by the matrix registers, where these are there
 //     void quads(int64_t i, int quad, __m512i *to) const;    codes of steps i, i + 4, i + 1, i + 5, or (quad 1) i + 2, …
 //     static void scales_of(const Group &, vf *scale, vf *zero);
@@ -120,7 +120,7 @@ void dots(const Wholes<Form, SHIFT> &rows, int64_t row, const Codes *codes_of, c
                     const __m512i upper = _mm512_add_epi32(_mm512_slli_epi32(part[0], SHIFT), part[1]);
                     vf whole;
                     if (Form::FITS)
-                        whole = (vf)_mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(upper, SHIFT), part[2]));
+                        whole = (vf)_mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(upper, 8), part[2]));
                     else
                         whole = fma((vf)_mm512_cvtepi32_ps(upper), splat(256.0f), (vf)_mm512_cvtepi32_ps(part[2]));
                     vf &sum = acc[r][2 * q + half];
@@ -177,7 +177,8 @@ struct DotLinear {
         const int64_t num_sums = sum_floats<DOT_HEIGHT>(a.m, most);
         float *room = (float *)team->scratch((num_sums + lanes + one_row + own) * sizeof(float)) + num_sums + lanes;
         __m512i *ordered = (__m512i *)(room - lanes);
-        const Rows rows = Rows::at(is_own ? (char *)(room + one_row) : a.workspace, a.k);
+        const bool is_paired = PAIRED && a.m >= PAIR_ROWS;
+        const Rows rows = Rows::at(is_own ? (char *)(room + one_row) : a.workspace, a.k, is_paired);
         const auto round = [&](int64_t first, int64_t count, int64_t) {
             for (int64_t r = first; r < first + count; ++r) {
                 const bool goes_on = r + 1 < first + count;
@@ -212,9 +213,9 @@ struct DotLinear {
             }
             const int64_t row = some.m == a.m ? 0 : (some.x - a.x) / a.x_stride;
             for (int64_t q = 0; q < mine.count; ++q) {
-                if constexpr (PAIRED) if (some.m >= PAIR_ROWS) {
+                if constexpr (PAIRED) if (is_paired) {
                     PairedCodes<Form>::make(panels[q], a.k, ordered);
-                    pairs_of_rows(rows, row, row + some.m, PairedCodes<Form>{ordered}, panels[q], ahead[q], reading, sums + q * NR);
+                    pairs_of_rows(rows, row, row + some.m, PairedCodes<Form>{ordered}, ahead[q], reading, sums + q * NR);
                     continue;
                 }
                 if (Form::IN_PLACE || some.m <= DOT_FEW / 2) {

@@ -1,43 +1,51 @@
-// Many rows against codes of 4 bits with half of the products.
+// Many rows against codes of 4 bits with a third fewer products.
 //
 // For two numbers x and two codes y,  x₁y₁ + x₂y₂ = (x₁ + y₂)(x₂ + y₁) − x₁x₂ − y₁y₂,  where what is taken away is of the row
 // alone or of the column alone (Winograd 1968, inner products). Sums of a byte of 7 bits and a code still fit a byte, so one
 // VPDPBUSD multiplies eight steps of k instead of four. It takes two additions of bytes, which AMD's cores do beside it on
-// ports of their own; on Intel's they would take its place.
+// ports of their own; on Intel's they would take its place. Two of a number's three parts are multiplied so and the lowest one
+// by one, side by side: then the ports of products and those of additions have the same to do.
 //
-// Everything is exact in 32 bits, so bits are those of `dots` over the same rows.
+// Everything is exact in 32 bits, so bits are those of `dots` over the same numbers.
 #pragma once
 
 #include "dots.h"
 
 #define PAIR_HEIGHT 4   // rows of a tile at most, against one panel
 #define PAIR_ROWS 5     // from so many on
-#define PAIR_DEPTH 512  // steps of k from which rounding to 22 bits is no coarser than a chain of floats
+#define PAIR_DEPTH 256  // steps of k from which rounding to 23 bits is no coarser than a chain of floats
 
 namespace {
 
-// A panel's codes y, from -8 to 7: for each group [eight steps of k][quads][NR] lanes, those of the second quad greater by 128,
-// then [NR] lanes of what the row's sums are to be less by.
+// A panel's codes y, from -8 to 7: for each group [eight steps of k][quads][NR] lanes, then [NR] lanes each of what the sums of
+// products are to be less by, of scales and of zeros.
 template <class Form>
 struct PairedCodes {
-    static constexpr int64_t GROUP_VECTORS = DOT_GROUP / 8 * 4 + 2;
+    static constexpr int64_t CODE_VECTORS = DOT_GROUP / 8 * 4, GROUP_VECTORS = CODE_VECTORS + 6;
 
     const __m512i *codes;
 
     static int64_t floats(int64_t k) { return k / DOT_GROUP * GROUP_VECTORS * VW; }
 
     static void make(const Form &form, int64_t k, __m512i *to) {
-        const __m512i first = _mm512_set1_epi8(-Form::OFFSET), second = _mm512_set1_epi8((char)(128 - Form::OFFSET));
+        const __m512i from = _mm512_set1_epi8(-Form::OFFSET), bias = _mm512_set1_epi8((char)128);
         for (int64_t group = 0; group < k; group += DOT_GROUP) {
-            __m512i products[2] = {};
+            __m512i products[2] = {}, sums[2] = {};  // Σ (y₂ + 128) y₁, of parts in pairs, and Σ 128 y of the others
             for (int64_t i = group; i < group + DOT_GROUP; i += 8, to += 4) {
                 form.quads(i, 0, to), form.quads(i, 1, to + 2);
                 for (int half = 0; half < 2; ++half) {
-                    to[half] = _mm512_add_epi8(to[half], first), to[2 + half] = _mm512_add_epi8(to[2 + half], second);
-                    products[half] = _mm512_dpbusd_epi32(products[half], to[2 + half], to[half]);
+                    const __m512i first = _mm512_add_epi8(to[half], from), second = _mm512_add_epi8(to[2 + half], from);
+                    products[half] = _mm512_dpbusd_epi32(products[half], _mm512_xor_si512(second, bias), first);
+                    sums[half] = _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(sums[half], bias, first), bias, second);
+                    to[half] = first, to[2 + half] = second;
                 }
             }
-            for (int half = 0; half < 2; ++half) *to++ = _mm512_mullo_epi32(products[half], _mm512_set1_epi32(-(1 << 14 | 1 << 7 | 1)));
+            vf scale[2], zero[2];
+            Form::scales_of(form.group(group), scale, zero);
+            const __m512i paired = _mm512_set1_epi32(-(1 << 15) - (1 << 8));
+            for (int half = 0; half < 2; ++half) to[half] = _mm512_sub_epi32(_mm512_mullo_epi32(products[half], paired), sums[half]);
+            for (int half = 0; half < 2; ++half) to[2 + half] = (__m512i)scale[half], to[4 + half] = (__m512i)zero[half];
+            to += 6;
         }
     }
 };
@@ -57,8 +65,8 @@ inline bool pairs_pay() {
 
 // One panel against R rows from `row` on; sums [R, STEP]; `fetched` as for `dots`.
 template <int R, class Form>
-void pairs(const Wholes<Form, 7> &rows, int64_t row, const PairedCodes<Form> &paired, const Form &panel, const Form &ahead,
-           unsigned fetched, Reading &reading, float *sums) {
+void pairs(const Wholes<Form, 7> &rows, int64_t row, const PairedCodes<Form> &paired, const Form &ahead, unsigned fetched,
+           Reading &reading, float *sums) {
     const __m512i *codes = paired.codes;
     const int64_t num_groups = rows.num_groups;
     const int32_t *x[R];
@@ -71,16 +79,20 @@ void pairs(const Wholes<Form, 7> &rows, int64_t row, const PairedCodes<Form> &pa
         if (fetched)
             for (int64_t eight = 0; eight < DOT_GROUP / 8; ++eight)
                 if (fetched >> eight & 1) ahead.fetch_chunk(g * DOT_GROUP + eight * 8);
-        __m512i whole[R][2];
+        __m512i upper[R][2], lowest[R][2];
 #pragma GCC unroll 4
-        for (int r = 0; r < R; ++r) whole[r][0] = whole[r][1] = _mm512_setzero_si512();
-#pragma GCC unroll 3
-        for (int part = 0; part < DOT_PARTS; ++part) {
+        for (int r = 0; r < R; ++r) {
+            upper[r][0] = upper[r][1] = _mm512_setzero_si512();
+            lowest[r][0] = lowest[r][1] = _mm512_set1_epi32(rows.pair_starts(row + r)[g]);
+        }
+#pragma GCC unroll 2
+        for (int part = 0; part < 2; ++part) {
+            asm("" : "+r"(codes));  // or GCC keeps codes for both parts and has no registers for sums
             if (part > 0)
 #pragma GCC unroll 4
                 for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
-                    for (int half = 0; half < 2; ++half) whole[r][half] = _mm512_slli_epi32(whole[r][half], 7);
+                    for (int half = 0; half < 2; ++half) upper[r][half] = _mm512_slli_epi32(upper[r][half], 7);
 #pragma GCC unroll 4
             for (int eight = 0; eight < DOT_GROUP / 8; ++eight) {
                 __m512i y[4];
@@ -88,26 +100,27 @@ void pairs(const Wholes<Form, 7> &rows, int64_t row, const PairedCodes<Form> &pa
                 for (int i = 0; i < 4; ++i) y[i] = codes[4 * eight + i];
 #pragma GCC unroll 4
                 for (int r = 0; r < R; ++r) {
-                    const int32_t *at = x[r] + (eight * DOT_PARTS + part) * 2;
-                    const __m512i first = _mm512_set1_epi32(at[0]), second = _mm512_set1_epi32(at[1]);
+                    const int32_t *at = x[r] + eight * DOT_PARTS * 2;
+                    const __m512i first = _mm512_set1_epi32(at[2 * part]), second = _mm512_set1_epi32(at[2 * part + 1]);
+                    const __m512i low = _mm512_set1_epi32(at[4 + part]);  // of one quad beside the first part, of the other then
 #pragma GCC unroll 2
-                    for (int half = 0; half < 2; ++half)
-                        add_dots(whole[r][half], add_bytes(first, y[2 + half]), add_bytes(second, y[half]));
+                    for (int half = 0; half < 2; ++half) {
+                        add_dots(upper[r][half], add_bytes(first, y[2 + half]), add_bytes(second, y[half]));
+                        add_dots(lowest[r][half], low, y[2 * part + half]);
+                    }
                 }
             }
         }
-        vf scale[2], zero[2];
-        Form::scales_of(panel.group(g * DOT_GROUP), scale, zero);
+        const __m512i *ends = codes + PairedCodes<Form>::CODE_VECTORS;
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r) {
             const vf unit = splat(rows.units(row + r)[g]);
-            const __m512i start = _mm512_set1_epi32(rows.pair_starts(row + r)[g]);
             x[r] += 2 * DOT_PARTS * DOT_GROUP / 8;
 #pragma GCC unroll 2
             for (int half = 0; half < 2; ++half) {
-                const __m512i sum = _mm512_add_epi32(whole[r][half], _mm512_add_epi32(codes[DOT_GROUP / 8 * 4 + half], start));
-                acc[r][half] = fma((vf)_mm512_cvtepi32_ps(sum), scale[half] * unit, acc[r][half]);
-                if (Form::HAS_ZEROS) acc[r][half] = fma(zero[half], splat(rows.sums(row + r)[g]), acc[r][half]);
+                const __m512i whole = _mm512_add_epi32(_mm512_slli_epi32(upper[r][half], 8), _mm512_add_epi32(lowest[r][half], ends[half]));
+                acc[r][half] = fma((vf)_mm512_cvtepi32_ps(whole), (vf)ends[2 + half] * unit, acc[r][half]);
+                if (Form::HAS_ZEROS) acc[r][half] = fma((vf)ends[4 + half], splat(rows.sums(row + r)[g]), acc[r][half]);
             }
         }
     }
@@ -117,16 +130,15 @@ void pairs(const Wholes<Form, 7> &rows, int64_t row, const PairedCodes<Form> &pa
 
 // Rows [first, end), in tiles of nearly equal height.
 template <class Form>
-void pairs_of_rows(const Wholes<Form, 7> &rows, int64_t first, int64_t end, const PairedCodes<Form> &codes, const Form &panel,
-                   const Form &ahead, Reading &reading, float *sums) {
-    typedef void (*Tile)(const Wholes<Form, 7> &, int64_t, const PairedCodes<Form> &, const Form &, const Form &, unsigned, Reading &,
-                         float *);
+void pairs_of_rows(const Wholes<Form, 7> &rows, int64_t first, int64_t end, const PairedCodes<Form> &codes, const Form &ahead,
+                   Reading &reading, float *sums) {
+    typedef void (*Tile)(const Wholes<Form, 7> &, int64_t, const PairedCodes<Form> &, const Form &, unsigned, Reading &, float *);
     static constexpr Tile TILES[] = {nullptr, pairs<1, Form>, pairs<2, Form>, pairs<3, Form>, pairs<4, Form>};
     const bool is_few = end - first <= DOT_FEW;
     unsigned fetched = is_few ? 15 : 1;
     for (int64_t left = (end - first + PAIR_HEIGHT - 1) / PAIR_HEIGHT; left; --left, fetched <<= !is_few) {
         const int64_t height = (end - first + left - 1) / left;
-        TILES[height](rows, first, codes, panel, ahead, fetched & 15, reading, sums);
+        TILES[height](rows, first, codes, ahead, fetched & 15, reading, sums);
         first += height, sums += height * STEP;
     }
 }

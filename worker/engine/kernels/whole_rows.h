@@ -14,8 +14,8 @@ namespace {
 constexpr int64_t DOT_GROUP = 32, DOT_PARTS = 3;
 
 // For codes that count from 0 and stand for numbers from -OFFSET on. FITS: a group's sum of products fits 32 bits, so that its
-// parts are never apart. SHIFT: the bits that a part counts for; 8: 24 bits, and what 1 stands for is a power of two; 7: 22
-// bits, the lower parts from -64 to 63 and the highest from -120 to 119, so that all of them leave room for a code.
+// parts are never apart. SHIFT: the bits of the middle part; 8: 24 bits in all, and what 1 stands for is a power of two; 7: 23
+// bits, the middle part from -64 to 63 and the highest from -120 to 119, so that both leave room for a code.
 template <int OFFSET, bool FITS, int SHIFT>
 struct WholeRows {
     static_assert(SHIFT == 8 || (SHIFT == 7 && FITS), "parts that are apart are of 8 bits");
@@ -24,9 +24,10 @@ struct WholeRows {
 
     char *memory;  // [m] rows of row_bytes(k)
     int64_t num_groups;
+    bool is_paired;  // SHIFT 7: for pairs.h, which takes lowest parts, and the first quads of the others, as bytes from -128 on
 
     static int64_t row_bytes(int64_t k) { return k / DOT_GROUP * (int64_t)(QUADS * sizeof(int32_t) + 5 * sizeof(float)); }
-    static WholeRows at(char *memory, int64_t k) { return {memory, k / DOT_GROUP}; }
+    static WholeRows at(char *memory, int64_t k, bool is_paired) { return {memory, k / DOT_GROUP, is_paired}; }
     INLINE_MEMBER int64_t apart() const { return row_bytes(num_groups * DOT_GROUP) / (int64_t)sizeof(int32_t); }
 
     // [groups][eight steps of k][parts, the highest first][2]: steps 0, 4, 1, 5, then 2, 6, 3, 7 of the eight.
@@ -37,7 +38,7 @@ struct WholeRows {
     INLINE_MEMBER float *sums(int64_t row) const { return units(row) + num_groups; }
     INLINE_MEMBER int32_t *lowest_starts(int64_t row) const { return (int32_t *)(sums(row) + num_groups); }
     INLINE_MEMBER int32_t *upper_starts(int64_t row) const { return lowest_starts(row) + num_groups; }
-    // Of parts of 7 bits, what pairs.h takes from its sums.
+    // Of parts in pairs, what pairs.h takes from its sums.
     INLINE_MEMBER int32_t *pair_starts(int64_t row) const { return upper_starts(row); }
     // The same for the highest parts alone.
     INLINE_MEMBER int32_t *highest_starts(int64_t row) const { return upper_starts(row) + num_groups; }
@@ -79,6 +80,7 @@ struct WholeRows {
             store(to_whole, power_of_two(_mm512_sub_epi32(_mm512_set1_epi32(23), exponent)));
         }
 
+        const __m512i biases = is_paired ? _mm512_load_si512(BIASES) : _mm512_setzero_si512();
         int32_t *to = quads(row) + first * QUADS;
         for (int g = 0; g < count; ++g, to += QUADS) {
             const bool is_last = first + g + 1 == num_groups;
@@ -93,10 +95,11 @@ struct WholeRows {
                     lowest[g] = _mm512_dpbusd_epi32(lowest[g], _mm512_set1_epi32(1), bytes);
                     highest[g] = _mm512_dpbusd_epi32(highest[g], _mm512_set1_epi32(1 << 16), bytes);
                 }
-                const __m512i in_order = _mm512_permutexvar_epi8(_mm512_load_si512(PLACES), bytes);
+                __m512i in_order = _mm512_permutexvar_epi8(_mm512_load_si512(PLACES), bytes);
                 if (SHIFT == 7) {
                     const __m512i beside = _mm512_shuffle_epi32(in_order, _MM_PERM_CDAB);
-                    pairs[g] = _mm512_dpbusd_epi32(pairs[g], _mm512_xor_si512(in_order, _mm512_set1_epi8((char)0x80)), beside);
+                    in_order = _mm512_xor_si512(in_order, biases);
+                    pairs[g] = _mm512_dpbusd_epi32(pairs[g], in_order, beside);
                 }
                 // Vectors overlap; the row that follows may be there already.
                 if (is_last && half)
@@ -132,20 +135,22 @@ struct WholeRows {
         return (vf)_mm512_slli_epi32(_mm512_add_epi32(exponent, _mm512_set1_epi32(127)), 23);
     }
 
-    static constexpr float MOST = 119 << 14;
+    static constexpr float MOST = 119 << 15;
 
     // The bytes of a number so much greater are its parts, but for the sign of the lower two.
     static INLINE_MEMBER __m512i parts_of_8(__m512i whole) {
         return _mm512_xor_si512(_mm512_add_epi32(whole, _mm512_set1_epi32(0x8080)), _mm512_set1_epi32(0x8080));
     }
     static INLINE_MEMBER __m512i parts_of_7(__m512i whole) {
-        const __m512i greater = _mm512_add_epi32(whole, _mm512_set1_epi32(64 << 7 | 64));
-        const __m512i bits_from = _mm512_set1_epi64(0x352e2720150e0700);  // 0, 7, 14 and on, of both numbers
-        const __m512i parts = _mm512_and_si512(_mm512_multishift_epi64_epi8(bits_from, greater), _mm512_set1_epi32(0xff7f7f));
-        return _mm512_sub_epi8(parts, _mm512_set1_epi32(0x4040));
+        const __m512i greater = _mm512_add_epi32(whole, _mm512_set1_epi32(64 << 8 | 128));
+        const __m512i bits_from = _mm512_set1_epi64(0x372f2820170f0800);  // 0, 8, 15 and on, of both numbers
+        const __m512i parts = _mm512_and_si512(_mm512_multishift_epi64_epi8(bits_from, greater), _mm512_set1_epi32(0xff7fff));
+        return _mm512_sub_epi8(parts, _mm512_set1_epi32(0x4080));
     }
     // What the sums of pairs are of each part, and that they are taken away.
-    alignas(64) static constexpr int32_t PAIR_FACTORS[16] = {-(1 << 14), 0, -(1 << 7), 0, -1, 0, -(1 << 14), 0, -(1 << 7), 0, -1};
+    alignas(64) static constexpr int32_t PAIR_FACTORS[16] = {-(1 << 15), 0, -(1 << 8), 0, 0, 0, -(1 << 15), 0, -(1 << 8)};
+    static constexpr int32_t ALL = (int32_t)0x80808080;
+    alignas(64) static constexpr int32_t BIASES[16] = {ALL, 0, ALL, 0, ALL, ALL, ALL, 0, ALL, 0, ALL, ALL};
 
     // All lanes of each vector as one, by halves: of vector g in lane g.
     template <int COUNT, class Fold>
