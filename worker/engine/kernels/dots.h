@@ -26,7 +26,7 @@
 #define DOT_HEIGHT 2         // rows of a tile, against one panel
 #define DOT_FEW 8            // rows up to which all tiles fetch all of the panel ahead, else the first four a quarter each
 #define DOT_BYTES (1 << 17)  // of a block of whole rows, where rows are many: their sums stay near the first-level cache
-#define DOT_OWN_ROWS 16      // times threads: up to so many every thread rounds for itself, which is sooner done than shared
+#define DOT_OWN_ROWS 64      // so many more are rounded, where every thread does it for itself: that is sooner done than shared
 
 namespace {
 
@@ -169,27 +169,30 @@ struct DotLinear {
     static void run(const LinearArguments &a, Team *team) {
         typedef Wholes<Form, SHIFT> Rows;
         constexpr bool PAIRED = SHIFT == 7;
-        const bool is_own = a.m <= HANDED_IN_ROWS && a.m * team->parts <= DOT_OWN_ROWS;
-        const int64_t own = is_own ? a.m * Rows::row_bytes(a.k) / (int64_t)sizeof(float) : 0, one_row = (a.k + 15) & ~(int64_t)15;
+        const int64_t one_row = (a.k + 15) & ~(int64_t)15;
         const int64_t fit = DOT_BYTES / Rows::row_bytes(a.k), most = fit < HANDED_IN_ROWS ? HANDED_IN_ROWS : fit;
+        const int64_t height = block_height<DOT_HEIGHT>(a.m, most), blocks = (a.m + height - 1) / height;
+        const bool is_own = blocks > 1 ? blocks >= team->parts : a.m * (team->parts - 1) <= DOT_OWN_ROWS;
+        const int64_t own = is_own ? height * Rows::row_bytes(a.k) / (int64_t)sizeof(float) : 0;
         const int64_t lanes = PAIRED ? PairedCodes<Form>::floats(a.k) : Form::IN_PLACE ? 0 : a.k / 4 * NR;
-        // Sums, then a panel's codes in order, a row behind its norm, and rows of one's own.
+        // Sums, then a panel's codes in order, a row behind its norm, and a block of rows of one's own.
         const int64_t num_sums = sum_floats<DOT_HEIGHT>(a.m, most);
         float *room = (float *)team->scratch((num_sums + lanes + one_row + own) * sizeof(float)) + num_sums + lanes;
         __m512i *ordered = (__m512i *)(room - lanes);
         const bool is_paired = PAIRED && a.m >= PAIR_ROWS;
         const Rows rows = Rows::at(is_own ? (char *)(room + one_row) : a.workspace, a.k, is_paired);
+        int64_t held = -1;  // the block that is rounded, by its first row
         const auto round = [&](int64_t first, int64_t count, int64_t) {
             for (int64_t r = first; r < first + count; ++r) {
                 const bool goes_on = r + 1 < first + count;
                 const float *x = input_row(a, r, goes_on, room);
-                rows.round(x, goes_on && x != room ? a.x_stride : 0, r);
+                rows.round(x, goes_on && x != room ? a.x_stride : 0, is_own ? r - first : r);
             }
         };
-        if (is_own)
-            round(0, a.m, -1);
-        else
+        if (!is_own)
             team->each(a.m, 4, round);
+        else if (blocks == 1)
+            round(held = 0, a.m, -1);
         Reading &reading = read_ahead(a, team);
         LinearArguments behind = a;
         behind.norm.weight = nullptr;
@@ -211,7 +214,8 @@ struct DotLinear {
                 const InPlace<Form> both[SIDE] = {{panels[0]}, {panels[1]}};
                 return dots<1, SIDE>(rows, 0, both, panels, ahead, 15, sums);
             }
-            const int64_t row = some.m == a.m ? 0 : (some.x - a.x) / a.x_stride;
+            const int64_t block = some.m == a.m ? 0 : (some.x - a.x) / a.x_stride, row = is_own ? 0 : block;
+            if (is_own && held != block) round(held = block, some.m, -1);
             for (int64_t q = 0; q < mine.count; ++q) {
                 if constexpr (PAIRED) if (is_paired) {
                     PairedCodes<Form>::make(panels[q], a.k, ordered);
