@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from worker.engine.kernels.library import cache_folder, compile_library
-from worker.engine.kernels.toolchain import KernelUnavailableError, Toolchain, find_toolchain, loaded_openmp
+from worker.engine.kernels.toolchain import KernelUnavailableError, Toolchain, find_toolchain, loaded_openmp, tuning
 
 SOURCE = """
 #include "answer.h"
@@ -78,6 +78,25 @@ def test_a_source_that_does_not_compile_is_one_error(tmp_path: Path, source: Pat
 def test_without_a_compiler_it_says_so() -> None:
     with pytest.raises(KernelUnavailableError, match=r"no C\+\+ compiler found \(looked for no-such-compiler\)"):
         find_toolchain(compilers=("no-such-compiler",))
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ("echo '  -march=  znver3'; echo '  -mtune=  znver3'", ("-mtune=skylake-avx512",)),
+        ("echo '  -march=  znver3'; echo '  -mtune=  znver4'", ()),
+        ("echo 'unknown argument -Q' >&2; exit 1", ()),
+    ],
+)
+def test_a_compiler_that_takes_the_cpu_for_an_older_one_is_told(
+    tmp_path: Path, answer: str, expected: tuple[str, ...]
+) -> None:
+    compiler = tmp_path / "g++"
+    compiler.write_text(f"#!/bin/sh\n{answer}\n")
+    compiler.chmod(0o755)
+    assert tuning(str(compiler), "native", "fpu avx2 avx512f") == expected
+    assert tuning(str(compiler), "native", "fpu avx2") == ()
+    assert tuning(str(compiler), "x86-64-v4", "fpu avx2 avx512f") == ()
 
 
 def test_one_openmp_runtime_in_the_process(tmp_path: Path, source: Path, toolchain: Toolchain) -> None:

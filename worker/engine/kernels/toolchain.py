@@ -27,6 +27,7 @@ FLAGS = (
     "-fno-trapping-math",
     "-w",
 )
+_BEFORE_AVX512 = ("znver1", "znver2", "znver3")
 
 
 class KernelUnavailableError(RuntimeError):
@@ -54,7 +55,7 @@ def find_toolchain(march: str = "native", compilers: tuple[str, ...] = COMPILERS
     if "clang" in version and "gomp" in openmp.name:
         raise KernelUnavailableError("clang cannot share torch's OpenMP runtime (libgomp); install g++")
     option = "-mcpu" if platform.machine() in ("aarch64", "arm64") and march == "native" else "-march"
-    flags = (*FLAGS, f"{option}={march}")
+    flags = (*FLAGS, f"{option}={march}", *tuning(compiler, march, _cpu_flags()))
     return Toolchain(compiler, flags, openmp, "\n".join((version, *flags, str(openmp), _cpu_flags())))
 
 
@@ -74,6 +75,20 @@ def loaded_openmp() -> Path:
         if first <= address < last and path.startswith("/"):
             return Path(path)
     raise KernelUnavailableError("torch's OpenMP runtime is no file of its own")
+
+
+def tuning(compiler: str, march: str, cpu_flags: str) -> tuple[str, ...]:
+    """A compiler older than AMD's cores with AVX-512 (GCC 12 for Zen 4) takes them for those before, and schedules for
+    registers of half the width; another maker's tuning is nearer.
+    """
+    if march != "native" or "avx512f" not in cpu_flags.split():
+        return ()
+    try:
+        target = _output([compiler, "-march=native", "-Q", "--help=target"])
+    except KernelUnavailableError:  # not GCC
+        return ()
+    tuned_for = next((line.split()[-1] for line in target.splitlines() if line.strip().startswith("-mtune=")), "")
+    return ("-mtune=skylake-avx512",) if tuned_for in _BEFORE_AVX512 else ()
 
 
 def _cpu_flags() -> str:
