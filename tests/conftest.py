@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support.exits import last_words, leave_last_words
 from tests.support.leaks import leaked_keys
 from tests.support.lifecycle import missing, need_valkey
 from tests.support.postgres import PostgresServer, PostgresUnavailable
@@ -59,6 +60,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    worker = getattr(config, "workerinput", None)
+    if worker is not None:
+        leave_last_words(last_words(worker))
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: object) -> None:
     """Of a test process that died, how it ended: xdist does not say, and what it wrote last was captured."""
@@ -66,6 +73,10 @@ def pytest_testnodedown(node: Any, error: object) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):  # then it lives on, and only its pipe broke
             status = node.gateway._io.popen.wait(timeout=5)
             node.config.get_terminal_writer().line(f"\n[{node.gateway.id}] ended with status {status}", red=True)
+        words = last_words(node.workerinput)
+        if words.exists():
+            node.config.get_terminal_writer().line(words.read_text())
+            words.unlink()
 
 
 @pytest.hookimpl(wrapper=True)
