@@ -1,5 +1,7 @@
-"""Where a test process stood when it was ended from within: execnet calls `os._exit` when its pipe has broken, pytest-timeout
-when a signal will not do, and neither has anywhere to say so, since what a test process writes is captured.
+"""Where a test process stood when it was ended from within.
+
+execnet calls `os._exit` when its pipe has broken, pytest-timeout when a signal will not do, and neither has anywhere to
+say so, since what a test process writes is captured.
 """
 
 import contextlib
