@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 COMPILERS = ("g++", "c++", "clang++")
@@ -55,8 +56,9 @@ def find_toolchain(march: str = "native", compilers: tuple[str, ...] = COMPILERS
     if "clang" in version and "gomp" in openmp.name:
         raise KernelUnavailableError("clang cannot share torch's OpenMP runtime (libgomp); install g++")
     option = "-mcpu" if platform.machine() in ("aarch64", "arm64") and march == "native" else "-march"
-    flags = (*FLAGS, f"{option}={march}", *tuning(compiler, march, _cpu_flags()))
-    return Toolchain(compiler, flags, openmp, "\n".join((version, *flags, str(openmp), _cpu_flags())))
+    cpu_flags = _cpu_flags()
+    flags = (*FLAGS, f"{option}={march}", *tuning(compiler, march, cpu_flags))
+    return Toolchain(compiler, flags, openmp, "\n".join((version, *flags, str(openmp), cpu_flags)))
 
 
 def loaded_openmp() -> Path:
@@ -77,6 +79,7 @@ def loaded_openmp() -> Path:
     raise KernelUnavailableError("torch's OpenMP runtime is no file of its own")
 
 
+@lru_cache  # every library asks
 def tuning(compiler: str, march: str, cpu_flags: str) -> tuple[str, ...]:
     """A compiler older than AMD's cores with AVX-512 (GCC 12 for Zen 4) takes them for those before, and schedules for
     registers of half the width; another maker's tuning is nearer.
