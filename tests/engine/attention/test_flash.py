@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import varlen
 
 from tests.engine.attention.cases import Case, attend, dense, filled_cache, make_problem
 from worker.engine.attention.base import AttentionBackend, AttentionMetadata, AttentionShape
 from worker.engine.attention.flash import FlashAttention, FlashLibrary, flash_refusal
 from worker.engine.attention.token_major import without_garbage
-from worker.engine.attention.torch_varlen import TorchVarlenAttention, missing_parameters
+from worker.engine.attention.torch_varlen import TorchVarlenAttention, find_varlen, missing_parameters
 
 RAGGED = ((1, 600), (33, 33), (1, 1), (19, 251), (40, 300))
 DECODES = ((1, 600), (1, 1), (1, 256), (1, 257))
@@ -212,11 +213,23 @@ def test_block_size_head_size_and_dtype_rules(
 
 
 def test_torch_varlen_refuses_what_it_cannot_do() -> None:
+    try:
+        find_varlen()
+    except ImportError as error:
+        pytest.skip(str(error))
     cuda = torch.device("cuda")
     plain, capped = AttentionShape(4, 2, 64, 0.125), AttentionShape(4, 2, 64, 0.125, softcap=30.0)
     assert "soft-cap" in str(TorchVarlenAttention.why_not(cuda, torch.bfloat16, capped, 256))
     assert "256" in str(TorchVarlenAttention.why_not(cuda, torch.bfloat16, plain, 16))
     assert TorchVarlenAttention.why_not(cuda, torch.bfloat16, plain, 256) is None
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_an_older_torch_is_named_where_another_would_help(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(varlen, "varlen_attn", lambda query, key, value: None)
+    shape = AttentionShape(4, 2, 64, 0.125)
+    reason = TorchVarlenAttention.why_not(torch.device(device), torch.bfloat16, shape, 256)
+    assert ("takes no block_table" in str(reason)) is (device == "cuda")
 
 
 def test_an_older_torch_is_known_by_its_signature() -> None:
