@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -86,14 +86,19 @@ def _workload(name: str, arguments: argparse.Namespace) -> Workload:
     return generate(name, arguments.seed, arguments.share) if name in SHAPES else load(Path(name))
 
 
-def _options(arguments: argparse.Namespace) -> EngineOptions:
-    settings = {}
-    for assignment in arguments.set:
+def settings_of(assignments: Iterable[str]) -> dict[str, object]:
+    """NAME=VALUE each, the value as JSON or else as text."""
+    settings: dict[str, object] = {}
+    for assignment in assignments:
         name, _, text = assignment.partition("=")
         try:
             settings[name] = json.loads(text)
         except json.JSONDecodeError:
             settings[name] = text
+    return settings
+
+
+def _options(arguments: argparse.Namespace) -> EngineOptions:
     return EngineOptions(
         model=arguments.model,
         dtype=arguments.dtype,
@@ -101,7 +106,7 @@ def _options(arguments: argparse.Namespace) -> EngineOptions:
         pool_tokens=arguments.pool_tokens,
         max_batch_tokens=arguments.max_batch_tokens,
         max_sequences=arguments.max_sequences,
-        settings=settings,
+        settings=settings_of(arguments.set),
     )
 
 

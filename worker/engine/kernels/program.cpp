@@ -27,11 +27,13 @@ struct Row {
     int64_t first, count;
     int32_t parts;
     int64_t stopped, answer;  // told by part 0
+    int64_t *ended;           // when each call was over, ns; null: nobody asks
 
     void run(Gate *gate, int32_t part, Scratch *scratch) {
         Team team(gate, part, parts, scratch);
         for (int64_t i = first; i < count; ++i) {
             const int64_t number = calls[i].member(calls[i].arguments, &team);
+            if (ended && part == 0) ended[i] = now_ns();
             if (!number) continue;
             if (part == 0) stopped = i, answer = number;
             return;
@@ -158,9 +160,11 @@ class Pool {
 }  // namespace
 
 // Runs calls [first, count). Returns count, or the index of the call that answered, with its number in `answer`.
-extern "C" int64_t tokenmill_run(const Call *calls, int64_t first, int64_t count, int64_t num_threads, int64_t *answer) {
+// `ended`, unless it is null, gets when each of them was over, of the monotonic clock in nanoseconds.
+extern "C" int64_t tokenmill_run(
+    const Call *calls, int64_t first, int64_t count, int64_t num_threads, int64_t *answer, int64_t *ended) {
     static thread_local Pool pool;
-    Row row{calls, first, count, (int32_t)num_threads, count, 0};
+    Row row{calls, first, count, (int32_t)num_threads, count, 0, ended};
     pool.run(row);
     *answer = row.answer;
     return row.stopped;

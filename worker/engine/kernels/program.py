@@ -8,7 +8,9 @@ threads: a helper that has no core keeps nobody waiting (`team.h`).
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from ctypes import c_int64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +60,7 @@ class Caller:
         """What the kernel answers: 0 when done."""
         call = _Call(ctypes.cast(member, c_void_p), ctypes.addressof(arguments))
         answer = c_int64()
-        self._run(ctypes.byref(call), c_int64(0), c_int64(1), c_int64(num_threads), ctypes.byref(answer))
+        self._run(ctypes.byref(call), c_int64(0), c_int64(1), c_int64(num_threads), ctypes.byref(answer), None)
         return answer.value
 
 
@@ -68,11 +70,33 @@ def _runner(cache_dir: Path | None, march: str) -> Any:
     return run
 
 
-class Program:
-    """Raises KernelUnavailableError where it cannot be compiled."""
+class KernelTimes:
+    """What watched programs spend in each kernel, by its name: seconds as their caller sees them, from the end of the
+    call before it.
+    """
 
-    def __init__(self, steps: Sequence[Step], cache_dir: Path | None = None, march: str = "native") -> None:
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    def add(self, names: Iterable[str], begun_ns: int, ended_ns: Iterable[int]) -> None:
+        for name, end_ns in zip(names, ended_ns, strict=True):
+            self.seconds[name] += (end_ns - begun_ns) / 1e9
+            begun_ns = end_ns
+
+
+class Program:
+    """Raises KernelUnavailableError where it cannot be compiled. `times` are told of every run, where there are any."""
+
+    def __init__(
+        self,
+        steps: Sequence[Step],
+        cache_dir: Path | None = None,
+        march: str = "native",
+        times: KernelTimes | None = None,
+    ) -> None:
         self._run = _runner(cache_dir, march)
+        self._times = times
+        self._ended = None if times is None else (c_int64 * len(steps))()
         self._steps = tuple(steps)  # keeps the arguments alive
         self._calls = (_Call * len(steps))(
             *(_Call(ctypes.cast(step.member, c_void_p), ctypes.addressof(step.arguments)) for step in steps)
@@ -86,8 +110,12 @@ class Program:
         not at all if that raises.
         """
         last = self._count if stop is None else stop
-        threads, count = c_int64(num_threads), c_int64(last)
-        at = self._run(self._calls, c_int64(0), count, threads, self._answer_at)
+        threads, count, ended = c_int64(num_threads), c_int64(last), self._ended
+        begun_ns = 0 if ended is None else time.monotonic_ns()
+        at = self._run(self._calls, c_int64(0), count, threads, self._answer_at, ended)
         while at < last:
             on_answer(self._answer.value)
-            at = self._run(self._calls, c_int64(at), count, threads, self._answer_at)
+            at = self._run(self._calls, c_int64(at), count, threads, self._answer_at, ended)
+        if ended is not None and self._times is not None:
+            names = (step.member.__name__ for step in self._steps[:last])
+            self._times.add(names, begun_ns, ended[:last])

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from worker.engine.attention.cpu import CpuAttention
 from worker.engine.kernels.highest import HighestOutputs
 from worker.engine.kernels.linear import Epilogue
-from worker.engine.kernels.program import RowArguments, Step, move_rows
+from worker.engine.kernels.program import KernelTimes, RowArguments, Step, move_rows
 from worker.engine.model.fused.agreement import two_prompts
 from worker.engine.model.fused.layer import FusedList, FusedRow
 from worker.engine.model.fused.layer_calls import FLOAT_BYTES, LayerParts, Rotation, linear_arguments
@@ -109,6 +109,10 @@ class DirectForward:
         finally:
             self._highest.dismiss(self._head)
         return found
+
+    def watch(self, times: KernelTimes | None) -> None:
+        """Let them be told what the kernels of each pass take, from the next one on."""
+        self._run.watch(times)
 
     def _takes(self, step: AttentionStep) -> bool:
         return isinstance(step, PagedStep) and isinstance(step.backend, CpuAttention) and self._is_whole()

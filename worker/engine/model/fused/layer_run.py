@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from worker.engine.attention.cpu import CpuAttention
-from worker.engine.kernels.program import Program, Step
+from worker.engine.kernels.program import KernelTimes, Program, Step
 from worker.engine.model.fused.last_layer import LastLayerCalls, of_rows
 from worker.engine.model.fused.layer_calls import LayerCalls, LayerParts, LayerTable, Rotation, Scratch
 from worker.engine.model.paged import LayerBinding, PagedStep
@@ -41,8 +41,13 @@ class LayerRun:
         self._group = 0  # of the last layer
         self._workspace = (0, 0)
         self._version = self._num_tokens = -1
+        self._times: KernelTimes | None = None
         for part in parts:
             scratch.reserve(part.widths, part.weights)
+
+    def watch(self, times: KernelTimes | None) -> None:
+        """From the next run on."""
+        self._times, self._backend = times, None
 
     def __call__(self, hidden_states: Tensor, kwargs: Mapping[str, Any]) -> Tensor | None:
         """The rows that the layers make of `[1, num_tokens, hidden]`, called with the arguments of Transformers'
@@ -103,9 +108,9 @@ class LayerRun:
     def _build(self, backend: CpuAttention) -> None:
         steps = [calls.steps(backend) for calls in self._calls]
         before = [*self._before, *(step for layer in steps[:-1] for step in layer)]
-        self._program = Program([*before, *steps[-1], *self._after])
+        self._program = Program([*before, *steps[-1], *self._after], times=self._times)
         if self._narrow is not None:
-            self._narrow_program = Program([*before, *self._narrow.steps(backend), *self._after])
+            self._narrow_program = Program([*before, *self._narrow.steps(backend), *self._after], times=self._times)
         self._without_last = len(before)
         self._backend = backend
 
