@@ -1,5 +1,5 @@
-"""`ops/bench step`: where the time of a decode step goes, by part: linear layers, attention, the other kernels, and what
-runs around them (Python: planning, inputs, events).
+"""`ops/bench step`: where the time of a decode step goes, by part: linear layers, attention, the other kernels, and
+what runs around them (Python: planning, inputs, events).
 
 Each part is timed inside the engine's own steps, where kernels find the caches as the one before left them. What is
 fused into a linear layer (the norm before it, the gate, the addition behind it) counts there. It knows no queue.
