@@ -14,11 +14,18 @@ from ops.benchmarks.simulation.calibration import STORED, calibrate
 from ops.benchmarks.simulation.costs import H200, LLAMA_8B, CostModel
 from ops.benchmarks.simulation.engine_report import POLICIES, figures, is_good
 from ops.benchmarks.simulation.engine_run import Outcome, SimulatedEngine
-from ops.benchmarks.simulation.queue_layer import CUTTINGS, simulate
+from ops.benchmarks.simulation.queue_claims import POLL_S, Claims
+from ops.benchmarks.simulation.queue_layer import simulate
+from ops.benchmarks.simulation.queue_load import CUTTINGS, EIGHTS, INTERACTIVE, TOKENS, Cutting, Mix, Observations
+from ops.benchmarks.simulation.queue_log import Log, Step, in_parts, num_chunks
 from ops.benchmarks.simulation.queue_report import KEPT, carried
 from ops.benchmarks.simulation.queue_server import HOP_S, Clock, QueueServer
-from ops.benchmarks.simulation.queue_worker import LEASE_S, Mix
+from ops.benchmarks.simulation.queue_worker import LEASE_S
 from ops.benchmarks.simulation.trace import Arrival, arrivals
+from tests.publish.support import FakeLog, admit, event
+from worker.consume.consumer import MAX_AT_ONCE
+from worker.publish.publisher import Publisher
+from worker.service import EVENTS_AT_ONCE, in_turn
 
 COSTS = CostModel()
 
@@ -109,50 +116,148 @@ class TestQueueServer:
         assert server.busy == {"x": 0.75}
 
 
+class TestClaims:
+    COSTS = replace(STORED, claim=1e-3, claimed=0.0)
+
+    def begin(self, room: int) -> None:
+        """One worker with so many free places, and nothing that frees another."""
+        self.clock, self.room = Clock(), room
+        self.taken: list[tuple[float, int]] = []
+        self.server = QueueServer(self.clock, measured_from=0.0, measured_to=math.inf)
+        self.worker = Claims(self.server, self.COSTS, Observations(0.0), lambda: self.room, self.take)
+
+    def take(self, count: int) -> None:
+        self.room -= count
+        self.taken.append((self.clock.now, count))
+
+    @property
+    def num_claims(self) -> int:
+        return round(self.server.busy["claim"] / self.COSTS.claim)
+
+    def test_a_claim_that_filled_the_places_is_the_last(self) -> None:
+        self.begin(room=MAX_AT_ONCE + 8)
+        self.worker.wait()
+        self.clock.run(until=POLL_S / 2)
+        assert [count for _, count in self.taken] == [MAX_AT_ONCE, 8]
+        assert self.num_claims == 2, "none that asks for nothing"
+
+    def test_room_is_claimed_for_when_it_is_noticed_and_one_call_is_under_way(self) -> None:
+        self.begin(room=3)
+        self.worker.wait()
+        self.clock.run(until=HOP_S)
+        self.room += 2
+        self.worker.notice_room()  # the first is under way: asked for behind it
+        self.clock.run(until=0.1)
+        self.room += 1
+        self.clock.run(until=0.2)
+        self.worker.notice_room()
+        self.clock.run(until=0.3)
+        claim = 2 * HOP_S + self.COSTS.claim
+        assert [count for _, count in self.taken] == [3, 2, 1]
+        assert [at for at, _ in self.taken] == pytest.approx([claim, 2 * claim, 0.2 + claim])
+        assert self.num_claims == 3
+
+    def test_where_nothing_makes_room_it_looks_once_per_poll_interval(self) -> None:
+        self.begin(room=0)
+        self.worker.wait()
+        self.clock.run(until=3.5 * POLL_S)
+        assert (self.num_claims, self.taken) == (3, [])
+
+    def test_no_claim_of_a_busy_worker_comes_back_empty(self) -> None:
+        result = simulate(1, TestQueueLayer.MIX, TOKENS, self.COSTS, seconds=10.0)
+        assert result.busy["claim"] * 10.0 / self.COSTS.claim == pytest.approx(len(result.claims_s), abs=1)
+
+
+class TestLog:
+    """As the product cuts what has piled up into parts, and these into chunks."""
+
+    COSTS = replace(STORED, append=1.0, chunk={1: 1.0, 8: 1.0, 32: 1.0}, opened=3.0)
+
+    def step(self, sequences: int, opened: int = 0) -> Step:
+        return Step(0.0, sequences, sequences, tokens=sequences, chunks=sequences, opened=opened, ended=0)
+
+    @pytest.mark.parametrize("sizes", [[256] * 3, [100] * 3, [250, 256, 3], [300], [7]])
+    def test_parts_are_those_of_the_service(self, sizes: list[int]) -> None:
+        parts = in_parts([self.step(size) for size in sizes], 256)
+        events = [event("a", job_id=str(number)) for size in sizes for number in range(size)]
+        assert [sum(step.events for step in part) for part in parts] == [len(p) for p in in_turn(events, (), 256)]
+        assert sum(step.tokens for part in parts for step in part) == sum(sizes), "no token is lost in the cutting"
+
+    @pytest.mark.parametrize("cutting", [TOKENS, INTERACTIVE])
+    @pytest.mark.parametrize(("sequences", "steps"), [(256, 4), (250, 2), (100, 3), (16, 20), (1, 40)])
+    async def test_chunks_are_as_many_as_the_publishers(self, cutting: Cutting, sequences: int, steps: int) -> None:
+        log = FakeLog()
+        publisher = Publisher(log)
+        names = [str(number) for number in range(sequences)]
+        for name in names:
+            publisher.open(await admit(name))
+        await publisher.handle([event("a", job_id=name) for name in names])
+        log.calls.clear()
+        events = [event("b", job_id=name) for name in names * steps]
+        urgent = {each.request_id for each in events} if cutting.is_urgent else set()
+        for part in in_turn(events, urgent, max(EVENTS_AT_ONCE, sequences)):
+            await publisher.handle(part)
+        made = [self.step(sequences)] * steps
+        parts = [made] if cutting.is_urgent else in_parts(made, max(EVENTS_AT_ONCE, sequences))
+        assert [num_chunks(part, cutting) for part in parts] == [len(call) for call in log.calls]
+
+    def test_ends_leave_with_their_part_and_room_is_noticed_behind_the_last(self) -> None:
+        clock, told = Clock(), list[object]()
+        server = QueueServer(clock, measured_from=0.0, measured_to=math.inf)
+        log = Log(server, self.COSTS, Observations(0.0), TOKENS, 256, told.append, lambda: told.append("room"))
+        for opened in (0, 256, 0):  # the first goes alone, the others pile up meanwhile
+            log.add(replace(self.step(256, opened), ended=2))
+        clock.run(until=math.inf)
+        assert told == [2, "room", 2, 2, "room"]
+        assert server.busy["append"] == pytest.approx(3 * 1.0 + 2 * 256 * 1.0 + 256 * 3.0), "a job's first is dearer"
+
+
 class TestQueueLayer:
     MIX = Mix("a mix", 64, 220, num_sequences=100)
-    COSTS = replace(STORED, append=20e-6, chunk={"token chunks": 10e-6, "chunks of 8": 10e-6, "checkpoints": 10e-6})
+    COSTS = replace(STORED, append=20e-6, chunk={1: 10e-6, 8: 10e-6, 32: 10e-6}, opened=10e-6)
 
     def test_beside_an_idle_server_the_devices_do_what_they_can(self) -> None:
-        result = simulate(1, self.MIX, CUTTINGS[0], self.COSTS)
+        result = simulate(1, self.MIX, TOKENS, self.COSTS)
         assert result.speed == pytest.approx(1.0, rel=0.05)
         assert result.times_ms()["added_p50_ms"] == pytest.approx(1e3 * (HOP_S + 20e-6 + 100 * 10e-6), rel=0.3)
         assert result.busy["append"] == pytest.approx(result.tokens_s * (20e-6 / 100 + 10e-6), rel=0.05)
         assert result.jobs_s * 190 == pytest.approx(result.tokens_s, rel=0.2), "what begins ends"
 
     def test_a_full_server_is_what_limits(self) -> None:
-        one, many = (simulate(workers, self.MIX, CUTTINGS[0], self.COSTS, seconds=2.0) for workers in (1, 48))
+        one, many = (simulate(workers, self.MIX, TOKENS, self.COSTS, seconds=2.0) for workers in (1, 48))
         assert many.utilisation == pytest.approx(1.0, rel=0.02)
         assert many.speed < 0.7
         assert many.times_ms()["claim_p99_ms"] > 10 * one.times_ms()["claim_p99_ms"]
         assert many.times_ms()["heartbeat_p99_ms"] < 1e3 * LEASE_S, "or the workers would lose their jobs"
 
-    def test_steps_that_pile_up_share_chunks(self) -> None:
-        full = simulate(16, self.MIX, CUTTINGS[0], self.COSTS, seconds=4.0)
+    def test_steps_that_pile_up_share_chunks_where_they_go_as_one(self) -> None:
+        full = simulate(16, self.MIX, INTERACTIVE, self.COSTS, seconds=4.0)
         assert full.tokens_s > 200_000, "10 µs a chunk, were each token one"
         assert full.tokens_s == pytest.approx(full.jobs_s * 190, rel=0.2), "no token is lost in the sharing"
+        assert simulate(16, self.MIX, TOKENS, self.COSTS, seconds=4.0).tokens_s < full.tokens_s
 
     def test_gathered_chunks_make_room(self) -> None:
-        each, gathered = (simulate(8, self.MIX, cutting, self.COSTS, seconds=4.0) for cutting in CUTTINGS[:2])
+        each, gathered = (simulate(8, self.MIX, cutting, self.COSTS, seconds=4.0) for cutting in (TOKENS, EIGHTS))
         assert gathered.speed > 0.97
         assert gathered.busy["append"] < each.busy["append"] / 2
         assert gathered.tokens_s == pytest.approx(gathered.jobs_s * 190, rel=0.2), "no token is lost in the cutting"
 
     def test_carried_is_where_speed_falls(self) -> None:
-        results = [simulate(workers, self.MIX, CUTTINGS[0], self.COSTS, seconds=2.0) for workers in (1, 16)]
-        limit = carried(self.MIX, CUTTINGS[0], self.COSTS, results)
-        assert simulate(limit, self.MIX, CUTTINGS[0], self.COSTS).speed >= KEPT
-        assert simulate(limit + 2, self.MIX, CUTTINGS[0], self.COSTS).speed < KEPT
+        results = [simulate(workers, self.MIX, TOKENS, self.COSTS, seconds=2.0) for workers in (1, 16)]
+        limit = carried(self.MIX, TOKENS, self.COSTS, results)
+        assert simulate(limit, self.MIX, TOKENS, self.COSTS).speed >= KEPT
+        assert simulate(limit + 2, self.MIX, TOKENS, self.COSTS).speed < KEPT
 
 
 @pytest.mark.redis
 def test_costs_are_measured_on_the_real_server() -> None:
     costs = calibrate(rounds=1)
-    assert set(costs.chunk) == {cutting.name for cutting in CUTTINGS}
+    assert set(costs.chunk) == {cutting.tokens for cutting in CUTTINGS}
     for name, seconds in asdict(costs).items():
         for each in seconds.values() if isinstance(seconds, dict) else (seconds,):
             assert 0 <= each < 0.01, name
     assert min(costs.chunk.values()) > 0 < costs.submit
+    assert costs.opened > costs.chunk[1], "the server has asked for the job once, and not again"
 
 
 def test_the_command_writes_both_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,9 +15,8 @@ import redis.asyncio
 
 from api_client import AsyncClient
 from api_client.cancellation import end_task
-from ops.benchmarks.simulation.queue_layer import CUTTINGS
+from ops.benchmarks.simulation.queue_load import CHECKPOINTS, EIGHTS, TOKENS, Cutting
 from ops.benchmarks.simulation.queue_server import ScriptCosts
-from ops.benchmarks.simulation.queue_worker import Cutting
 from schemas.chunk import Chunk
 from schemas.control import WorkerStatus
 from schemas.generation import FinishReason
@@ -31,17 +30,19 @@ NUM_JOBS, NUM_SINGLE, GROUP = 256, 64, 16  # jobs; those claimed and finished on
 NUM_STEPS = 40
 NUM_SUBSCRIBERS = 8  # connections: backends share one between their streams
 
-# As `calibrate` measured them on two cores of a Xeon, Valkey 9, append-only file on: the least of five.
+# As `calibrate` measured them on two cores of a Xeon with AMX (lscpu: model 167 of family 6), Valkey 9.1.2, append-only
+# file on: the least of 45 rounds in a quarter of an hour, in which others used the machine.
 STORED = ScriptCosts(
-    append=74.1e-6,
-    chunk={"token chunks": 10.9e-6, "chunks of 8": 13.0e-6, "checkpoints": 13.8e-6},
-    claim=165.3e-6,
-    claimed=54.3e-6,
-    finish=133.0e-6,
-    finished=55.4e-6,
-    heartbeat=59.4e-6,
-    held=3.2e-6,
-    submit=121.6e-6,
+    append=21.2e-6,
+    chunk={1: 3.1e-6, 8: 3.7e-6, 32: 3.7e-6},
+    opened=10.6e-6,
+    claim=115.7e-6,
+    claimed=25.4e-6,
+    finish=69.2e-6,
+    finished=21.0e-6,
+    heartbeat=37.4e-6,
+    held=1.4e-6,
+    submit=69.7e-6,
 )
 
 _CALLS = tuple(each.name for each in fields(ScriptCosts) if each.name != "chunk")
@@ -53,7 +54,7 @@ def calibrate(rounds: int = 3) -> ScriptCosts:
     for _ in range(rounds):
         with EmbeddedValkey() as server:
             found.append(asyncio.run(_measure(server.url)))
-    chunk = {name: min(costs.chunk[name] for costs in found) for name in found[0].chunk}
+    chunk = {tokens: min(costs.chunk[tokens] for costs in found) for tokens in found[0].chunk}
     calls = {name: min(getattr(costs, name) for costs in found) for name in _CALLS}
     return ScriptCosts(chunk=chunk, **calls)
 
@@ -75,7 +76,7 @@ async def _measure(url: str) -> ScriptCosts:
         claim_many = await meter.per_call(lambda: claim(GROUP), (NUM_JOBS - NUM_SINGLE) // GROUP)
         channels = [keys.chunks(delivery.job_id) for delivery in deliveries]
         await _listen(stack, url, [channels[n::NUM_SUBSCRIBERS] for n in range(NUM_SUBSCRIBERS)])
-        append, chunk = await _append_costs(meter, stream, deliveries)
+        append, opened, chunk = await _append_costs(meter, stream, deliveries)
         status = WorkerStatus(worker_id="w", model="a-model", running=NUM_JOBS)
         beat_all = await meter.per_call(lambda: stream.heartbeat(status), NUM_STEPS)
         idle = JobStream(connection, keys, "idle")
@@ -88,6 +89,7 @@ async def _measure(url: str) -> ScriptCosts:
     return ScriptCosts(
         append=append,
         chunk=chunk,
+        opened=opened,
         claim=max(0.0, claim_one - claimed),
         claimed=claimed,
         finish=max(0.0, finish_one - finished),
@@ -100,8 +102,8 @@ async def _measure(url: str) -> ScriptCosts:
 
 async def _append_costs(
     meter: "_Meter", stream: JobStream, deliveries: list[Delivery]
-) -> tuple[float, dict[str, float]]:
-    """A call's own part, and a chunk's by the way of cutting."""
+) -> tuple[float, float, dict[int, float]]:
+    """A call's own part, a chunk's that is its job's first, and a later one's by the tokens in it."""
     ends = dict.fromkeys((delivery.job_id for delivery in deliveries), 0)
 
     async def append(cutting: Cutting, some: list[Delivery]) -> None:
@@ -112,11 +114,16 @@ async def _append_costs(
         if await stream.append(items):
             raise RuntimeError("the server refused a chunk of the calibration")
 
-    one = await meter.per_call(lambda: append(CUTTINGS[0], deliveries[:1]), NUM_STEPS)
-    many = {cutting.name: await meter.per_call(partial(append, cutting, deliveries), NUM_STEPS) for cutting in CUTTINGS}
-    first = (many[CUTTINGS[0].name] - one) / (len(deliveries) - 1)
-    call = max(0.0, one - first)
-    return call, {name: (seconds - call) / len(deliveries) for name, seconds in many.items()}
+    first = await meter.per_call(lambda: append(TOKENS, deliveries), 1)  # from here on the voucher holds for all
+    one = await meter.per_call(lambda: append(TOKENS, deliveries[:1]), NUM_STEPS)
+    many = {
+        cutting.tokens: await meter.per_call(partial(append, cutting, deliveries), NUM_STEPS)
+        for cutting in (TOKENS, EIGHTS, CHECKPOINTS)
+    }
+    each = (many[TOKENS.tokens] - one) / (len(deliveries) - 1)
+    call = max(0.0, one - each)
+    chunks = {tokens: (seconds - call) / len(deliveries) for tokens, seconds in many.items()}
+    return call, (first - call) / len(deliveries), chunks
 
 
 class _Meter:

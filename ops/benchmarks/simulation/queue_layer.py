@@ -10,17 +10,13 @@ from functools import cache
 
 from ops.benchmarks.figures import percentile
 from ops.benchmarks.simulation.costs import CostModel
+from ops.benchmarks.simulation.queue_load import CUTTINGS, TOKENS, Cutting, Mix, Observations
 from ops.benchmarks.simulation.queue_server import Clock, QueueServer, ScriptCosts
-from ops.benchmarks.simulation.queue_worker import Cutting, Mix, Observations, Worker
+from ops.benchmarks.simulation.queue_worker import Worker
 
-CUTTINGS = (
-    Cutting("token chunks", 1),  # stream: true
-    Cutting("chunks of 8", 8),
-    Cutting("checkpoints", 32, is_published=False),  # stream: false
-)
 MIXES = (Mix("short prompts", 64, 220), Mix("long prompts", 1_350, 1_500))
 SETTLE_S, SETTLE_PER_WORKER_S = 4.0, 0.4  # not counted: workers of an overloaded queue fill their buffers first
-NO_COSTS = ScriptCosts(0.0, dict.fromkeys((cutting.name for cutting in CUTTINGS), 0.0), *(0.0,) * 7)
+NO_COSTS = ScriptCosts(0.0, dict.fromkeys((cutting.tokens for cutting in CUTTINGS), 0.0), *(0.0,) * 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,4 +84,4 @@ def simulate(
 @cache
 def device_tokens_s(mix: Mix) -> float:
     """Of one worker beside a server that takes no time."""
-    return simulate(4, mix, CUTTINGS[0], NO_COSTS, seconds=24.0).tokens_s / 4
+    return simulate(4, mix, TOKENS, NO_COSTS, seconds=24.0).tokens_s / 4

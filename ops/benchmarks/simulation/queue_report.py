@@ -7,9 +7,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ops.benchmarks.simulation.queue_layer import CUTTINGS, MIXES, QueueResult, simulate
+from ops.benchmarks.simulation.queue_layer import MIXES, QueueResult, simulate
+from ops.benchmarks.simulation.queue_load import CUTTINGS, Cutting, Mix
 from ops.benchmarks.simulation.queue_server import ScriptCosts
-from ops.benchmarks.simulation.queue_worker import Cutting, Mix
 from ops.benchmarks.tables import plain_table
 
 WORKERS = (1, 2, 4, 8, 16, 32, 64)
@@ -101,9 +101,10 @@ def _verdict(name: str, limit: int, rows: Sequence[dict[str, Any]]) -> str:
 
 def _show_costs(costs: ScriptCosts, console: Console) -> None:
     """Microseconds of the server's thread."""
-    chunks = ", ".join(f"{1e6 * seconds:.1f} ({name})" for name, seconds in costs.chunk.items())
+    chunks = ", ".join(f"{1e6 * seconds:.1f} (of {tokens})" for tokens, seconds in costs.chunk.items())
     console.print(
-        f"\n[b]The queue server's thread[/b], µs: append {1e6 * costs.append:.0f} and per chunk {chunks}; claim "
+        f"\n[b]The queue server's thread[/b], µs: append {1e6 * costs.append:.0f} and per chunk {chunks}, a "
+        f"job's first {1e6 * costs.opened:.1f}; claim "
         f"{1e6 * costs.claim:.0f} and {1e6 * costs.claimed:.0f} a job; finish {1e6 * costs.finish:.0f} and "
         f"{1e6 * costs.finished:.0f} a job; submit {1e6 * costs.submit:.0f}; "
         f"heartbeat {1e6 * costs.heartbeat:.0f} and {1e6 * costs.held:.1f} a job",

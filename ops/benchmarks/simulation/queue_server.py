@@ -16,11 +16,13 @@ HOP_S = 100e-6  # one way, within a data centre
 class ScriptCosts:
     """Seconds of the server's main thread, as `calibrate` measures them: a call's own part, and per item in it.
 
-    `chunk`: per chunk of an append, by the way of cutting (its name).
+    `chunk`: per chunk of an append, by the tokens in it (those of a checkpoint are told to nobody), where the worker's
+    voucher holds. `opened`: per chunk that is its job's first, for which the job is asked for, and its log begun.
     """
 
     append: float
-    chunk: dict[str, float]
+    chunk: dict[int, float]
+    opened: float
     claim: float
     claimed: float
     finish: float
@@ -28,6 +30,11 @@ class ScriptCosts:
     heartbeat: float
     held: float
     submit: float
+
+    @property
+    def token(self) -> float:
+        """Each that goes along in a chunk."""
+        return max(0.0, self.chunk[8] - self.chunk[1]) / 7
 
 
 class Clock:

@@ -1,69 +1,28 @@
 """One worker in virtual time, with the product's loops: engine steps, appends, claims, finishes, heartbeats.
 
-    place free ─▶ claim ─▶ joins the next step ─▶ a token per step ─▶ append (one under way) ─▶ SQL ─▶ finish
+    place free ─▶ claim ─▶ joins the next step ─▶ a token per step ─▶ append ─▶ SQL ─▶ finish
 
-Each loop has one call under way, as the real one; the engine goes on while appends wait, and claims stop when too
-many tokens do. It knows no scripts, only what they cost. Claims are as they once were: for every free place, and again
-after one that got all it asked for.
+Each loop has one call under way, as the real one; the engine goes on while appends wait, until the jobs that were
+claimed have ended: a place is free when its job's end is logged. It knows no scripts, only what they cost.
 """
 
-import math
 import random
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from ops.benchmarks.simulation.costs import CostModel
-from ops.benchmarks.simulation.queue_server import Clock, QueueServer, ScriptCosts
+from ops.benchmarks.simulation.queue_claims import Claims
+from ops.benchmarks.simulation.queue_load import Cutting, Mix, Observations
+from ops.benchmarks.simulation.queue_log import Log, Step
+from ops.benchmarks.simulation.queue_server import QueueServer, ScriptCosts
 from ops.benchmarks.simulation.trace import MAX_ANSWER, answer_length
-from worker.publish.chunker import MOST_TOGETHER
+from worker.service import LOOKAHEAD
+from worker.settings import Settings
 
-LEASE_S, HEARTBEAT_S = 10.0, 10.0 / 3
+_DEFAULTS = Settings.model_construct()
+LEASE_S, HEARTBEAT_S = _DEFAULTS.lease_seconds, _DEFAULTS.heartbeat_interval
+MAX_GROUP, MAX_BUFFERED = _DEFAULTS.record_group, _DEFAULTS.record_buffer
 COMMIT_S = 0.004  # one SQL transaction, whatever is in it
-CLAIM_GAP_S = 0.005  # after a claim that found less than it wanted: consumer.SHORTEST_GAP_S
-MAX_UNLOGGED, MAX_APPENDS = 50_000, 2_048  # tokens, chunks: publisher.PublishLimits
-LOOKAHEAD = 4  # jobs claimed before there is a place for them: service.LOOKAHEAD
-
-
-@dataclass(frozen=True, slots=True)
-class Cutting:
-    """How answers become chunks; those of bulk are logged and not published."""
-
-    name: str
-    tokens: int
-    is_published: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Mix:
-    """What the jobs are like. A sequence reads `context` tokens of keys and values per step on average."""
-
-    name: str
-    prompt_tokens: int
-    context: int
-    num_sequences: int = 256
-
-
-@dataclass(slots=True)
-class Observations:
-    """Of all workers, from `since` on; seconds. Tokens count when they are logged."""
-
-    since: float
-    tokens: int = 0
-    jobs: int = 0
-    claims_s: list[float] = field(default_factory=list)
-    added_s: list[float] = field(default_factory=list)
-    beats_s: list[float] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class _Frame:
-    """What one engine step made: chunks to append, jobs at their end."""
-
-    at: float
-    chunks: int
-    tokens: int
-    ended: int
 
 
 class Worker:
@@ -78,26 +37,29 @@ class Worker:
         source: random.Random,
         on_finished: Callable[[int], None],
     ) -> None:
-        self._server, self._costs, self._device = server, costs, device
-        self._clock: Clock = server.clock
+        self._server, self._clock, self._costs, self._device = server, server.clock, costs, device
         self._mix, self._cutting, self._seen, self._source = mix, cutting, seen, source
-        self._on_finished = on_finished
         self._step = 0
         self._running = 0
         self._joining = 0
         self._phases = [0] * cutting.tokens  # sequences by the step at which their chunk is full
+        self._openings: dict[int, int] = defaultdict(int)  # step → jobs whose first chunk is full
         self._ends: dict[int, list[int]] = defaultdict(list)  # step → lengths of the answers that end there
-        self._frames: deque[_Frame] = deque()
-        self._unlogged = 0
-        self._is_appending = self._is_claiming = self._is_stepping = False
-        self._to_record = 0
-        self._is_recording = False
+        self._is_stepping = False
+        self._in_hand = 0  # claimed, their end not logged
+        self._records = Records(server, costs, seen, on_finished)
+        self._claims = Claims(server, costs, seen, self._credits, self._take)
+        self._log = Log(
+            server, costs, seen, cutting, mix.num_sequences, on_ended=self._ended, on_room=self._claims.notice_room
+        )
 
     def start(self, delay: float) -> None:
         """In mid-service: every place taken, each answer somewhere on its way."""
-        for _ in range(self._mix.num_sequences):
+        self._in_hand = self._mix.num_sequences
+        for _ in range(self._in_hand):
             self._admit(self._source.randint(1, self._running_length()))
         self._clock.at(delay, self._begin_step)
+        self._clock.at(delay, self._claims.wait)
         self._clock.at(delay + self._source.random() * HEARTBEAT_S, self._beat)
 
     def _running_length(self) -> int:
@@ -110,9 +72,12 @@ class Worker:
     # ── engine ──
 
     def _admit(self, length: int) -> None:
+        cutting, opening = self._cutting, self._step + self._cutting.first - 1
         self._running += 1
-        self._phases[(self._step - 1) % self._cutting.tokens] += 1
+        self._phases[opening % cutting.tokens] += 1
         self._ends[self._step + length - 1].append(length)
+        if length >= cutting.first:
+            self._openings[opening] += 1
 
     def _begin_step(self) -> None:
         joined = min(self._joining, self._mix.num_sequences - self._running)
@@ -127,117 +92,50 @@ class Worker:
             self._clock.at(self._clock.now + seconds, self._end_step)
 
     def _end_step(self) -> None:
-        size = self._cutting.tokens
-        ended = self._ends.pop(self._step, [])
-        rests = [length % size for length in ended if length % size]
-        full = self._phases[self._step % size]
-        for length in ended:
-            self._phases[(self._step - length) % size] -= 1
-        self._running -= len(ended)
+        made = self._made()
+        self._running -= made.ended
         self._step += 1
-        if full or ended:
-            frame = _Frame(self._clock.now, full + len(rests), full * size + sum(rests), len(ended))
-            self._frames.append(frame)
-            self._unlogged += frame.tokens
-            self._append()
-        if ended:
-            self._claim()
+        if made.chunks or made.ended:
+            self._log.add(made)
         self._begin_step()
 
-    # ── log ──
-
-    def _append(self) -> None:
-        """All steps that wait, in one call."""
-        if self._is_appending or not self._frames:
-            return
-        self._is_appending = True
-        frames = [self._frames.popleft()]
-        while self._frames and self._num_chunks([*frames, self._frames[0]]) <= MAX_APPENDS:
-            frames.append(self._frames.popleft())
-
-        def then(effect: float) -> None:
-            tokens = sum(frame.tokens for frame in frames)
-            self._is_appending = False
-            self._unlogged -= tokens
-            if effect >= self._seen.since:
-                self._seen.tokens += tokens
-                self._seen.added_s += [effect - frame.at for frame in frames]
-            self._to_record += sum(frame.ended for frame in frames)
-            self._record()
-            self._append()
-            self._claim()
-
-        self._server.call("append", self._costs.append + self._chunk_costs(frames), then)
-
-    def _num_chunks(self, frames: list[_Frame]) -> int:
-        """Tokens that are told share longer chunks where several steps wait (worker/publish/chunker.py)."""
-        if not self._cutting.is_published:
-            return sum(frame.chunks for frame in frames)
-        longest = min(MOST_TOGETHER, max(self._cutting.tokens, len(frames)))
-        tokens = sum(frame.tokens for frame in frames)
-        return max(math.ceil(tokens / longest), *(frame.chunks for frame in frames), 0)
-
-    def _chunk_costs(self, frames: list[_Frame]) -> float:
-        chunks, cost = self._num_chunks(frames), self._costs.chunk
-        shared = max(0, sum(frame.tokens for frame in frames) - chunks * self._cutting.tokens)
-        token = (cost["chunks of 8"] - cost["token chunks"]) / 7  # each that goes along
-        return chunks * cost[self._cutting.name] + shared * token
+    def _made(self) -> Step:
+        """An answer that is told to nobody is not logged at its end: its result is what counts."""
+        cutting, ended = self._cutting, self._ends.pop(self._step, [])
+        rests = [rest for length in ended if (rest := (length - cutting.first) % cutting.tokens)]
+        full, opened = self._phases[self._step % cutting.tokens], self._openings.pop(self._step, 0)
+        for length in ended:
+            self._phases[(self._step - length + cutting.first) % cutting.tokens] -= 1
+        return Step(
+            at=self._clock.now,
+            num_sequences=self._running,
+            events=self._running,
+            tokens=(full - opened) * cutting.tokens + opened * cutting.first + sum(rests),
+            chunks=full + (len(rests) if cutting.is_published else 0),
+            opened=opened,
+            ended=len(ended),
+        )
 
     # ── jobs ──
 
-    def _claim(self) -> None:
-        """As many as there are places; once more after a full one, which finds no place left and costs a call."""
-        if self._is_claiming or self._unlogged >= MAX_UNLOGGED or not self._credits:
-            return
-        self._is_claiming = True
-        self._ask(self._credits)
-
-    @property
     def _credits(self) -> int:
-        return self._mix.num_sequences + LOOKAHEAD - self._running - self._joining
+        """As Service.credits, of an engine that takes in at once what it is sent."""
+        return 0 if self._records.is_full else max(0, self._mix.num_sequences + LOOKAHEAD - self._in_hand)
 
-    def _ask(self, wanted: int) -> None:
-        asked_at = self._clock.now
+    def _take(self, count: int) -> None:
+        self._in_hand += count
+        self._joining += count
+        if not self._is_stepping:
+            self._begin_step()
 
-        def then(_effect: float) -> None:
-            self._joining += wanted
-            if wanted and asked_at >= self._seen.since:
-                self._seen.claims_s.append(self._clock.now - asked_at)
-            if wanted:
-                if not self._is_stepping:
-                    self._begin_step()
-                self._ask(self._credits)
-            else:
-                self._clock.at(self._clock.now + CLAIM_GAP_S, rest)
-
-        def rest() -> None:
-            self._is_claiming = False
-            self._claim()
-
-        self._server.call("claim", self._costs.claim + wanted * self._costs.claimed, then)
-
-    def _record(self) -> None:
-        if self._is_recording or not self._to_record:
-            return
-        self._is_recording = True
-        group, self._to_record = self._to_record, 0
-
-        def finish() -> None:
-            self._server.call("finish", self._costs.finish + group * self._costs.finished, then)
-
-        def then(effect: float) -> None:
-            self._is_recording = False
-            if effect >= self._seen.since:
-                self._seen.jobs += group
-            self._on_finished(group)
-            self._record()
-
-        self._clock.at(self._clock.now + COMMIT_S, finish)
+    def _ended(self, count: int) -> None:
+        self._in_hand -= count
+        self._records.add(count)
 
     # ── lease ──
 
     def _beat(self) -> None:
-        sent_at, held = self._clock.now, self._running + self._joining
+        sent_at, held = self._clock.now, self._in_hand + len(self._records)
 
         def then(_effect: float) -> None:
             if sent_at >= self._seen.since:
@@ -245,3 +143,55 @@ class Worker:
             self._clock.at(self._clock.now + HEARTBEAT_S, self._beat)
 
         self._server.call("heartbeat", self._costs.heartbeat + held * self._costs.held, then)
+
+
+class Records:
+    """Ended jobs in groups through SQL, then through the script that finishes them: each stage has a group in hand."""
+
+    def __init__(
+        self, server: QueueServer, costs: ScriptCosts, seen: Observations, on_finished: Callable[[int], None]
+    ) -> None:
+        self._server, self._clock, self._costs, self._seen = server, server.clock, costs, seen
+        self._on_finished = on_finished
+        self._to_record = self._to_finish = 0
+        self._recording = self._finishing = 0
+
+    def __len__(self) -> int:
+        return self._to_record + self._recording + self._to_finish + self._finishing
+
+    @property
+    def is_full(self) -> bool:
+        return len(self) >= MAX_BUFFERED
+
+    def add(self, count: int) -> None:
+        self._to_record += count
+        self._record()
+
+    def _record(self) -> None:
+        if self._recording or not self._to_record:
+            return
+        self._recording = min(self._to_record, MAX_GROUP)
+        self._to_record -= self._recording
+
+        def then() -> None:
+            self._to_finish += self._recording
+            self._recording = 0
+            self._finish()
+            self._record()
+
+        self._clock.at(self._clock.now + COMMIT_S, then)
+
+    def _finish(self) -> None:
+        if self._finishing or not self._to_finish:
+            return
+        group = self._finishing = min(self._to_finish, MAX_GROUP)
+        self._to_finish -= group
+
+        def then(effect: float) -> None:
+            self._finishing = 0
+            if effect >= self._seen.since:
+                self._seen.jobs += group
+            self._on_finished(group)
+            self._finish()
+
+        self._server.call("finish", self._costs.finish + group * self._costs.finished, then)
