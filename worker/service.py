@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from api_client.cancellation import wait_at_most
@@ -21,18 +21,18 @@ from worker.consume.consumer import Credits
 from worker.consume.job_stream import JobStream
 from worker.engine.host import EngineDied, EngineHost
 from worker.engine.mailbox import Frame, Ready
-from worker.engine.types import EngineStats, TokenEvent
+from worker.engine.types import EngineStats
 from worker.errors import RedisUnavailable
 from worker.jobs import Admitted, Delivery, Finished, Unwatched, Watcher
 from worker.publish.publisher import Publisher
 from worker.publish.report import PublishReport, RetryOrder
 from worker.quarantine import Quarantine
 from worker.record.finalizer import Finalizer
+from worker.turns import EVENTS_AT_ONCE, in_turn
 
 log = logging.getLogger(__name__)
 
 LOOKAHEAD = 4  # jobs claimed beyond the free places, so that a freed place is filled at the very next step
-EVENTS_AT_ONCE = 128
 HAND_OVER_S = 10.0  # a server that stands still must not hold up the end
 RESTART_PAUSE_S = (0.0, 1.0, 5.0, 15.0, 30.0)
 
@@ -327,21 +327,6 @@ class Service:
         self._stopping.set()
         if self._host is not None:
             await self._host.stop()
-
-
-def in_turn(events: Sequence[TokenEvent], urgent: Container[str], at_once: int) -> Iterator[Sequence[TokenEvent]]:
-    """Steps that piled up are published in parts: the urgent jobs' events first, and between the others' parts whoever
-    waits for the event loop has its turn. What one step makes goes as one.
-    """
-    if len(events) <= at_once:
-        yield events
-        return
-    first = [event for event in events if event.request_id in urgent]
-    if first:
-        yield first
-    rest = [event for event in events if event.request_id not in urgent] if first else events
-    for start in range(0, len(rest), at_once):
-        yield rest[start : start + at_once]
 
 
 def _tell(what: str, fraction: float) -> None:

@@ -2,8 +2,8 @@
 
     steps that have piled up ─▶ parts of as many events as a step may have ─▶ an append for each ─▶ ends, then room
 
-The steps that wait are taken together when all of those before are logged. Interactive jobs' go as one part. Where a
-part holds several tokens of a job they share chunks; what a part ends leaves the worker's hands with its append.
+The steps that wait are taken together when all of those before are logged, and parted by jobs; interactive ones go as
+one part. A job's tokens share chunks; what a part ends leaves the worker's hands with its append.
 """
 
 from __future__ import annotations
@@ -17,55 +17,57 @@ from ops.benchmarks.simulation.queue_load import Cutting, Observations
 from ops.benchmarks.simulation.queue_server import QueueServer, ScriptCosts
 from worker.publish.chunker import MOST_TOGETHER
 from worker.publish.publisher import PublishLimits
-from worker.service import EVENTS_AT_ONCE
+from worker.turns import EVENTS_AT_ONCE
 
 MAX_APPENDS = PublishLimits().max_appends
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """What an engine step made, or a piece of it: its events are of `num_sequences` different jobs at most. `opened` of
-    its chunks are their jobs' first ones."""
+class Steps:
+    """What one engine step made, or several, of `jobs` different jobs; `ats`: when each step was over. `opened` of the
+    chunks are their jobs' first ones."""
 
-    at: float
-    num_sequences: int
+    ats: tuple[float, ...]
+    jobs: int
     events: int
     tokens: int
     chunks: int
     opened: int
     ended: int
 
-    def cut(self, events: int) -> tuple[Step, Step]:
-        """The first so many events, and the others."""
-        names = ("tokens", "chunks", "opened", "ended")
-        first = {name: getattr(self, name) * events // self.events for name in names}
+    def cut(self, jobs: int) -> tuple[Steps, Steps]:
+        """What they made of so many jobs, and the others'."""
+        names = ("events", "tokens", "chunks", "opened", "ended")
+        first = {name: getattr(self, name) * jobs // self.jobs for name in names}
         rest = {name: getattr(self, name) - count for name, count in first.items()}
-        return replace(self, events=events, **first), replace(self, events=self.events - events, **rest)
+        return replace(self, jobs=jobs, **first), replace(self, jobs=self.jobs - jobs, **rest)
 
 
-def in_parts(steps: Sequence[Step], at_once: int) -> list[list[Step]]:
-    """Parts of so many events, the last of what is left (worker.service.in_turn, of jobs that are not urgent)."""
-    parts: list[list[Step]] = [[]]
-    room = at_once
-    for step in steps:
-        rest = step
-        while rest.events > room:
-            piece, rest = rest.cut(room)
-            parts[-1].append(piece)
-            parts.append([])
-            room = at_once
-        parts[-1].append(rest)
-        room -= rest.events
-    return [[step for step in part if step.events] for part in parts if any(step.events for step in part)]
+def together(steps: Sequence[Steps]) -> Steps:
+    """Steps of the same jobs, of which some may not be in all of them."""
+    sums = {
+        name: sum(getattr(step, name) for step in steps) for name in ("events", "tokens", "chunks", "opened", "ended")
+    }
+    return Steps(tuple(at for step in steps for at in step.ats), jobs=max(step.jobs for step in steps), **sums)
 
 
-def num_chunks(part: Sequence[Step], cutting: Cutting) -> int:
+def in_parts(pile: Steps, at_once: int) -> list[Steps]:
+    """Parts of whole jobs, of so many events at most (worker.turns.in_turn, of jobs that are not urgent)."""
+    if pile.events <= at_once:
+        return [pile]
+    jobs = max(1, at_once * pile.jobs // pile.events)
+    parts = []
+    while pile.jobs > jobs:
+        part, pile = pile.cut(jobs)
+        parts.append(part)
+    return [*parts, pile]
+
+
+def num_chunks(part: Steps, cutting: Cutting) -> int:
     """A stream's tokens that come together share chunks; never those of several jobs."""
-    chunks = sum(step.chunks for step in part)
-    if not cutting.is_published:
-        return chunks
-    events, most = sum(step.events for step in part), max(step.num_sequences for step in part)
-    return min(chunks, min(events, most) * math.ceil(events / most / MOST_TOGETHER))
+    if not cutting.is_published or not part.jobs:
+        return part.chunks
+    return min(part.chunks, min(part.events, part.jobs) * math.ceil(part.events / part.jobs / MOST_TOGETHER))
 
 
 class Log:
@@ -84,11 +86,11 @@ class Log:
         self._server, self._costs, self._seen, self._cutting = server, costs, seen, cutting
         self._on_ended, self._on_room = on_ended, on_room
         self._at_once = max(EVENTS_AT_ONCE, num_places)
-        self._steps: deque[Step] = deque()
-        self._parts: deque[list[Step]] = deque()
+        self._steps: deque[Steps] = deque()
+        self._parts: deque[Steps] = deque()
         self._is_appending = False
 
-    def add(self, step: Step) -> None:
+    def add(self, step: Steps) -> None:
         self._steps.append(step)
         if not self._is_appending:
             self._go_on()
@@ -99,31 +101,31 @@ class Log:
             if not self._parts:
                 self._parts.extend(self._take())
             part = self._parts.popleft()
-            if any(step.chunks for step in part):
+            if part.chunks:
                 self._append(part)
                 return
             self._settle(part, self._server.clock.now)
             if not self._parts:
                 self._on_room()
 
-    def _take(self) -> list[list[Step]]:
+    def _take(self) -> list[Steps]:
         steps = list(self._steps)
         if not self._cutting.is_urgent:
             self._steps.clear()
-            return in_parts(steps, self._at_once)
+            return in_parts(together(steps), self._at_once)
         fitting = 1
-        while fitting < len(steps) and num_chunks(steps[: fitting + 1], self._cutting) <= MAX_APPENDS:
+        while fitting < len(steps) and num_chunks(together(steps[: fitting + 1]), self._cutting) <= MAX_APPENDS:
             fitting += 1
         self._steps = deque(steps[fitting:])
-        return [steps[:fitting]]
+        return [together(steps[:fitting])]
 
-    def _append(self, part: list[Step]) -> None:
+    def _append(self, part: Steps) -> None:
         self._is_appending = True
 
         def then(effect: float) -> None:
             self._is_appending = False
             if effect >= self._seen.since:
-                self._seen.added_s += [effect - step.at for step in part]
+                self._seen.added_s += [effect - at for at in part.ats]
             self._settle(part, effect)
             if not self._parts:
                 self._on_room()
@@ -131,15 +133,15 @@ class Log:
 
         self._server.call("append", self._costs.append + self._cost_of(part), then)
 
-    def _settle(self, part: list[Step], effect: float) -> None:
+    def _settle(self, part: Steps, effect: float) -> None:
         if effect >= self._seen.since:
-            self._seen.tokens += sum(step.tokens for step in part)
-        if ended := sum(step.ended for step in part):
-            self._on_ended(ended)
+            self._seen.tokens += part.tokens
+        if part.ended:
+            self._on_ended(part.ended)
 
-    def _cost_of(self, part: list[Step]) -> float:
+    def _cost_of(self, part: Steps) -> float:
         costs, size = self._costs, self._cutting.tokens
         chunks = num_chunks(part, self._cutting)
-        opened = min(chunks, sum(step.opened for step in part))
-        shared = max(0, sum(step.tokens for step in part) - chunks * size)  # tokens that go along
+        opened = min(chunks, part.opened)
+        shared = max(0, part.tokens - chunks * size)  # tokens that go along
         return opened * costs.opened + (chunks - opened) * costs.chunk[size] + shared * costs.token

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from ops.benchmarks.simulation.costs import CostModel
 from ops.benchmarks.simulation.queue_claims import Claims
 from ops.benchmarks.simulation.queue_load import Cutting, Mix, Observations
-from ops.benchmarks.simulation.queue_log import Log, Step
+from ops.benchmarks.simulation.queue_log import Log, Steps
 from ops.benchmarks.simulation.queue_server import QueueServer, ScriptCosts
 from ops.benchmarks.simulation.trace import MAX_ANSWER, answer_length
 from worker.service import LOOKAHEAD
@@ -99,16 +99,16 @@ class Worker:
             self._log.add(made)
         self._begin_step()
 
-    def _made(self) -> Step:
+    def _made(self) -> Steps:
         """An answer that is told to nobody is not logged at its end: its result is what counts."""
         cutting, ended = self._cutting, self._ends.pop(self._step, [])
         rests = [rest for length in ended if (rest := (length - cutting.first) % cutting.tokens)]
         full, opened = self._phases[self._step % cutting.tokens], self._openings.pop(self._step, 0)
         for length in ended:
             self._phases[(self._step - length + cutting.first) % cutting.tokens] -= 1
-        return Step(
-            at=self._clock.now,
-            num_sequences=self._running,
+        return Steps(
+            ats=(self._clock.now,),
+            jobs=self._running,
             events=self._running,
             tokens=(full - opened) * cutting.tokens + opened * cutting.first + sum(rests),
             chunks=full + (len(rests) if cutting.is_published else 0),

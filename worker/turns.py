@@ -1,0 +1,37 @@
+"""In which parts the events of steps that piled up are published. It knows neither jobs nor the log."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator, Sequence
+
+from worker.engine.types import TokenEvent
+
+EVENTS_AT_ONCE = 512  # a millisecond or two of the event loop
+
+
+def in_turn(events: Sequence[TokenEvent], urgent: Container[str], at_once: int) -> Iterator[Sequence[TokenEvent]]:
+    """The urgent requests' events first, then the others' in parts of at most so many, between which whoever waits for
+    the event loop has a turn. What waits of a request goes in one part, and so shares chunks; one step goes as one.
+    """
+    if len(events) <= at_once:
+        yield events
+        return
+    first = [event for event in events if event.request_id in urgent]
+    if first:
+        yield first
+    rest = [event for event in events if event.request_id not in urgent] if first else events
+    part: list[TokenEvent] = []
+    for of_one in _by_request(rest):
+        if part and len(part) + len(of_one) > at_once:
+            yield part
+            part = []
+        part += of_one
+    if part:
+        yield part
+
+
+def _by_request(events: Iterable[TokenEvent]) -> Iterable[list[TokenEvent]]:
+    found: dict[str, list[TokenEvent]] = {}
+    for event in events:
+        found.setdefault(event.request_id, []).append(event)
+    return found.values()
