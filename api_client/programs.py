@@ -26,7 +26,7 @@ from api_client.errors import (
     ResultTimeout,
     TokenmillError,
 )  # fmt: skip
-from api_client.records import FIELDS, JobInfo, Record, info_of, questions, read_log, read_record
+from api_client.records import FIELDS, JobInfo, Record, info_of, is_no_log, questions, read_log, read_record
 from api_client.requests import JobHandle, estimated_tokens, fingerprint
 from api_client.scripts import CANCEL, SUBMIT, Argument, in_parts
 from schemas.chunk import Chunk
@@ -236,13 +236,11 @@ def _catch_up(view: QueueView, cursor: StreamCursor, patience: _Patience) -> Pro
     """From the log; if the job is over, from its result. The log comes first: when it is gone, the result is there."""
     keys, start = view.keys, cursor.log_start
     while not cursor.is_over:
-        entries, values = yield Commands(
-            (
-                ("XRANGE", keys.log(cursor.job_id), start, "+", "COUNT", LOG_PAGE),
-                ("HMGET", keys.job(cursor.job_id), *FIELDS),
-            )
+        entries, values = yield from _ask_of_log(
+            ("XRANGE", keys.log(cursor.job_id), start, "+", "COUNT", LOG_PAGE),
+            ("HMGET", keys.job(cursor.job_id), *FIELDS),
         )
-        for chunk in cursor.accept_log(read_log(entries)):
+        for chunk in cursor.accept_log(read_log(entries, cursor.next_index)):
             yield Tell(chunk)
             patience.progress()
         if cursor.is_torn:
@@ -259,6 +257,17 @@ def _catch_up(view: QueueView, cursor: StreamCursor, patience: _Patience) -> Pro
         if record.is_over:
             yield from _tell(cursor.accept_result(record.outcome()))
         return
+
+
+def _ask_of_log(*commands: tuple[Argument, ...]) -> Program[list[Any]]:
+    """The first reads the job's log. One that is none has no entries: the job's worker makes it again, or the result
+    replaces it.
+    """
+    log, *others = yield Commands(commands, tolerant=True)
+    replies = [[] if is_no_log(log) else log, *others]
+    if any(isinstance(reply, Exception) for reply in replies):
+        replies = list((yield Commands(commands)))  # to be raised as any trouble with the server
+    return replies
 
 
 def _tell(chunks: Any) -> Program[None]:
@@ -307,7 +316,7 @@ def _result_now(view: QueueView, job_id: str, patience: _Patience) -> Program[Jo
     if not record.is_over:
         return None
     if record.result is None:
-        (entries,) = yield Commands((("XRANGE", view.keys.log(job_id), "-", "+"),))
+        (entries,) = yield from _ask_of_log(("XRANGE", view.keys.log(job_id), "-", "+"))
     result: JobResult = record.outcome(read_log(entries))
     return result
 

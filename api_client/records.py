@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import msgspec
+from redis.exceptions import ResponseError
 
 from api_client.errors import UnreadableRecord
 from api_client.scripts import Argument
@@ -195,10 +196,36 @@ def read_depth(meta: Mapping[bytes, bytes]) -> QueueDepth:
         return QueueDepth(queued, max(0.0, tokens), int(meta.get(b"running", 0)))
 
 
-def read_log(entries: Sequence[tuple[bytes, Mapping[bytes, bytes]]]) -> list[Chunk]:
-    """From the reply to XRANGE. Raises UnreadableRecord."""
-    with readable("the job's log"):
-        return [decode_chunk(fields[b"chunk"]) for _, fields in entries]
+def is_no_log(reply: object) -> bool:
+    """Did the server refuse to read a log because somebody has put something else in its place?"""
+    return isinstance(reply, ResponseError) and "WRONGTYPE" in str(reply)
+
+
+def read_log(entries: Sequence[tuple[bytes, Mapping[bytes, bytes]]], so_far: int = 0) -> list[Chunk]:
+    """From the reply to XRANGE; `so_far` tokens are known before it. What is no chunk is somebody else's, and is passed
+    over where no token is missing for it. Raises UnreadableRecord.
+    """
+    chunks: list[Chunk] = []
+    has_other = False
+    for _, fields in entries:
+        chunk = _chunk_of(fields)
+        if chunk is None:
+            has_other = True
+            continue
+        if has_other and chunk.index > so_far:
+            raise UnreadableRecord(
+                f"the job's log cannot be read by this version: what follows token {so_far} is no chunk"
+            )
+        chunks.append(chunk)
+        so_far = max(so_far, chunk.end)
+    return chunks
+
+
+def _chunk_of(fields: Mapping[bytes, bytes]) -> Chunk | None:
+    try:
+        return decode_chunk(fields[b"chunk"])
+    except (ValueError, OverflowError, KeyError):  # DecodeError is a ValueError
+        return None
 
 
 def answer_of(chunks: Sequence[Chunk], reason: FinishReason | None) -> tuple[ChoiceResult, ...]:

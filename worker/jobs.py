@@ -98,6 +98,7 @@ class Finished:
     result: JobResult
     final_chunk: Chunk
     request: JobRequest | None = None  # what the record says of it beside the result; None: undecodable
+    is_recorded: bool = False  # it came back, and SQL had its end: only to be acknowledged
 
 
 class ChunkLog(Protocol):

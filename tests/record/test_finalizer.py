@@ -30,6 +30,7 @@ class FakeStore:
     groups: list[int] = field(default_factory=list)
     down: bool = False
     fail: int = 0
+    late: int = 0  # calls that commit, and whose answers nobody waits for any more
     refuse: set[str] = field(default_factory=set)
     gate: asyncio.Event | None = None
 
@@ -50,6 +51,9 @@ class FakeStore:
             else:
                 self.recorded[job_id] = item
                 report.written.add(job_id)
+        if self.late > 0:
+            self.late -= 1
+            raise StoreUnavailable("the SQL store did not answer within 60 s")
         return report
 
     async def find(self, ids: Sequence[str]) -> dict[str, JobResult]:

@@ -1,7 +1,8 @@
 """Finished jobs on their last way: SQL first, then the acknowledgement. Nothing leaves but through both.
 
     submit ──▶ to_record ──[ResultStore.record]──▶ to_acknowledge ──[Acknowledger.finish]──▶ done
-               retried while SQL is down            retried while Redis is down
+       │       retried while SQL is down            ▲ retried while Redis is down
+       └─────────────── in SQL already ─────────────┘
 
 Both stages take whatever waits, as one group, so that load makes groups larger and not the way longer; and
 each goes on while the other is stuck. It never gives a job up: what it still holds when the process ends is
@@ -56,7 +57,7 @@ class FinalizerStats:
 
     submitted: int = 0
     recorded: int = 0
-    recorded_before: int = 0  # the row was there: a redelivered job
+    recorded_before: int = 0  # the row was there, and another attempt's: a redelivered job
     cleaned: int = 0  # stored after removing what the database cannot hold
     refused: int = 0  # tries that ended with the database refusing a job by itself
     acknowledged: int = 0
@@ -117,7 +118,8 @@ class Finalizer:
     async def submit(self, finished: Finished) -> None:
         """Never waits: a stream of tokens must not stand still because SQL does."""
         self.stats.submitted += 1
-        self._to_record.put([finished])
+        self.stats.recorded_before += finished.is_recorded
+        (self._to_acknowledge if finished.is_recorded else self._to_record).put([finished])
 
     async def recall(self, outcomes: Sequence[Admitted | Finished]) -> list[Admitted | Finished]:
         """A job that comes back may have its end in SQL, from a worker that died before it could say so. Then it is not
@@ -166,8 +168,9 @@ class Finalizer:
         stats.commit_seconds.append(time.monotonic() - started)
         stats.record_down_since = None
         stats.groups += 1
-        stats.recorded += len(report.written)
-        stats.recorded_before += len(report.existing)
+        ours = _recorded_by_us(group, report)
+        stats.recorded += len(ours)
+        stats.recorded_before += len(report.written) + len(report.existing) - len(ours)
         stats.cleaned += len(report.cleaned)
         stats.refused += len(report.refused)
         for job_id, reason in report.refused.items():
@@ -175,9 +178,8 @@ class Finalizer:
             log.error("job %s cannot be recorded, it will be tried again: %s", job_id, reason)
         done = [item for item in group if item.result.job_id not in report.refused]
         self._to_acknowledge.put([as_recorded(item, report.existing) for item in done])
-        written = [item for item in done if item.result.job_id in report.written]
         # When the acknowledgement is on its way: whoever waits for the end need not wait for metrics and log lines.
-        asyncio.get_running_loop().call_soon(_notify, self._on_recorded, written)
+        asyncio.get_running_loop().call_soon(_notify, self._on_recorded, ours)
         return [item for item in group if item.result.job_id in report.refused]
 
     async def _acknowledge(self, group: list[Finished]) -> list[Finished]:
@@ -223,12 +225,24 @@ def _notify(hook: Callable[[list[T]], None] | None, items: list[T]) -> None:
         log.exception("a hook of the finalizer failed")
 
 
+def _recorded_by_us(group: list[Finished], report: RecordReport) -> list[Finished]:
+    """Whose rows are ours, each job once: written by this call, or by one before it that was committed after all, when
+    nobody waited for its answer any more. No other end of the job says the same, for it says when and where it came.
+    """
+    latest = {item.result.job_id: item for item in sorted(group, key=lambda item: item.token)}
+    return [
+        item
+        for job_id, item in latest.items()
+        if job_id in report.written or report.existing.get(job_id) == item.result
+    ]
+
+
 def _recalled(job: Admitted, known: dict[str, JobResult]) -> Admitted | Finished:
     result = known.get(job.job_id)
     if result is None or result.tenant != job.request.tenant:
         return job
     chunk = Chunk(job_id=job.job_id, index=0, attempt=result.attempt)
-    return Finished(job.delivery.token, result, _last_chunk(chunk, result), job.request)
+    return Finished(job.delivery.token, result, _last_chunk(chunk, result), job.request, is_recorded=True)
 
 
 def as_recorded(finished: Finished, existing: dict[str, JobResult]) -> Finished:

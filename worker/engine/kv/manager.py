@@ -71,11 +71,6 @@ class KVManager:
         tables = zip(self.pools, sequence.block_tables, strict=True)
         return min(len(table) + pool.num_free for pool, table in tables) * self.block_size
 
-    def num_private(self, sequence: Sequence) -> list[int]:
-        """Blocks, by group, that come free if this sequence goes."""
-        tables = zip(self.pools, sequence.block_tables, strict=True)
-        return [sum(1 for block in table if block and pool.refs[block] == 1) for pool, table in tables]
-
     @property
     def num_free(self) -> int:
         return min(pool.num_free for pool in self.pools)
@@ -213,7 +208,7 @@ class KVManager:
         for group, (pool, prefix) in enumerate(zip(self.pools, prefixes, strict=True)):
             held = sum(1 for entry in prefix if entry >= 0)
             revived = sum(1 for entry in prefix if entry > 0 and not pool.refs[entry])
-            need = max(self._target(group, start, sequence.num_tokens), len(prefix)) - held + revived
+            need = max(self.target(group, start, sequence.num_tokens), len(prefix)) - held + revived
             if pool.num_free - need < (0 if headroom is None else max(self.margins[group], headroom)):
                 return False
         return True
@@ -234,7 +229,7 @@ class KVManager:
             sequence.block_tables.append(table)
         if sources:
             self.tier.moves.arrived.append(sequence)
-        self._extend(sequence, [self._target(g, start, sequence.num_tokens) for g in range(len(self.pools))])
+        self._extend(sequence, [self.target(g, start, sequence.num_tokens) for g in range(len(self.pools))])
 
     def _promote(self, sequence: Sequence, group: int, entry: int, index: int) -> int:
         """A device block for one on the host; others may share it once the copy has been made, if it is full."""
@@ -259,7 +254,7 @@ class KVManager:
                     pool.fence(block, hashes[index], sequence)
         sequence.num_slots = min(map(len, sequence.block_tables)) * self.block_size
 
-    def _target(self, group: int, start: int, num_tokens: int) -> int:
+    def target(self, group: int, start: int, num_tokens: int) -> int:
         """Table length to have `num_tokens` held; a sliding group is filled only as far as one step can reach."""
         blocks, ahead = -(-num_tokens // self.block_size), self._ahead[group]
         return blocks if ahead is None else min(blocks, self.first_visible(group, start) + ahead)

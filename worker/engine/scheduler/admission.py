@@ -7,10 +7,13 @@ priority policy the urgent may take the place of bulk work. The queue's order it
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from worker.engine.kv.manager import Hit
+from worker.engine.scheduler.missing_blocks import MissingBlocks
 from worker.engine.scheduler.preemption import PREEMPTING_GAP, is_protected
 from worker.engine.scheduler.queues import Place
 from worker.engine.scheduler.state import DECODING, OFFLOADED, PREFILLING, WAITING, State
@@ -46,6 +49,15 @@ class Verdict(Enum):
     NO_BLOCKS = auto()
     NO_READS = auto()
     NO_ROW = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Tokens before `start` are computed: the cache has them, the host, or `leader`."""
+
+    hit: Hit
+    start: int
+    leader: Sequence | None = None
 
 
 class Admission:
@@ -141,7 +153,7 @@ class Admission:
     def _try_harder(self, step: Step, place: Place) -> Verdict:
         verdict = self._try(step, place)
         if verdict in (Verdict.NO_BLOCKS, Verdict.NO_ROW) and self._may_preempt:
-            for victim in self._worth_preempting(step, place, verdict):
+            for victim in self._worth_preempting(step, place):
                 self._planner.preempt(step, victim)
                 place.has_taken = True
                 verdict = self._try(step, place)
@@ -149,27 +161,33 @@ class Admission:
                     break
         return verdict
 
-    def _worth_preempting(self, step: Step, place: Place, verdict: Verdict) -> list[Sequence]:
-        """Bulk work whose place this urgent one may take, if that gives it enough; else nobody is disturbed."""
-        state, kv = self._state, self._state.kv
-        if step.only is not None or kv.has_deferred:
+    def _worth_preempting(self, step: Step, place: Place) -> list[Sequence]:
+        """Bulk work whose places this urgent one may take, if it can start then; else nobody is disturbed. Who has
+        the reads of a step is another question: others have those of the next."""
+        state, sequence = self._state, place.sequence
+        if step.only is not None or state.kv.has_deferred:
             return []
         victims = [
             victim
             for victim in self._planner.victims(step)
-            if victim.priority - place.sequence.priority >= PREEMPTING_GAP
+            if victim.priority - sequence.priority >= PREEMPTING_GAP
             and state.places[victim].rank > place.rank
             and not is_protected(victim)
         ]
-        if verdict is Verdict.NO_ROW:
-            return victims[:1]
-        need = -(-place.sequence.num_tokens // kv.block_size)
-        free = kv.num_free
+        found = self._look_up(step, place) if victims else None
+        if found is None:
+            return []
+        chunk = self._chunk(step, sequence, found.start)
+        missing = MissingBlocks(state.kv, sequence, found.start, found.leader)
         for count, victim in enumerate(victims, start=1):
-            free += min(kv.num_private(victim))
-            headroom = self._headroom(place.sequence, state.num_running - count)
-            if free - need >= (0 if headroom is None else max(headroom, *kv.margins)):
-                return victims[:count]
+            missing.without(victim)
+            gone = victims[:count]
+            if (
+                missing.are_none(self._headroom(sequence, state.num_running - count))
+                and state.has_adapter_room(sequence, gone)
+                and not self._is_limited(sequence, found.start, chunk, gone)
+            ):
+                return gone
         return []
 
     def _headroom(self, sequence: Sequence, num_others: int) -> int | None:
@@ -180,36 +198,45 @@ class Admission:
         return num_others if sequence.preemptions else 0
 
     def _try(self, step: Step, place: Place) -> Verdict:
-        state, kv, sequence = self._state, self._state.kv, place.sequence
+        state, sequence = self._state, place.sequence
         if state.num_running >= self._config.max_num_seqs:
             return Verdict.NO_ROW
         if not state.has_adapter_room(sequence):
             return Verdict.NO_ADAPTER
-        if place.awaited is not None and kv.is_pending(place.awaited):
+        found = self._look_up(step, place)
+        if found is None:
             return Verdict.AWAITS
-        place.awaited = None
-        hit, forked = Hit(0, 0), 0
-        start = sequence.num_committed_tokens
-        if sequence.status is WAITING:
-            forked = self._shareable(step, place)
-            if forked < 0:
-                return Verdict.AWAITS
-            found = kv.find(sequence)
-            if found.pending is not None:
-                place.awaited = found.pending
-                return Verdict.AWAITS
-            hit = found
-            start = max(hit.num_tokens, forked)
-        chunk = min(sequence.num_tokens - start, step.tokens, self._planner.chunk_limit(sequence, start))
-        if step.reads is not None and step.items and self._planner.read_cost(start + chunk) > step.reads:
+        chunk = self._chunk(step, sequence, found.start)
+        if step.reads is not None and step.items and self._planner.read_cost(found.start + chunk) > step.reads:
             return Verdict.NO_READS
-        if self._is_limited(sequence, start, chunk):
+        if self._is_limited(sequence, found.start, chunk):
             return Verdict.LIMITED
-        taken = self._take(step, place, hit, forked)
+        taken = self._take(step, place, found)
         if taken is None:
             return Verdict.NO_BLOCKS
         self._start(step, place, taken)
         return Verdict.ADMITTED
+
+    def _look_up(self, step: Step, place: Place) -> Found | None:
+        """What is computed of it already; None while a block that it can share is just being filled."""
+        kv, sequence = self._state.kv, place.sequence
+        if place.awaited is not None and kv.is_pending(place.awaited):
+            return None
+        place.awaited = None
+        if sequence.status is not WAITING:
+            return Found(Hit(0, 0), sequence.num_committed_tokens)
+        forked = self._shareable(step, place)
+        if forked < 0:
+            return None
+        hit = kv.find(sequence)
+        if hit.pending is not None:
+            place.awaited = hit.pending
+            return None
+        leader = place.leader if forked > hit.num_tokens else None
+        return Found(hit, max(hit.num_tokens, forked), leader)
+
+    def _chunk(self, step: Step, sequence: Sequence, start: int) -> int:
+        return min(sequence.num_tokens - start, step.tokens, self._planner.chunk_limit(sequence, start))
 
     def _shareable(self, step: Step, place: Place) -> int:
         """How many prompt tokens a sibling has computed; -1 while it is just computing them."""
@@ -223,13 +250,13 @@ class Admission:
             return wanted
         return -1 if leader.last_step >= self._state.kv.oldest_step else 0
 
-    def _is_limited(self, sequence: Sequence, start: int, chunk: int) -> bool:
-        """Limits on concurrent prefills."""
+    def _is_limited(self, sequence: Sequence, start: int, chunk: int, without: Collection[Sequence] = ()) -> bool:
+        """Limits on concurrent prefills, but for these."""
         config, planner = self._config, self._planner
         remaining = sequence.num_tokens - start
-        prefilling = self._state.prefilling
         if chunk == remaining:
             return False  # done within this step
+        prefilling = [other for other in self._state.prefilling if other not in without]
         if config.max_num_partial_prefills and len(prefilling) >= config.max_num_partial_prefills:
             return True
         if not (config.max_long_partial_prefills and planner.threshold) or remaining <= planner.threshold:
@@ -237,16 +264,15 @@ class Admission:
         long = sum(1 for s in prefilling if self._state.places[s].is_long)
         return long >= config.max_long_partial_prefills
 
-    def _take(self, step: Step, place: Place, hit: Hit, forked: int) -> int | None:
+    def _take(self, step: Step, place: Place, found: Found) -> int | None:
         """Take the blocks; the number of tokens that are computed already, or None if they do not fit."""
         state, kv, sequence = self._state, self._state.kv, place.sequence
         headroom = None if step.only is not None else self._headroom(sequence, state.num_running)
         if sequence.status is OFFLOADED:
             return sequence.num_committed_tokens if kv.restore(sequence, headroom) else None
-        leader = place.leader if forked > hit.num_tokens else None
-        if leader is not None and kv.fork(leader, sequence, forked, headroom):
-            return forked
-        return hit.num_tokens if kv.admit(sequence, hit, headroom) else None
+        if found.leader is not None and kv.fork(found.leader, sequence, found.start, headroom):
+            return found.start
+        return found.hit.num_tokens if kv.admit(sequence, found.hit, headroom) else None
 
     def _start(self, step: Step, place: Place, num_computed: int) -> None:
         state, sequence = self._state, place.sequence

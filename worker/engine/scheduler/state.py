@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from schemas.generation import FinishReason
@@ -61,9 +61,12 @@ class State:
     def num_running(self) -> int:
         return len(self.decoding) + len(self.prefilling)
 
-    def has_adapter_room(self, sequence: Sequence) -> bool:
-        """May it run beside the others without one adapter too many in a step?"""
-        return not sequence.adapter or sequence.adapter in self.adapters or len(self.adapters) < self.config.max_loras
+    def has_adapter_room(self, sequence: Sequence, without: Iterable[Sequence] = ()) -> bool:
+        """May it run beside the others, but for these, without one adapter too many in a step?"""
+        if not sequence.adapter:
+            return True
+        adapters = self.adapters - Counter(other.adapter for other in without) if without else self.adapters
+        return sequence.adapter in adapters or len(adapters) < self.config.max_loras
 
     def enter(self, sequence: Sequence, leader: Sequence | None, now: float) -> None:
         """A new sequence takes its place in the queue."""

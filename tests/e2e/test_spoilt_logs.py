@@ -1,0 +1,123 @@
+"""A job's log is written over in mid-answer: its worker makes it again, and nobody is told anything else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from api_client import AsyncClient
+from api_client.connections import connect_async
+from schemas.chunk import Chunk
+from tests.support.worker import client_of, database_url, running_worker
+
+pytestmark = pytest.mark.redis
+
+Spoil = Callable[[Any, str], Awaitable[object]]
+MODEL = "synthetic?step_ms=30"  # so long is there no log: who comes in that time must bear it
+NUM_TOKENS = 36
+SPOILT_AT = (5, 15, 25)
+
+
+async def write_over(redis: Any, log: str) -> None:
+    await redis.set(log, "not a log", ex=60)
+
+
+async def make_a_list(redis: Any, log: str) -> None:
+    await redis.delete(log)
+    await redis.rpush(log, "not a log")
+
+
+async def delete(redis: Any, log: str) -> None:
+    await redis.delete(log)
+
+
+async def run_far_ahead(redis: Any, log: str) -> None:
+    await redis.xadd(log, {"chunk": "not a chunk"})
+
+
+async def run_ahead_to_the_end_of_all_ids(redis: Any, log: str) -> None:
+    await redis.xadd(log, {"something": "else"}, id=f"{2**64 - 1}-{2**64 - 1}")
+
+
+async def take_the_next_place(redis: Any, log: str) -> None:
+    ((last, _),) = await redis.xrevrange(log, count=1)
+    await redis.xadd(log, {"chunk": ""}, id=f"{int(last.partition(b'-')[0]) + 1}-0")
+
+
+async def squeeze_in(redis: Any, log: str) -> None:
+    ((last, _),) = await redis.xrevrange(log, count=1)
+    await redis.xadd(log, {"chunk": "?"}, id=f"{last.partition(b'-')[0].decode()}-1")
+
+
+SPOILS = [
+    write_over, make_a_list, delete, run_far_ahead, run_ahead_to_the_end_of_all_ids, take_the_next_place, squeeze_in,
+]  # fmt: skip
+
+
+@pytest.fixture
+async def redis(redis_url: str) -> AsyncIterator[Any]:
+    connection: Any = connect_async(redis_url)
+    yield connection
+    await connection.aclose()
+
+
+async def listen(client: AsyncClient, job: str, told: list[Chunk], *, leave_after: int = 1 << 30) -> None:
+    """To the end; hangs up after so many chunks, and comes back with the number of tokens that he has."""
+    while not told or not told[-1].is_last:
+        stream = client.stream(job, starting_after=told[-1].end if told else 0, timeout=60)
+        left = leave_after
+        async for chunk in stream:
+            told.append(chunk)
+            left -= 1
+            if not left:
+                break
+        await stream.aclose()
+
+
+def said(told: list[Chunk], num_choices: int) -> tuple[list[int], list[tuple[tuple[int, ...], str]]]:
+    """Places in the answer; tokens and text of each choice."""
+    ids: list[tuple[int, ...]] = [()] * num_choices
+    texts = [""] * num_choices
+    for chunk in told:
+        ids[chunk.choice] += chunk.token_ids
+        texts[chunk.choice] += chunk.text
+    return [place for chunk in told for place in range(chunk.index, chunk.end)], list(zip(ids, texts, strict=True))
+
+
+async def spoil_and_attend(client: AsyncClient, redis: Any, job: str, spoil: Spoil) -> list[list[Chunk]]:
+    """Three times in mid-answer; each time somebody comes at that very moment. What everyone was told."""
+    audience: list[list[Chunk]] = [[], []]
+    listening = [listen(client, job, audience[0]), listen(client, job, audience[1], leave_after=4)]
+    tasks = [asyncio.create_task(each) for each in listening]
+    for place in SPOILT_AT:
+        while len(audience[0]) < place:
+            assert not tasks[0].done()
+            await asyncio.sleep(0.001)
+        await spoil(redis, client.keys.log(job))
+        audience.append([])
+        tasks.append(asyncio.create_task(listen(client, job, audience[-1])))
+    async with asyncio.timeout(60):
+        await asyncio.gather(*tasks)
+    audience.append([])
+    await listen(client, job, audience[-1])
+    return audience
+
+
+@pytest.mark.parametrize(
+    ("spoil", "num_choices"), [*((spoil, 1) for spoil in SPOILS), (write_over, 3), (squeeze_in, 3)]
+)
+async def test_every_subscriber_is_told_each_token_once_and_in_order(
+    redis_url: str, redis: Any, tmp_path: Any, spoil: Spoil, num_choices: int
+) -> None:
+    asked: dict[str, Any] = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "seed": 5, "n": num_choices}
+    database = database_url(tmp_path)
+    async with running_worker(redis_url, database, model=MODEL), client_of(redis_url, database) as client:
+        job, undisturbed = [await client.submit(prompt="go on", **asked) for _ in range(2)]
+        audience = await spoil_and_attend(client, redis, job, spoil)
+        wanted, result = await client.result(undisturbed, timeout=60), await client.result(job, timeout=60)
+    everything = list(range(num_choices * NUM_TOKENS)), [(each.token_ids, each.text) for each in wanted.choices]
+    assert [said(told, num_choices) for told in audience] == [everything] * len(audience)
+    assert (result.status, result.choices) == (wanted.status, wanted.choices)

@@ -1,0 +1,82 @@
+"""Metrics and log lines of ended jobs: each that was recorded here is told once, however often the way was gone."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+from sqlalchemy import Connection, event
+
+from tests.record.support import FakeRedis, counts, finished
+from tests.record.test_finalizer import FAST, Rig, came_back
+from worker.jobs import Finished
+from worker.record import Finalizer, FinalizerLimits, ResultStore
+from worker.record.connection import open_engine
+
+LIMITS = FinalizerLimits(record_backoff=FAST, acknowledge_backoff=FAST, linger_s=0.0)
+
+
+@pytest.fixture
+def rig() -> Rig:
+    return Rig()
+
+
+async def test_a_commit_whose_answer_came_too_late_is_counted_once(rig: Rig) -> None:
+    """What another attempt wrote meanwhile is that one's."""
+    rig.store.late = 2
+    rig.store.recorded["job-1"] = finished("job-1", finished_ms=7)
+    async with rig.running() as finalizer:
+        for number in range(5):
+            await finalizer.submit(finished(f"job-{number}"))
+        assert await finalizer.drain(60) == []
+    assert sorted(rig.told) == ["job-0", "job-2", "job-3", "job-4"]
+    assert (finalizer.stats.recorded, finalizer.stats.recorded_before) == (4, 1)
+    assert len(rig.redis.done) == 5
+
+
+async def test_a_job_that_is_there_twice_is_counted_once(rig: Rig) -> None:
+    """It was lost while it waited for SQL, and came back here."""
+    async with rig.running() as finalizer:
+        for token in (2, 1):
+            await finalizer.submit(finished("job-0", token=token))
+        assert await finalizer.drain(60) == []
+    assert (rig.told, finalizer.stats.recorded) == (["job-0"], 1)
+
+
+async def test_what_sql_had_when_it_came_back_is_only_acknowledged(rig: Rig) -> None:
+    """It was counted when it was recorded, also by this very worker."""
+    first = finished("job-0")
+    rig.store.recorded["job-0"] = first
+    async with rig.running() as finalizer:
+        (outcome,) = await finalizer.recall([came_back(first)])
+        assert isinstance(outcome, Finished)
+        rig.store.down = True
+        await finalizer.submit(outcome)
+        assert await finalizer.drain(60) == []
+    assert rig.redis.done["job-0"].token == 2
+    assert (rig.told, rig.store.groups, finalizer.stats.recorded_before) == ([], [], 1)
+
+
+async def test_a_late_commit_of_a_real_database_is_counted_once(url: str) -> None:
+    """It stands still for longer than its answer is waited for, and then commits; the next call finds the rows."""
+    engine = open_engine(url)
+    pauses = [0.6]
+
+    @event.listens_for(engine, "commit")
+    def stand_still(_connection: Connection) -> None:
+        time.sleep(pauses.pop() if pauses else 0.0)
+
+    store = ResultStore(url, queue="q", engine=engine, answer_timeout_s=0.3)
+    told: list[Finished] = []
+    finalizer = Finalizer(store, FakeRedis(), LIMITS, on_recorded=told.extend)
+    task = asyncio.create_task(finalizer.run())
+    for number in range(3):
+        await finalizer.submit(finished(f"job-{number}"))
+    assert await finalizer.drain(60) == []
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await store.close()
+    assert finalizer.stats.record_failures
+    assert sorted(item.result.job_id for item in told) == ["job-0", "job-1", "job-2"]
+    assert counts(url) == (3, 3, 3, 3)

@@ -1,0 +1,57 @@
+"""How many blocks a waiting sequence would lack if some running ones went: asked before any of them has to.
+
+It counts as `KVManager` takes: all groups, blocks that are shared, those that lie in the prefix cache. It changes
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from worker.engine.kv.manager import KVManager
+from worker.engine.sequence import NULL_BLOCK, Sequence
+
+
+class MissingBlocks:
+    """Of a sequence with so many computed tokens; `leader` is the one that has them, if not the cache."""
+
+    __slots__ = ("_gone", "_kv", "_missing", "_shared")
+
+    def __init__(self, kv: KVManager, sequence: Sequence, num_computed: int, leader: Sequence | None) -> None:
+        groups = range(len(kv.pools))
+        self._kv = kv
+        self._gone: list[Counter[int]] = [Counter() for _ in groups]  # how many of those that go hold a block
+        self._shared = [_shared(kv, group, sequence, num_computed, leader) for group in groups]
+        self._missing = [self._lacks(group, sequence, num_computed) for group in groups]
+
+    def _lacks(self, group: int, sequence: Sequence, num_computed: int) -> int:
+        kv, pool = self._kv, self._kv.pools[group]
+        passed = min(kv.first_visible(group, num_computed), num_computed // kv.block_size)
+        in_use = sum(1 for block in self._shared[group] if pool.refs[block])
+        return kv.target(group, num_computed, sequence.num_tokens) - passed - in_use - pool.num_free
+
+    def without(self, sequence: Sequence) -> None:
+        """This running one goes, too. A block that the waiting one shares is no gain: it stays in use."""
+        for group, (pool, table) in enumerate(zip(self._kv.pools, sequence.block_tables, strict=True)):
+            gone, shared = self._gone[group], self._shared[group]
+            for block in table:
+                if block == NULL_BLOCK or block in shared:
+                    continue
+                gone[block] += 1
+                self._missing[group] -= gone[block] == pool.refs[block]
+
+    def are_none(self, headroom: int | None) -> bool:
+        """With so many to be spared, or the safety margin if that is more; None: it may have everything."""
+        return all(
+            missing + (0 if headroom is None else max(margin, headroom)) <= 0
+            for missing, margin in zip(self._missing, self._kv.margins, strict=True)
+        )
+
+
+def _shared(kv: KVManager, group: int, sequence: Sequence, num_computed: int, leader: Sequence | None) -> set[int]:
+    first, end = kv.first_visible(group, num_computed), num_computed // kv.block_size
+    if leader is not None:
+        return set(leader.block_tables[group][first:end]) - {NULL_BLOCK}
+    pool = kv.pools[group]
+    blocks = (pool.cached.get(content) for content in sequence.block_hashes[first:end])
+    return {block for block in blocks if block is not None and block not in pool.fenced}
