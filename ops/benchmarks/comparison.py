@@ -27,15 +27,18 @@ from ops.benchmarks.workload_files import SHAPES, Workload, generate, load
 OURS = "tokenmill"
 WHOLE_WAY = "whole way"
 VLLM, LLAMA_CPP = "vllm", "llamacpp"
-WIDE = "wide"  # our engine with every weight as float32 in memory
+UNQUANTISED = "unquantised"  # our engine, whatever `--set quantization` says
+WIDE = "wide"  # … and with every weight as float32 in memory
 _MODULES = {
     OURS: "ours",
     WHOLE_WAY: "whole_way",
+    UNQUANTISED: "ours",
     WIDE: "ours",
     "transformers": "transformers_batching",
     VLLM: "vllm_engine",
     LLAMA_CPP: "llamacpp_engine",
 }
+QUANTIZATION = "quantization"
 FLOOR = "floor"  # with the kind of its linear layers after it
 
 
@@ -123,18 +126,19 @@ def _measure(
         children = []
         for name in names:
             kind = _kind(name, options, status.update)
-            child = Child(kind, _told(name, options, status.update), logs / f"{name.replace(' ', '-')}.log")
+            child = Child(kind, options_for(name, options, status.update), logs / f"{name.replace(' ', '-')}.log")
             stack.callback(child.close)
             child.wait_ready(status.update)
             console.print(f"{name}: {child.description} (loaded in {child.load_s:.1f} s)", markup=False)
             journal.engines[name] = child.description
             children.append(child)
         for workload in workloads:
-            measurement = Measurement(workload, tuple(names), frozenset(filter(is_floor, names)))
+            quantization = str(options.settings.get(QUANTIZATION, ""))
+            measurement = Measurement(workload, tuple(names), frozenset(filter(is_floor, names)), quantization)
             run_rounds(children, measurement, arguments.rounds, status.update, journal.begin(measurement))
             journal.show()
     shutil.rmtree(logs, ignore_errors=True)
-    strict = options.dtype == "float32" and "quantization" not in options.settings
+    strict = options.dtype == "float32" and QUANTIZATION not in options.settings
     if strict and not journal.is_equal:
         console.print("not every token is equal", style="red")
     return {"ok": journal.is_equal or not strict}
@@ -160,16 +164,17 @@ def _kind(name: str, options: EngineOptions, waiting: Waiting) -> Kind:
     return Kind(name, module, PeerEnvironment(name).ensure_vllm(waiting), tuple(environment.items()))
 
 
-def _told(name: str, options: EngineOptions, waiting: Waiting) -> EngineOptions:
+def options_for(name: str, options: EngineOptions, waiting: Waiting) -> EngineOptions:
     """A peer in its own environment cannot resolve our names of models: it gets the folder, or its own kind of file."""
     if is_floor(name):
         return dataclasses.replace(options, settings={**options.settings, FLOOR: name.removeprefix(f"{FLOOR} ")})
-    if name == WIDE:
-        return dataclasses.replace(options, settings={**options.settings, "narrow_weights": False})
+    if name in (UNQUANTISED, WIDE):
+        kept = {key: value for key, value in options.settings.items() if key != QUANTIZATION}
+        return dataclasses.replace(options, settings={**kept, "narrow_weights": False} if name == WIDE else kept)
     if name == LLAMA_CPP:
-        kind = gguf_weights.KINDS[str(options.settings.get("quantization", "none"))]
+        kind = gguf_weights.KINDS[str(options.settings.get(QUANTIZATION, "none"))]
         path = gguf_weights.weights_for(options.model, kind, ROOT / ".cache" / "bench-models", waiting)
-        asked = {key: value for key, value in options.settings.items() if key == "quantization"}
+        asked = {key: value for key, value in options.settings.items() if key == QUANTIZATION}
         return dataclasses.replace(options, model=str(path), settings=asked)
     if name != VLLM:
         return options

@@ -13,8 +13,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--peer",
         action="append",
         default=[],
-        choices=("transformers", "vllm", "llamacpp", comparison.WIDE),
-        help="repeatable; wide: ourselves with every weight as float32 in memory (`narrow_weights` off)",
+        choices=("transformers", "vllm", "llamacpp", comparison.UNQUANTISED, comparison.WIDE),
+        help="repeatable; unquantised: ourselves without `--set quantization`; wide: the same with every weight as "
+        "float32 in memory (`narrow_weights` off)",
     )
     parser.add_argument(
         "--floor",

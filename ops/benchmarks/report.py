@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from ops.benchmarks.figures import STAGES, equal_requests, equal_tokens, summary
-from ops.benchmarks.goals import GOALS
+from ops.benchmarks.goals import GOALS, ROUNDED_GOALS
 from ops.benchmarks.rounds import Measurement, Turn
 from ops.benchmarks.tables import plain_table
 
@@ -62,6 +62,7 @@ def record(measurement: Measurement) -> dict[str, Any]:
         "requests": len(workload.requests),
         "prompt_tokens": workload.num_prompt_tokens,
         "output_tokens": workload.num_output_tokens,
+        "quantization": measurement.quantization,
         "rounds": {name: [turn.figures for turn in turns] for name, turns in measurement.turns.items()},
         "summary": {name: summary(measurement.figures(name)) for name in measurement.names if measurement.num_rounds},
         "comparisons": comparisons,
@@ -149,15 +150,19 @@ def show_summary(results: Sequence[dict[str, Any]], console: Console) -> None:
     for result in results:
         is_reading = result["output_tokens"] == result["requests"]  # one token each: what counts is the prompts
         speed = result["summary"][ours]["prompt_tok_s" if is_reading else "output_tok_s"]["median"]
-        cells = [_with_goal(result["workload"], name, result["comparisons"][name]["ratio"]) for name in others]
+        cells = [_with_goal(result["comparisons"][name]["ratio"], _goal(result, name)) for name in others]
         table.add_row(result["workload"], _number(speed) + (" in" if is_reading else ""), *cells)
-    goals = any((result["workload"], name) in GOALS for result in results for name in others)
+    goals = any(_goal(result, name) for result in results for name in others)
     console.print(f"\n[b]all[/b]: {ours}'s tok/s over each{'; ≥ or < the goal' if goals else ''}")
     console.print(table)
 
 
-def _with_goal(workload: str, other: str, ratio: float) -> str:
-    goal = GOALS.get((workload, other))
+def _goal(result: dict[str, Any], other: str) -> float | None:
+    rounded = ROUNDED_GOALS.get((result.get("quantization", ""), result["workload"], other))
+    return rounded or GOALS.get((result["workload"], other))
+
+
+def _with_goal(ratio: float, goal: float | None) -> str:
     if goal is None:
         return f"{ratio:.2f}"
     return f"[green]{ratio:.2f} ≥ {goal:g}[/green]" if ratio >= goal else f"[yellow]{ratio:.2f} < {goal:g}[/yellow]"

@@ -34,6 +34,7 @@ class Measurement:
     workload: Workload
     names: tuple[str, ...]
     floors: frozenset[str] = frozenset()
+    quantization: str = ""  # of the first engine's weights
     turns: dict[str, list[Turn]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from ops.benchmarks.__main__ import main
+from ops.benchmarks.comparison import options_for
+from ops.benchmarks.peers.protocol import EngineOptions
 
 REQUESTS = [{"prompt": [65 + number, 66, 67, 68 + number], "max_tokens": 5 + number} for number in range(6)]
 
@@ -42,6 +44,16 @@ def test_engine(workload: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     printed = capsys.readouterr().out
     assert "letters 2/2  tokenmill" in printed, "each turn is told as it ends"
     assert "medians of 2 rounds" in printed
+
+
+def test_ourselves_without_rounded_weights() -> None:
+    given = EngineOptions(model="a-model", settings={"quantization": "int8", "block_size": 32})
+    told = {name: options_for(name, given, print).settings for name in ("tokenmill", "unquantised", "wide")}
+    assert told == {
+        "tokenmill": {"quantization": "int8", "block_size": 32},
+        "unquantised": {"block_size": 32},
+        "wide": {"block_size": 32, "narrow_weights": False},
+    }
 
 
 @contextmanager

@@ -103,6 +103,13 @@ class TestTables:
         assert "0.50 < 0.85" in text
         assert max(map(len, text.splitlines())) <= 80
 
+    @pytest.mark.parametrize(("quantization", "told"), [("int8", "1.60 < 1.7"), ("int4", "1.60"), ("", "1.60")])
+    def test_goals_of_rounded_weights_are_their_own(self, quantization: str, told: str, console: Console) -> None:
+        both = Measurement(WORKLOAD, ("tokenmill", "unquantised"), quantization=quantization)
+        both.turns = {"tokenmill": [turn(1.0)], "unquantised": [turn(1.6)]}
+        show_summary([record(both)], console)
+        assert text_of(console).splitlines()[-1].endswith(told)
+
     def test_a_turn_is_told_with_its_disturbance(self) -> None:
         both = measurement()
         calm, loud = turn(4.0, disturbance=Disturbance(0.01, 0.0)), turn(4.0, disturbance=Disturbance(0.3, 0.02))
