@@ -53,10 +53,14 @@ def tasks(flags: dict[str, object]) -> None:
 def dev(flags: dict[str, object]) -> None:
     """Everything on this machine in one command: a private Valkey, SQLite, and a worker. Ctrl-C stops it all."""
     with _sentences():
+        if "redis_url" in flags:
+            raise SettingsError(["--redis-url: this command starts a server of its own; `tokenmill worker` takes one"])
         settings = load_settings(flags)
         from worker.dev import run
 
-        raise typer.Exit(run(settings))
+        with _database(settings):
+            status = run(settings)
+        raise typer.Exit(status)
 
 
 def _register(command: Callable[[dict[str, object]], None]) -> None:
