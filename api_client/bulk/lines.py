@@ -131,9 +131,13 @@ def _checked(number: int, envelope: LineEnvelope) -> Line:
         words = f"custom_id must be a text of at most {MAX_CUSTOM_ID_CHARS} characters"
         return BadLine(number, name[:64] if isinstance(name, str) else None, "invalid_custom_id", words, "custom_id")
     if envelope.method != "POST":
+        if envelope.method is None:
+            return _missing(number, name, "method")
         words = f"method must be POST, not {str(envelope.method)[:64]}"
         return BadLine(number, name, "invalid_method", words, "method")
     if envelope.url not in URLS:
+        if envelope.url is None:
+            return _missing(number, name, "url")
         words = f"url must be one of {', '.join(URLS)}, not {str(envelope.url)[:64]}"
         return BadLine(number, name, "invalid_url", words, "url")
     if not isinstance(envelope.body, dict):
