@@ -27,7 +27,7 @@ from api_client.bulk.batch import (
 )
 from api_client.bulk.collector import Collector
 from api_client.bulk.files import Done, OutputFiles, Paths
-from api_client.bulk.lines import Survey, survey
+from api_client.bulk.lines import Survey, check_readable, survey
 from api_client.bulk.outcome import REASONS, conclude, fill, refresh
 from api_client.bulk.pacing import Pacing, Progress
 from api_client.bulk.pump import Pump
@@ -49,8 +49,9 @@ class Terms:
 
 
 def new_batch(client: Client, path: Path, terms: Terms | None = None) -> Batch:
-    """Not stored yet. Raises ConfigurationError."""
+    """Not stored yet. Raises ConfigurationError, also for a file that cannot be read."""
     terms = terms or Terms()
+    check_readable(path)
     now = now_ms()
     return Batch(
         id=new_batch_id(),
