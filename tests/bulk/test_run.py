@@ -108,6 +108,9 @@ async def test_again_changes_nothing_and_another_input_is_refused(
         assert desk.paths.output.read_bytes() == before
         with pytest.raises(ConfigurationError, match="whose input was another"):
             await desk.run(write_many(desk.folder / "other.jsonl", 6))
+        with pytest.raises(ConfigurationError, match="begun with another tenant and any_model: say the same again"):
+            await desk.run(path, terms=Terms(tenant="acme", any_model=True))
+        assert desk.paths.output.read_bytes() == before
     desk.paths.record.unlink()
     with pytest.raises(ConfigurationError, match="there already"):
         await desk.run(path)
