@@ -272,7 +272,8 @@ def _semantic_problems(settings: Settings, given: Mapping[str, object]) -> list[
         ("otel_endpoint", _endpoint_problem(settings.otel_endpoint)),
     ):
         if problem is not None:
-            found.append(f"{spelt(name)}: {problem}, not {_masked(getattr(settings, name))!r}")
+            words = "" if problem.endswith("?") else f", not {_masked(getattr(settings, name))!r}"
+            found.append(f"{spelt(name)}: {problem}{words}")
     model, adapters = (getattr(settings, name) for name in ("model", "adapters"))
     naming = naming_problems(
         {model, settings.queue or queue_of(model)}, adapters, settings.aliases, settings.chat_template

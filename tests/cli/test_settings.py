@@ -34,6 +34,14 @@ def test_the_defaults_work() -> None:
     assert settings.heartbeat_interval == pytest.approx(settings.lease_seconds / 3)
 
 
+@pytest.mark.parametrize(
+    ("name", "url"), [("redis_url", "redis://localhost:1x/0"), ("database_url", "postgresql://localhost:1x/t")]
+)
+def test_what_asks_for_a_quoted_password_ends_with_that_question(name: str, url: str) -> None:
+    (problem,) = _problems(**{name: url})
+    assert problem.endswith("?")
+
+
 def test_flags_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKENMILL_QUEUE", "from-environment")
     monkeypatch.setenv("TOKENMILL_MAX_NUM_SEQS", "8")
