@@ -90,3 +90,16 @@ def test_a_server_that_is_not_there_ends_it_with_a_sentence_and_a_hint():
     assert "Error: " in done.stderr
     assert "TOKENMILL_REDIS_URL" in done.stderr
     assert "waiting" not in done.stderr
+
+
+def test_a_wrong_password_is_no_server_that_is_elsewhere(redis_url: str) -> None:
+    url = redis_url.replace("redis://", "redis://nobody:wrong@")
+    done = CliRunner().invoke(app, ["status", "x"], env=where(url))
+    error, hint = done.stderr.splitlines()
+    assert (done.exit_code, "invalid username-password pair" in error) == (1, True)
+    assert hint == "Hint: the URL has them: redis://user:password@host:6379/0 (--redis-url, TOKENMILL_REDIS_URL)"
+
+
+def test_there_is_no_command_bench() -> None:
+    done = CliRunner().invoke(app, ["bench"], env={"COLUMNS": "200"})
+    assert (done.exit_code, "No such command 'bench'" in done.stderr) == (2, True)
