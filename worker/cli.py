@@ -15,7 +15,7 @@ import typer
 
 from api_client.cli.output import complain, emit, out
 from worker.errors import SettingsError, TokenmillError
-from worker.flags import variables_epilog, with_settings
+from worker.flags import SettingsCommand, variables_epilog, with_settings
 from worker.settings import Settings, load_settings
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
@@ -64,7 +64,7 @@ def dev(flags: dict[str, object]) -> None:
 
 
 def _register(command: Callable[[dict[str, object]], None]) -> None:
-    app.command(command.__name__, epilog=variables_epilog())(with_settings(command))
+    app.command(command.__name__, cls=SettingsCommand, epilog=variables_epilog())(with_settings(command))
 
 
 _register(worker)

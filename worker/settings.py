@@ -75,7 +75,9 @@ class Settings(_EngineFields):
 
     # where
     redis_url: str = Field("redis://localhost:6379/0", description="Redis or Valkey: redis://, rediss:// or unix://")
-    database_url: str = Field("sqlite:///tokenmill.db", description="results, usage: sqlite:///FILE or postgresql://")
+    database_url: str = Field(
+        "sqlite:///tokenmill.db", description="results and usage: sqlite:///FILE or postgresql://"
+    )
     queue: str = Field("", description="queue to serve (default: the model's name)")
     key_prefix: str = Field("tm:", description="first part of every Redis key")
     worker_id: str = Field("", description="name of this worker (default: host, process id)")
