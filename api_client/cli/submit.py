@@ -79,7 +79,7 @@ def submit(
     webhook: Annotated[str | None, _order("URL to call at the end.")] = None,
     stream: Annotated[bool, typer.Option("--stream", "-s", help="Follow the tokens to the end.")] = False,
     wait: Annotated[bool, typer.Option("--wait", "-w", help="Wait for the end, then print the answer.")] = False,
-    timeout: Annotated[float | None, typer.Option(help="Longest silence, or wait, in seconds.")] = None,
+    timeout: Annotated[float | None, typer.Option(help="Longest silence, or wait, in seconds.", min=0)] = None,
     json: Json = False,
 ) -> None:
     """Queue a job; print its id, or with --stream or --wait its answer.
@@ -138,7 +138,7 @@ def tail(
     job: Job,
     *,
     starting_after: Annotated[int, typer.Option(help="Tokens that you have already.", min=0)] = 0,
-    timeout: Annotated[float | None, typer.Option(help="Longest silence in seconds.")] = None,
+    timeout: Annotated[float | None, typer.Option(help="Longest silence in seconds.", min=0)] = None,
     json: Json = False,
 ) -> None:
     """Follow a job's tokens from its first, whenever it began, to its end."""
