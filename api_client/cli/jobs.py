@@ -76,7 +76,7 @@ def result(
 
 def cancel(
     target: Target,
-    job: Annotated[list[str], typer.Argument(help="Ids of the jobs.", metavar="JOB...")],
+    job: Annotated[list[str], typer.Argument(help="Ids of the jobs.", metavar="JOB")],
     *,
     json: Json = False,
 ) -> None:
