@@ -238,6 +238,18 @@ def test_what_may_be_several_has_its_dots_once(shell: Shell, command: tuple[str,
     assert usage.rstrip().endswith(f"[OPTIONS]{ends}")
 
 
+@pytest.mark.parametrize("option", ["--messages", "--grammar", "--json-schema", "--logit-bias"])
+def test_a_file_without_an_end_is_refused(shell: Shell, option: str) -> None:
+    done = shell("submit", *(() if option == "--messages" else ("hi",)), option, "@/dev/zero")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr == f"Error: {option}: /dev/zero has more than 8388608 characters\n"
+
+
+def test_a_prompt_without_an_end_is_refused(shell: Shell) -> None:
+    done = shell("submit", stdin="x" * 8_388_609)
+    assert (done.exit_code, done.stderr) == (1, "Error: the prompt has more than 8388608 characters\n")
+
+
 @pytest.mark.parametrize("command", [("submit", "hi", "--wait"), ("tail", "x"), ("result", "x")])
 @pytest.mark.parametrize("timeout", ["-1", "nan"])
 def test_a_wait_of_no_length_is_refused(shell: Shell, command: tuple[str, ...], timeout: str) -> None:
