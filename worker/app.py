@@ -208,8 +208,7 @@ class Worker:
 
     async def _patiently(self, what: Callable[[], Coroutine[Any, Any, None]]) -> bool:
         """A dependency may start later than we do. False: a signal came first."""
-        deadline = time.monotonic() + STARTUP_PATIENCE_S
-        said = ""
+        deadline, said = time.monotonic() + STARTUP_PATIENCE_S, ""
         while not self._stop.is_set():
             trying, stopped = asyncio.create_task(what()), asyncio.create_task(self._stop.wait())
             await asyncio.wait([trying, stopped], return_when=asyncio.FIRST_COMPLETED)

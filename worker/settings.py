@@ -75,9 +75,7 @@ class Settings(_EngineFields):
 
     # where
     redis_url: str = Field("redis://localhost:6379/0", description="Redis or Valkey: redis://, rediss:// or unix://")
-    database_url: str = Field(
-        "sqlite:///tokenmill.db", description="results and usage: sqlite:///FILE or postgresql://"
-    )
+    database_url: str = Field("sqlite:///tokenmill.db", description="SQL store: sqlite:///FILE or postgresql://")
     queue: str = Field("", description="queue to serve (default: the model's name)")
     key_prefix: str = Field("tm:", description="first part of every Redis key")
     worker_id: str = Field("", description="name of this worker (default: host, process id)")
@@ -274,12 +272,11 @@ def _semantic_problems(settings: Settings, given: Mapping[str, object]) -> list[
         ("otel_endpoint", _endpoint_problem(settings.otel_endpoint)),
     ):
         if problem is not None:
-            words = "" if problem.endswith("?") else f", not {_masked(getattr(settings, name))!r}"
-            found.append(f"{spelt(name)}: {problem}{words}")
+            given_as = "" if problem.endswith("?") else f", not {_masked(getattr(settings, name))!r}"
+            found.append(f"{spelt(name)}: {problem}{given_as}")
     model, adapters = (getattr(settings, name) for name in ("model", "adapters"))
-    naming = naming_problems(
-        {model, settings.queue or queue_of(model)}, adapters, settings.aliases, settings.chat_template
-    )
+    names = {model, settings.queue or queue_of(model)}
+    naming = naming_problems(names, adapters, settings.aliases, settings.chat_template)
     found += [f"{spelt(name)} {problem}" for name, problem in naming]
     if settings.heartbeat_interval > settings.lease_seconds / 2:
         found.append(
