@@ -78,7 +78,7 @@ class Settings(_EngineFields):
     database_url: str = Field("sqlite:///tokenmill.db", description="SQL store: sqlite:///FILE or postgresql://")
     queue: str = Field("", description="queue to serve (default: the model's name)")
     key_prefix: str = Field("tm:", description="first part of every Redis key")
-    worker_id: str = Field("", description="name of this worker (default: host, process id)")
+    worker_id: str = Field("", description="a name that no other worker has (default: host, process id)")
     cache_dir: str | None = Field(None, description="where converted models are kept (default: ~/.cache/tokenmill)")
     aliases: str = Field("", description="further names of the model and its adapters: name=target,name=target")
     chat_template: str | None = Field(None, description="file with a chat template (default: the model's own)")
