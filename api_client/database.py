@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from api_client.errors import ConfigurationError, QueueUnavailable
@@ -27,6 +28,9 @@ class Database:
                 "reading results from SQL needs SQLAlchemy: pip install 'tokenmill[sql]' (and psycopg for PostgreSQL)"
             ) from error
         self.sql = sqlalchemy
+        scheme, separator, _ = url.partition("://")
+        if separator and scheme.partition("+")[0] not in ("sqlite", "postgresql", "postgres"):
+            raise ConfigurationError("the database URL begins with sqlite:/// or postgresql://; others are not served")
         try:
             self._engine = sqlalchemy.create_engine(
                 _address(url), pool_pre_ping=True, connect_args=_options(url), hide_parameters=True
@@ -47,12 +51,18 @@ class Database:
         except self.sql.exc.SQLAlchemyError as error:
             words = " ".join(str(getattr(error, "orig", None) or error).split())[:300]
             if "unable to open database file" in words:
-                raise ConfigurationError(f"there is no database at {self._engine.url.database}") from error
+                raise ConfigurationError(self._why_not_open()) from error
             if re.search(r"no such table|does not exist", words):
                 raise ConfigurationError(
                     f"the database has no results table ({words}): `tokenmill db upgrade`"
                 ) from error
             raise QueueUnavailable(f"the database cannot be read: {words}") from error
+
+    def _why_not_open(self) -> str:
+        path = str(self._engine.url.database).removeprefix("file:")
+        if not Path(path).exists():
+            return f"there is no database at {path}"
+        return f"the database {path} cannot be opened: it must be a file, in a folder that this user may write to"
 
     def has_table(self, name: str) -> bool:
         with self.connection() as connection:

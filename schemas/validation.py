@@ -134,7 +134,7 @@ def _prompt_problems(request: JobRequest) -> Iterator[str]:
         yield f"exactly one of prompt, messages and prompt_ids must be given, not {' and '.join(given) or 'none'}"
         return
     if not getattr(request, given[0]):
-        yield f"{given[0]} is empty; it needs at least one token"
+        yield f"{given[0]} is empty; it needs at least one {'message' if given[0] == 'messages' else 'token'}"
     if request.messages is not None and len(request.messages) > MAX_MESSAGES:
         yield f"messages may have {MAX_MESSAGES} entries, not {len(request.messages)}"
     if request.prompt_ids is not None and len(request.prompt_ids) > MAX_PROMPT_IDS:

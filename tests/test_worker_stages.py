@@ -1,12 +1,14 @@
-"""A worker whose stage fails in a way that nobody foresaw ends, and says by what."""
+"""A worker ends with what one of its stages failed with; of a server that is away at its start it speaks once."""
 
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
-from worker.app import background
+from tests.support.worker import database_url, settings, thread_host
+from worker.app import Worker, background
 
 
 async def fail() -> None:
@@ -37,3 +39,15 @@ async def test_a_stage_is_cancelled_behind_the_body() -> None:
         await began.wait()
         assert not stop.is_set()
     assert was_cancelled
+
+
+async def test_a_server_that_is_away_is_spoken_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    chosen = settings("redis://127.0.0.1:1/0", database_url(tmp_path))
+    worker = Worker(chosen, thread_host(chosen.engine_config()))
+    serving = asyncio.create_task(worker.serve())
+    await asyncio.sleep(2.5)  # two more tries
+    worker.drain()
+    await asyncio.wait_for(serving, 10)
+    said = [record.getMessage() for record in caplog.records if "not ready" in record.getMessage()]
+    assert len(said) == 1, said
+    assert said[0].startswith("not ready, trying for 60 s more: Redis: ")

@@ -208,7 +208,7 @@ class Worker:
 
     async def _patiently(self, what: Callable[[], Coroutine[Any, Any, None]]) -> bool:
         """A dependency may start later than we do. False: a signal came first."""
-        deadline = time.monotonic() + STARTUP_PATIENCE_S
+        deadline, said = time.monotonic() + STARTUP_PATIENCE_S, ""
         while not self._stop.is_set():
             trying, stopped = asyncio.create_task(what()), asyncio.create_task(self._stop.wait())
             await asyncio.wait([trying, stopped], return_when=asyncio.FIRST_COMPLETED)
@@ -221,7 +221,9 @@ class Worker:
             except Unavailable as error:
                 if time.monotonic() >= deadline:
                     raise
-                log.warning("not ready: %s", error)
+                if str(error) != said:
+                    log.warning("not ready, trying for %.0f s more: %s", deadline - time.monotonic(), error)
+                said = str(error)
                 await wait_at_most(self._stop, 1.0)
             else:
                 return True

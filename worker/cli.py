@@ -15,7 +15,7 @@ import typer
 
 from api_client.cli.output import complain, emit, out
 from worker.errors import SettingsError, TokenmillError
-from worker.flags import variables_epilog, with_settings
+from worker.flags import SettingsCommand, variables_epilog, with_settings
 from worker.settings import Settings, load_settings
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
@@ -53,14 +53,18 @@ def tasks(flags: dict[str, object]) -> None:
 def dev(flags: dict[str, object]) -> None:
     """Everything on this machine in one command: a private Valkey, SQLite, and a worker. Ctrl-C stops it all."""
     with _sentences():
+        if "redis_url" in flags:
+            raise SettingsError(["--redis-url: this command starts a server of its own; `tokenmill worker` takes one"])
         settings = load_settings(flags)
         from worker.dev import run
 
-        raise typer.Exit(run(settings))
+        with _database(settings):
+            status = run(settings)
+        raise typer.Exit(status)
 
 
 def _register(command: Callable[[dict[str, object]], None]) -> None:
-    app.command(command.__name__, epilog=variables_epilog())(with_settings(command))
+    app.command(command.__name__, cls=SettingsCommand, epilog=variables_epilog())(with_settings(command))
 
 
 _register(worker)

@@ -40,6 +40,7 @@ def run(settings: Settings) -> int:
         undo.enter_context(_signals(stop))
         server = _start_server()
         undo.callback(server.stop)
+        is_usual = server.port == USUAL_PORT and settings.redis_url == Settings.model_fields["redis_url"].default
         settings = settings.model_copy(update={"redis_url": server.url})
         console.print(f"[bold]queue[/bold]     {server.url} (Valkey, data in {DATA})")
         _, revision = upgrade(settings.database_url)
@@ -49,7 +50,7 @@ def run(settings: Settings) -> int:
         undo.callback(_end, worker, settings.drain_seconds, console)
         if not _wait_until_ready(settings, worker, stop):
             return _status_of(worker)
-        _explain(settings, console)
+        _explain(settings, console, is_usual=is_usual)
         while worker.poll() is None and not stop.wait(0.2):
             pass
         return _status_of(worker)
@@ -84,9 +85,10 @@ def _wait_until_ready(settings: Settings, worker: subprocess.Popen[bytes], stop:
     return False
 
 
-def _explain(settings: Settings, console: Console) -> None:
+def _explain(settings: Settings, console: Console, *, is_usual: bool) -> None:
+    """`is_usual`: another terminal finds the server by itself; it does not where TOKENMILL_REDIS_URL names another."""
     lines = []
-    if not settings.redis_url.endswith(f":{USUAL_PORT}/0"):
+    if not is_usual:
         lines.append(f"export TOKENMILL_REDIS_URL={settings.redis_url}")
     if settings.database_url != Settings.model_fields["database_url"].default:
         lines.append(f"export TOKENMILL_DATABASE_URL={settings.database_url}")

@@ -6,6 +6,7 @@ and every problem is told at once.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import types
 import typing
@@ -14,11 +15,29 @@ from typing import Annotated, Any
 
 import typer
 from pydantic.fields import FieldInfo
+from typer.core import TyperCommand
 
 from worker.settings import ENGINE_FIELDS, PREFIX, Settings
 
 _TASKS = ("tasks_", "webhook_", "rollup_", "retention_", "retain_")
 Command = Callable[[dict[str, object]], None]
+
+
+class SettingsCommand(TyperCommand):
+    """Its help says `--[no-]fuse`: a column of noes would leave no room for the others' names in 80 columns."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        shown: Any = copy.copy(self)
+        shown.params = [_with_its_no(parameter) for parameter in self.params]
+        TyperCommand.format_help(shown, ctx, formatter)
+
+
+def _with_its_no(parameter: Any) -> Any:
+    if not parameter.secondary_opts:
+        return parameter
+    shown = copy.copy(parameter)
+    shown.opts, shown.secondary_opts = [f"--[no-]{parameter.opts[0].removeprefix('--')}"], []
+    return shown
 
 
 def with_settings(command: Command) -> Callable[..., None]:
@@ -45,11 +64,17 @@ def with_settings(command: Command) -> Callable[..., None]:
 def _annotation(name: str, field: FieldInfo) -> Any:
     flag = name.replace("_", "-")
     words = field.description or ""
-    text = words[:1].upper() + words[1:] + _default(field, words)
+    text = _capitalised(words) + _default(field, words)
     common: dict[str, Any] = {"help": text, "rich_help_panel": panel_of(name)}
     if bool in _kinds(field):
         return Annotated[bool | None, typer.Option(f"--{flag}/--no-{flag}", **common)]
     return Annotated[str | None, typer.Option(f"--{flag}", metavar=_metavar(field), **common)]
+
+
+def _capitalised(words: str) -> str:
+    """But for a list of values, which are written as they are said."""
+    first = words.split(" ")[0]
+    return words if first.endswith(",") or words.startswith(f"{first} or ") else words[:1].upper() + words[1:]
 
 
 def panel_of(name: str) -> str:

@@ -75,10 +75,10 @@ class Settings(_EngineFields):
 
     # where
     redis_url: str = Field("redis://localhost:6379/0", description="Redis or Valkey: redis://, rediss:// or unix://")
-    database_url: str = Field("sqlite:///tokenmill.db", description="results, usage: sqlite:///FILE or postgresql://")
+    database_url: str = Field("sqlite:///tokenmill.db", description="SQL store: sqlite:///FILE or postgresql://")
     queue: str = Field("", description="queue to serve (default: the model's name)")
     key_prefix: str = Field("tm:", description="first part of every Redis key")
-    worker_id: str = Field("", description="name of this worker (default: host, process id)")
+    worker_id: str = Field("", description="a name that no other worker has (default: host, process id)")
     cache_dir: str | None = Field(None, description="where converted models are kept (default: ~/.cache/tokenmill)")
     aliases: str = Field("", description="further names of the model and its adapters: name=target,name=target")
     chat_template: str | None = Field(None, description="file with a chat template (default: the model's own)")
@@ -272,11 +272,11 @@ def _semantic_problems(settings: Settings, given: Mapping[str, object]) -> list[
         ("otel_endpoint", _endpoint_problem(settings.otel_endpoint)),
     ):
         if problem is not None:
-            found.append(f"{spelt(name)}: {problem}, not {_masked(getattr(settings, name))!r}")
+            given_as = "" if problem.endswith("?") else f", not {_masked(getattr(settings, name))!r}"
+            found.append(f"{spelt(name)}: {problem}{given_as}")
     model, adapters = (getattr(settings, name) for name in ("model", "adapters"))
-    naming = naming_problems(
-        {model, settings.queue or queue_of(model)}, adapters, settings.aliases, settings.chat_template
-    )
+    names = {model, settings.queue or queue_of(model)}
+    naming = naming_problems(names, adapters, settings.aliases, settings.chat_template)
     found += [f"{spelt(name)} {problem}" for name, problem in naming]
     if settings.heartbeat_interval > settings.lease_seconds / 2:
         found.append(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import sqlite3
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Final
@@ -89,19 +90,31 @@ class Survey:
 
 def read(path: Path, see: Callable[[bytes], object] = lambda _: None) -> Iterator[Line]:
     """Every line that is not blank; `see` is shown all bytes. Raises ConfigurationError for a file that is no file."""
+    with _opened(path) as file:
+        number = 0
+        while raw := file.readline(MAX_LINE_BYTES + 1):
+            number += 1
+            see(raw)
+            if len(raw) > MAX_LINE_BYTES:
+                _skip_rest(file, raw, see)
+                yield BadLine(number, None, "line_too_long", f"the line has more than {MAX_LINE_BYTES} bytes")
+            elif not raw.isspace():
+                yield parse(number, raw)
+
+
+def check_readable(path: Path) -> None:
+    """Raises ConfigurationError, before anything is made for it."""
+    with _opened(path):
+        pass
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[IO[bytes]]:
     if path.exists() and not path.is_file():
         raise ConfigurationError(f"cannot read {path}: it must be a file that can be read twice, no pipe or folder")
     try:
         with path.open("rb") as file:
-            number = 0
-            while raw := file.readline(MAX_LINE_BYTES + 1):
-                number += 1
-                see(raw)
-                if len(raw) > MAX_LINE_BYTES:
-                    _skip_rest(file, raw, see)
-                    yield BadLine(number, None, "line_too_long", f"the line has more than {MAX_LINE_BYTES} bytes")
-                elif not raw.isspace():
-                    yield parse(number, raw)
+            yield file
     except OSError as error:
         raise ConfigurationError(f"cannot read {path}: {error.strerror or error}") from error
 
@@ -131,9 +144,13 @@ def _checked(number: int, envelope: LineEnvelope) -> Line:
         words = f"custom_id must be a text of at most {MAX_CUSTOM_ID_CHARS} characters"
         return BadLine(number, name[:64] if isinstance(name, str) else None, "invalid_custom_id", words, "custom_id")
     if envelope.method != "POST":
+        if envelope.method is None:
+            return _missing(number, name, "method")
         words = f"method must be POST, not {str(envelope.method)[:64]}"
         return BadLine(number, name, "invalid_method", words, "method")
     if envelope.url not in URLS:
+        if envelope.url is None:
+            return _missing(number, name, "url")
         words = f"url must be one of {', '.join(URLS)}, not {str(envelope.url)[:64]}"
         return BadLine(number, name, "invalid_url", words, "url")
     if not isinstance(envelope.body, dict):

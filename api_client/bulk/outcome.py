@@ -91,15 +91,16 @@ def conclude(store: BatchStore, batch: Batch, totals: Totals) -> Batch:
 
 def _counted(client: Client, store: BatchStore, batch: Batch, *, with_tokens: bool) -> Totals:
     known = store.totals(batch, with_tokens=with_tokens)
-    if known is not None:
-        return known
+    if known is not None and (known.ended >= batch.total or not with_tokens):
+        return known  # else, at the end, the queue is asked too: its workers may record into another database
     totals = Totals()
     for bad in store.refused(batch.id):
         totals = totals.plus(of_bad_line(batch.id, bad).share)
     for page in _pages(range(1, batch.submitted + 1)):
         for result in queries.results(client, [job_id(batch.id, line) for line in page]):
             totals = totals.plus(of_result(batch.id, result).share)
-    return max(batch.totals, totals, key=lambda known: known.ended)  # the queue forgets what lies in a run's files
+    every = [*([known] if known else []), batch.totals, totals]
+    return max(every, key=lambda each: each.ended)  # the queue forgets what lies in a run's files
 
 
 def cancel_batch(client: Client, store: BatchStore, batch_id: str) -> Batch:

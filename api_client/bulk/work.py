@@ -9,7 +9,7 @@ Both may be interrupted at any moment and called again. They are what the comman
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import msgspec
@@ -27,7 +27,7 @@ from api_client.bulk.batch import (
 )
 from api_client.bulk.collector import Collector
 from api_client.bulk.files import Done, OutputFiles, Paths
-from api_client.bulk.lines import Survey, survey
+from api_client.bulk.lines import Survey, check_readable, survey
 from api_client.bulk.outcome import REASONS, conclude, fill, refresh
 from api_client.bulk.pacing import Pacing, Progress
 from api_client.bulk.pump import Pump
@@ -49,8 +49,9 @@ class Terms:
 
 
 def new_batch(client: Client, path: Path, terms: Terms | None = None) -> Batch:
-    """Not stored yet. Raises ConfigurationError."""
+    """Not stored yet. Raises ConfigurationError, also for a file that cannot be read."""
     terms = terms or Terms()
+    check_readable(path)
     now = now_ms()
     return Batch(
         id=new_batch_id(),
@@ -82,7 +83,7 @@ def run_batch(
     terms: Terms | None = None,
     pacing: Pacing | None = None,
 ) -> Batch:
-    """Raises ConfigurationError when the output is not this input's."""
+    """Raises ConfigurationError when the output is not this input's, or was begun on other terms than those given."""
     pacing = pacing or Pacing()
     client.depth()  # patience is for a queue that goes away, not for one that never was there
     with OutputFiles(paths) as files:
@@ -91,13 +92,10 @@ def run_batch(
             _refuse_foreign(paths)
         batch = before or new_batch(client, path, terms)
         found = survey(path, _surveying(pacing))
-        if before is not None and before.digest != found.digest:
-            raise ConfigurationError(
-                f"{paths.output} belongs to batch {before.id}, whose input was another: name another output, "
-                f"or remove it and {paths.record}"
-            )
-        if before is not None and before.state.is_final:
-            return before
+        if before is not None:
+            _refuse_another(before, found, terms, paths)
+            if before.state.is_final:
+                return before
         files.save_record(_described(batch, found))
         batch = _stored(store, _described(batch, found))
         if batch.state is BatchState.FINALIZING:  # somebody was ending it, and did not come to the end
@@ -138,6 +136,22 @@ def _ended(store: BatchStore, files: OutputFiles, batch_id: str, totals: Totals)
     ended = conclude(store, named, totals)
     files.save_record(ended)
     return ended
+
+
+def _refuse_another(before: Batch, found: Survey, terms: Terms | None, paths: Paths) -> None:
+    """Another input, or the same asked for on other terms: what is in the files already answers neither."""
+    if before.digest != found.digest:
+        raise ConfigurationError(
+            f"{paths.output} belongs to batch {before.id}, whose input was another: name another output, "
+            f"or remove it and {paths.record}"
+        )
+    names = msgspec.structs.asdict(before)
+    changed = [term.name for term in fields(Terms) if terms and names[term.name] != getattr(terms, term.name)]
+    if changed:
+        raise ConfigurationError(
+            f"{paths.output} belongs to batch {before.id}, which was begun with another {' and '.join(changed)}: "
+            "say the same again to go on, or name another output"
+        )
 
 
 def _refuse_foreign(paths: Paths) -> None:

@@ -43,7 +43,7 @@ def list_dead(
 
 def redrive(
     target: Target,
-    job: Annotated[list[str] | None, typer.Argument(help="Ids of the jobs.", metavar="[JOB]...")] = None,
+    job: Annotated[list[str] | None, typer.Argument(help="Ids of the jobs.", metavar="JOB")] = None,
     *,
     everything: Annotated[bool, typer.Option("--all", help="Every dead job, the oldest first.")] = False,
     limit: Annotated[int, typer.Option("--limit", "-l", min=1, max=MOST, help="With --all: at most so many.")] = 1000,

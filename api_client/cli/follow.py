@@ -27,6 +27,8 @@ def follow(
         else:
             _stream(client, job_id, starting_after, as_json, timeout)
     except KeyboardInterrupt:
+        if not quiet and not as_json:
+            err().print()  # the answer's last line is not at its end
         complain(f"interrupted; the job goes on: tokenmill tail {job_id}, or tokenmill cancel {job_id}", "note")
         raise typer.Exit(130) from None
 

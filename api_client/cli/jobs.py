@@ -58,7 +58,7 @@ def result(
     target: Target,
     job: Job,
     *,
-    timeout: Annotated[float | None, typer.Option(help="Wait at most so many seconds; 0: not at all.")] = None,
+    timeout: Annotated[float | None, typer.Option(help="Wait at most so many seconds; 0: not at all.", min=0)] = None,
     json: Json = False,
 ) -> None:
     """Wait for a job's end and print its answer. Exits with 1 when it has none."""
@@ -76,7 +76,7 @@ def result(
 
 def cancel(
     target: Target,
-    job: Annotated[list[str], typer.Argument(help="Ids of the jobs.", metavar="JOB...")],
+    job: Annotated[list[str], typer.Argument(help="Ids of the jobs.", metavar="JOB")],
     *,
     json: Json = False,
 ) -> None:

@@ -19,7 +19,7 @@ from api_client.cli.output import complain
 from api_client.errors import TokenmillError
 
 GROUP: Final = "tokenmill.commands"
-_NEEDS_WORKER: Final = ("worker", "tasks", "dev", "db", "doctor", "bench")
+_NEEDS_WORKER: Final = ("worker", "tasks", "dev", "db", "doctor", "exporter")
 
 
 class CommandGroup(TyperGroup):
@@ -43,7 +43,11 @@ class CommandGroup(TyperGroup):
             return super().invoke(ctx)
         except TokenmillError as error:
             complain(str(error))
-            if isinstance(error.__cause__, redis.exceptions.ConnectionError):
+            if isinstance(error.__cause__, redis.exceptions.AuthenticationError):  # a kind of ConnectionError there
+                complain(
+                    "the URL has them: redis://user:password@host:6379/0 (--redis-url, TOKENMILL_REDIS_URL)", "hint"
+                )
+            elif isinstance(error.__cause__, redis.exceptions.ConnectionError):
                 complain("--redis-url or TOKENMILL_REDIS_URL says where it is; `tokenmill dev` starts one", "hint")
             raise typer.Exit(1) from error
         except UnicodeEncodeError as error:

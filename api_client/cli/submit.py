@@ -15,6 +15,7 @@ from api_client.cli.output import complain, emit, say
 from api_client.cli.target import Job, Json, Target, connected, was_typed
 from api_client.client import Client
 from api_client.errors import InvalidRequest, TokenmillError
+from schemas.codec import MAX_PAYLOAD_BYTES
 from schemas.job import Priority
 
 _PROMPT, _SAMPLING, _ORDER = "Prompt", "Sampling", "Order"
@@ -79,7 +80,7 @@ def submit(
     webhook: Annotated[str | None, _order("URL to call at the end.")] = None,
     stream: Annotated[bool, typer.Option("--stream", "-s", help="Follow the tokens to the end.")] = False,
     wait: Annotated[bool, typer.Option("--wait", "-w", help="Wait for the end, then print the answer.")] = False,
-    timeout: Annotated[float | None, typer.Option(help="Longest silence, or wait, in seconds.")] = None,
+    timeout: Annotated[float | None, typer.Option(help="Longest silence, or wait, in seconds.", min=0)] = None,
     json: Json = False,
 ) -> None:
     """Queue a job; print its id, or with --stream or --wait its answer.
@@ -138,7 +139,7 @@ def tail(
     job: Job,
     *,
     starting_after: Annotated[int, typer.Option(help="Tokens that you have already.", min=0)] = 0,
-    timeout: Annotated[float | None, typer.Option(help="Longest silence in seconds.")] = None,
+    timeout: Annotated[float | None, typer.Option(help="Longest silence in seconds.", min=0)] = None,
     json: Json = False,
 ) -> None:
     """Follow a job's tokens from its first, whenever it began, to its end."""
@@ -168,7 +169,14 @@ def _prompt(
 def _stdin() -> str:
     if sys.stdin.isatty():
         raise InvalidRequest(["give a prompt, as an argument or on stdin"])
-    return sys.stdin.read().rstrip("\n")
+    return _within_bounds(sys.stdin.read(MAX_PAYLOAD_BYTES + 1), "the prompt").rstrip("\n")
+
+
+def _within_bounds(text: str, what: str) -> str:
+    """No queue takes a larger request, and what has no end would fill the memory."""
+    if len(text) > MAX_PAYLOAD_BYTES:
+        raise InvalidRequest([f"{what} has more than {MAX_PAYLOAD_BYTES} characters"])
+    return text
 
 
 def _response_format(json_schema: str | None, regex: str | None, grammar: str | None) -> dict[str, Any]:
@@ -187,7 +195,8 @@ def _text(value: str, option: str) -> str:
     if not value.startswith("@"):
         return value
     try:
-        return Path(value[1:]).read_text(encoding="utf-8")
+        with Path(value[1:]).open(encoding="utf-8") as file:
+            return _within_bounds(file.read(MAX_PAYLOAD_BYTES + 1), f"{option}: {value[1:]}")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidRequest([f"{option}: cannot read {value[1:]}: {error}"]) from error
 

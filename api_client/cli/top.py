@@ -32,7 +32,7 @@ def register(app: typer.Typer) -> None:
 def top(
     target: Target,
     queues: Annotated[
-        list[str] | None, typer.Argument(help="Queues to watch (default: --queue).", metavar="QUEUE…")
+        list[str] | None, typer.Argument(help="Queues to watch (default: --queue).", metavar="QUEUE")
     ] = None,
     *,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,

@@ -84,11 +84,13 @@ def alarm(queue: QueueState) -> list[tuple[str, str] | str]:
 # ── tables ──
 
 
-def grid(width: int, *columns: tuple[str, str]) -> Table:
-    """Columns are (title, justification)."""
+def grid(width: int, *columns: tuple[str, str], gives_way: str = "") -> Table:
+    """Columns are (title, justification). Where they do not fit, the one that `gives_way` is cut before any other; its
+    cells must not wrap."""
     table = Table(box=None, header_style="bold dim", pad_edge=False, padding=(0, 2 if width >= WIDE else 1, 0, 0))
     for title, justify in columns:
-        table.add_column(title, justify=justify, no_wrap=True, overflow="ellipsis")  # type: ignore[arg-type]
+        stays = title != gives_way
+        table.add_column(title, justify=justify, no_wrap=stays, overflow="ellipsis")  # type: ignore[arg-type]
     return table
 
 
@@ -166,7 +168,7 @@ def tenants(states: Sequence[TenantState], width: int) -> RenderableType:
     for tenant in states[:MAX_TENANTS]:
         name = Text(tenant.tenant or "(none)", style="" if tenant.tenant else "dim")
         name.truncate(32, overflow="ellipsis")
-        bar = _bar(tenant.tokens_per_s, most, min(40, width - 50), "green") if most else Text()
+        bar = _bar(tenant.tokens_per_s, most, min(40, width - 60), "green") if most else Text()
         table.add_row(name, f"{tenant.running:,}", f"{tenant.waiting:,}", f"{tenant.tokens_per_s:,.0f}", bar)
     rest = len(states) - MAX_TENANTS
     if rest > 0:
@@ -177,11 +179,12 @@ def tenants(states: Sequence[TenantState], width: int) -> RenderableType:
 def _jobs(look: Look, width: int) -> RenderableType:
     columns = [("JOB", "left"), ("STATUS", "left"), ("CLASS", "left"), ("TOKENS", "right"), ("AGE", "right")]
     columns += [("TENANT", "left"), ("WORKER", "left")] if width >= WIDE else [("TENANT", "left")]
-    table = grid(width, *columns)
+    table = grid(width, *columns, gives_way="TENANT")
     for job in look.jobs:
         age = seconds(look.now_ms - job.created_ms) if job.created_ms else "–"
         cells: list[RenderableType] = [job.job_id, state(job.status.value), job.priority, f"{job.tokens or ''}", age]
-        table.add_row(*cells, job.tenant, *([job.worker_id] if width >= WIDE else []))
+        tenant = Text(job.tenant, no_wrap=True, overflow="ellipsis")
+        table.add_row(*cells, tenant, *([job.worker_id] if width >= WIDE else []))
     return table
 
 

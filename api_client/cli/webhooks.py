@@ -54,7 +54,7 @@ def list_webhooks(
 
 def redrive(
     target: Target,
-    webhook: Annotated[list[str] | None, typer.Argument(help="Ids of webhooks.", metavar="[WEBHOOK]...")] = None,
+    webhook: Annotated[list[str] | None, typer.Argument(help="Ids of webhooks.", metavar="WEBHOOK")] = None,
     *,
     everything: Annotated[bool, typer.Option("--all", help="Every dead webhook, the oldest first.")] = False,
     limit: Annotated[int, typer.Option("--limit", "-l", min=1, max=MOST, help="With --all: at most so many.")] = 1000,

@@ -200,6 +200,11 @@ function estimatedTokens(job) {
   return prompt + (job.params?.n ?? 1) * (job.params?.max_tokens ?? 256);
 }
 
+function count(name, text) {
+  if (!/^\d+$/.test(text)) throw new Error(`--${name} must be a whole number, not ${text}`);
+  return Number(text);
+}
+
 async function main() {
   const { values, positionals } = parseArgs({
     allowPositionals: true,
@@ -210,13 +215,14 @@ async function main() {
     },
   });
   if (!values.queue) throw new Error("name the queue: --queue smollm2-135m-instruct");
+  const [maxTokens, startingAfter] = ["max-tokens", "starting-after"].map((name) => count(name, values[name]));
   const producer = new Producer(values.url, values.queue);
-  const request = { messages: [{ role: "user", content: positionals.join(" ") }], params: { max_tokens: Number(values["max-tokens"]) } };
+  const request = { messages: [{ role: "user", content: positionals.join(" ") }], params: { max_tokens: maxTokens } };
   if (values["idempotency-key"]) request.idempotency_key = values["idempotency-key"];
   const job = values.stream ?? (await producer.submit(request));
   const say = (kind, value) => values.json && console.log(JSON.stringify({ [kind]: value }));
   say("job", job);
-  for await (const chunk of producer.stream(job, Number(values["starting-after"]))) {
+  for await (const chunk of producer.stream(job, startingAfter)) {
     say("chunk", chunk);
     if (!values.json) process.stdout.write(chunk.text ?? "");
   }

@@ -47,6 +47,13 @@ def num_lines(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
+async def test_a_file_that_is_not_there_becomes_no_batch(shell: Shell, tmp_path: Path) -> None:
+    status, said, error = await shell("submit", tmp_path / "none.jsonl")
+    assert (status, said) == (1, "")
+    assert error.startswith("Error: cannot read ")
+    assert await shell("list") == (0, "", "no batches\n")
+
+
 @pytest.mark.slow
 async def test_killed_in_the_middle_no_line_is_lost_or_told_twice(
     shell: Shell, redis_url: str, database: str, tmp_path: Path

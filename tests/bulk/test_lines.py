@@ -26,6 +26,8 @@ from tests.bulk.support import chat, write, write_many
         (json.dumps(chat("a") | {"custom_id": 7}), "invalid_custom_id", None),
         (json.dumps(chat("x" * 513)), "invalid_custom_id", "x" * 64),
         (json.dumps(chat("a\0")), "invalid_custom_id", "a\0"),
+        ('{"custom_id": "a"}', "missing_required_parameter", "a"),
+        (json.dumps(chat("a") | {"url": None}), "missing_required_parameter", "a"),
         (json.dumps(chat("a") | {"method": "GET"}), "invalid_method", "a"),
         (json.dumps(chat("a") | {"url": "/v1/embeddings"}), "invalid_url", "a"),
         (json.dumps(chat("a") | {"url": ["x"]}), "invalid_url", "a"),

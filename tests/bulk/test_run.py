@@ -30,7 +30,7 @@ from api_client.bulk import (
 )
 from api_client.errors import ConfigurationError
 from tests.bulk.support import chat, completion, names, numbered, read, write, write_many
-from tests.support.worker import running_worker
+from tests.support.worker import database_url, running_worker
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(240)]
 T = TypeVar("T")
@@ -108,6 +108,9 @@ async def test_again_changes_nothing_and_another_input_is_refused(
         assert desk.paths.output.read_bytes() == before
         with pytest.raises(ConfigurationError, match="whose input was another"):
             await desk.run(write_many(desk.folder / "other.jsonl", 6))
+        with pytest.raises(ConfigurationError, match="begun with another tenant and any_model: say the same again"):
+            await desk.run(path, terms=Terms(tenant="acme", any_model=True))
+        assert desk.paths.output.read_bytes() == before
     desk.paths.record.unlink()
     with pytest.raises(ConfigurationError, match="there already"):
         await desk.run(path)
@@ -293,3 +296,19 @@ async def test_an_import_is_cancelled_while_it_waits(desk: Desk, allowed_keys: l
     assert (missing, exported.output_file, exported.error_file) == (0, None, str(desk.paths.errors.resolve()))
     assert len(names(desk.paths.errors)) == 12
     assert not read(desk.paths.output)
+
+
+async def test_what_the_workers_record_elsewhere_is_counted(tmp_path: Path, redis_url: str, database: str) -> None:
+    """A producer whose database is not the workers' finds answers in the queue alone: they did not fail."""
+    (tmp_path / "other").mkdir()
+    desk = Desk(tmp_path, redis_url, database_url(tmp_path / "other"))
+    path = write_many(tmp_path / "in.jsonl", 5)
+    async with running_worker(redis_url, database):
+        begun = await asyncio.to_thread(desk.do, lambda client, store: import_batch(client, store, path))
+
+        def over() -> Batch | None:
+            found = desk.do(lambda client, store: refresh(client, store, begun.id))
+            return found if found.state.is_final else None
+
+        batch = await until(over)
+    assert (batch.state, batch.totals.completed, batch.totals.failed) == (BatchState.COMPLETED, 5, 0)

@@ -225,6 +225,39 @@ def test_top_without_a_terminal_looks_once(shell: Shell) -> None:
 
 
 @pytest.mark.parametrize(
+    ("command", "ends"),
+    [
+        (("cancel",), " {JOB}..."),
+        (("dead", "redrive"), " [JOB]..."),
+        (("webhooks", "redrive"), " [WEBHOOK]..."),
+        (("top",), " [QUEUE]..."),
+    ],
+)
+def test_what_may_be_several_has_its_dots_once(shell: Shell, command: tuple[str, ...], ends: str) -> None:
+    usage = next(line for line in shell(*command, "--help").stdout.splitlines() if "Usage" in line)
+    assert usage.rstrip().endswith(f"[OPTIONS]{ends}")
+
+
+@pytest.mark.parametrize("option", ["--messages", "--grammar", "--json-schema", "--logit-bias"])
+def test_a_file_without_an_end_is_refused(shell: Shell, option: str) -> None:
+    done = shell("submit", *(() if option == "--messages" else ("hi",)), option, "@/dev/zero")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr == f"Error: {option}: /dev/zero has more than 8388608 characters\n"
+
+
+def test_a_prompt_without_an_end_is_refused(shell: Shell) -> None:
+    done = shell("submit", stdin="x" * 8_388_609)
+    assert (done.exit_code, done.stderr) == (1, "Error: the prompt has more than 8388608 characters\n")
+
+
+@pytest.mark.parametrize("command", [("submit", "hi", "--wait"), ("tail", "x"), ("result", "x")])
+@pytest.mark.parametrize("timeout", ["-1", "nan"])
+def test_a_wait_of_no_length_is_refused(shell: Shell, command: tuple[str, ...], timeout: str) -> None:
+    done = shell(*command, f"--timeout={timeout}")
+    assert (done.exit_code, done.stdout, "greater than or equal to 0" in done.stderr) == (2, "", True)
+
+
+@pytest.mark.parametrize(
     "command", [(), *[(name,) for name in ("submit", "tail", "status", "result", "cancel", "jobs", "usage", "top")]]
 )
 def test_every_command_explains_itself(shell: Shell, command: tuple[str, ...]) -> None:

@@ -34,6 +34,11 @@ def test_a_path_that_leads_nowhere_is_no_name_of_the_hub(tmp_path: Path, name: s
     assert model_finding("organisation/model", tmp_path)[0] == "warning"
 
 
+@pytest.mark.parametrize("name", ["synthetic", "synthetic?step_ms=5"])
+def test_the_model_without_weights_is_not_looked_for_on_the_hub(tmp_path: Path, name: str) -> None:
+    assert model_finding(name, tmp_path) == ("ok", f"{name} needs no weights: its answers are noise, for tests")
+
+
 @pytest.mark.parametrize("options", ["", "?timeout=5"])
 def test_a_database_s_options_are_no_part_of_its_name(tmp_path: Path, options: str) -> None:
     url = f"sqlite:///{tmp_path}/t.db{options}"

@@ -3,7 +3,9 @@
 import dataclasses
 
 import pytest
+from typer.testing import CliRunner
 
+from api_client.cli import app
 from worker.engine.config import EngineConfig
 from worker.engine.types import SchedulingPolicy
 from worker.engine_help import ENGINE_HELP
@@ -32,6 +34,14 @@ def test_the_defaults_work() -> None:
     # A service schedules by class and tenant; an engine used alone has neither.
     assert settings.engine_config() == EngineConfig(model="smollm2-135m-instruct", policy=SchedulingPolicy.PRIORITY)
     assert settings.heartbeat_interval == pytest.approx(settings.lease_seconds / 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "url"), [("redis_url", "redis://localhost:1x/0"), ("database_url", "postgresql://localhost:1x/t")]
+)
+def test_what_asks_for_a_quoted_password_ends_with_that_question(name: str, url: str) -> None:
+    (problem,) = _problems(**{name: url})
+    assert problem.endswith("?")
 
 
 def test_flags_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,3 +142,15 @@ def test_every_kind_of_redis_address(url: str) -> None:
 def test_passwords_are_not_shown() -> None:
     settings = load_settings({"database_url": "postgresql://u:hunter2@h/db", "redis_url": "redis://:hunter2@h/0"})
     assert "hunter2" not in str(settings.public())
+
+
+@pytest.mark.parametrize("command", ["worker", "tasks", "dev"])
+def test_the_help_names_every_flag_in_full_on_the_narrowest_screen(command: str) -> None:
+    done = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "80"})
+    assert done.exit_code == 0
+    for name, field in Settings.model_fields.items():
+        flag = name.replace("_", "-")
+        assert f" --{'[no-]' if field.annotation in (bool, bool | None) else ''}{flag} " in done.stdout, flag
+    assert "--no-" not in done.stdout
+    assert " cpu, cuda, cuda:1, … or auto" in done.stdout  # values are written as they are said
+    assert " Float32" not in done.stdout

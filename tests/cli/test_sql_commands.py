@@ -184,3 +184,25 @@ def test_looking_at_a_database_that_is_not_there_makes_none(tmp_path: Path) -> N
     assert (answer.exit_code, answer.stdout) == (1, "")
     assert f"there is no database at {tmp_path}/no/t.db" in answer.stderr
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("place", "says"),
+    [
+        ("none.db", "there is no database at {}/none.db\n"),
+        (
+            "folder",
+            "the database {}/folder cannot be opened: it must be a file, in a folder that this user may write to\n",
+        ),
+    ],
+)
+def test_a_database_that_cannot_be_opened_is_named_as_it_was_given(tmp_path: Path, place: str, says: str) -> None:
+    (tmp_path / "folder").mkdir()
+    answer = run(f"sqlite:///{tmp_path}/{place}", "usage")
+    assert (answer.exit_code, answer.stderr) == (1, "Error: " + says.format(tmp_path))
+
+
+def test_a_database_of_another_kind_is_refused_by_name() -> None:
+    answer = run("mysql://user:secret@host/db", "usage")
+    assert (answer.exit_code, "begins with sqlite:/// or postgresql://" in answer.stderr) == (1, True)
+    assert "secret" not in answer.stderr

@@ -83,6 +83,18 @@ def test_the_tables_say_who_uses_what() -> None:
     assert "acme" not in shown(msgspec.structs.replace(BUSY, tenants=[TenantState(tenant="", running=9)]), 100)
 
 
+@pytest.mark.parametrize("width", [80, 100, 140])
+def test_a_tenant_s_long_name_costs_no_number(width: int) -> None:
+    name = "acme-corporation-with-a-very-long-tenant-name"
+    tenant = TenantState(tenant=name, waiting=9, running=60, tokens_per_s=1200.0)
+    job = msgspec.structs.replace(JOB, tenant=name, created_ms=NOW_MS - 9_500, worker_id="vm-1")
+    text = shown(msgspec.structs.replace(BUSY, tenants=[tenant]), width, jobs=[job])
+    assert re.search(r"TENANT +RUNNING +WAITING +TOK/S", text)
+    assert re.search(r"acme-\S+… +60 +9 +1,200 +━+", text)
+    assert re.search(rf"{JOB.job_id} +running +interactive +17 +9\.50 s", text)
+    assert text.count("\n") == shown(BUSY, width, jobs=[JOB]).count("\n") - 1  # one tenant less
+
+
 def test_a_queue_without_workers_says_so_first() -> None:
     idle, stuck = shown(EMPTY, 80), shown(msgspec.structs.replace(BUSY, workers=[]), 80)
     assert "NO WORKER IS ALIVE  nothing is waiting either" in idle.splitlines()[0]

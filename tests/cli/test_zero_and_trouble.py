@@ -2,13 +2,18 @@
 
 import asyncio
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
-from api_client import AsyncClient
+from api_client import AsyncClient, Client
 from api_client.cli import app
+from api_client.cli.follow import follow
+from schemas.chunk import Chunk
 from schemas.codec import decode_request
 
 pytestmark = pytest.mark.redis
@@ -90,3 +95,29 @@ def test_a_server_that_is_not_there_ends_it_with_a_sentence_and_a_hint():
     assert "Error: " in done.stderr
     assert "TOKENMILL_REDIS_URL" in done.stderr
     assert "waiting" not in done.stderr
+
+
+def test_a_wrong_password_is_no_server_that_is_elsewhere(redis_url: str) -> None:
+    url = redis_url.replace("redis://", "redis://nobody:wrong@")
+    done = CliRunner().invoke(app, ["status", "x"], env=where(url))
+    error, hint = done.stderr.splitlines()
+    assert (done.exit_code, "invalid username-password pair" in error) == (1, True)
+    assert hint == "Hint: the URL has them: redis://user:password@host:6379/0 (--redis-url, TOKENMILL_REDIS_URL)"
+
+
+def test_there_is_no_command_bench() -> None:
+    done = CliRunner().invoke(app, ["bench"], env={"COLUMNS": "200"})
+    assert (done.exit_code, "No such command 'bench'" in done.stderr) == (2, True)
+
+
+def test_an_interruption_is_spoken_of_on_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    class Interrupted:
+        def stream(self, job_id: str, **_: object) -> Iterator[Chunk]:
+            yield Chunk(job_id=job_id, attempt=1, index=0, text="The sky is")
+            raise KeyboardInterrupt
+
+    with pytest.raises(typer.Exit) as ended:
+        follow(cast("Client", Interrupted()), "j")
+    told = capsys.readouterr()
+    assert (ended.value.exit_code, told.out) == (130, "The sky is")
+    assert told.err.startswith("\nNote: interrupted; the job goes on: tokenmill tail j")

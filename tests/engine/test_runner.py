@@ -167,10 +167,16 @@ def test_what_was_decided_is_told(llama: Path) -> None:
 
 def test_a_context_that_the_memory_cannot_hold_is_refused_or_shortened(llama: Path) -> None:
     per_token = 4 * 2 * 2 * 16 * 4  # layers, keys and values, heads, head size, bytes
-    with pytest.raises(EngineConfigError, match=r"holds sequences of \d+ tokens, not 256"):
+    with pytest.raises(
+        EngineConfigError, match=r"max_memory_gib \(.*\) holds sequences of \d+ tokens, not 256: raise it"
+    ):
         load(llama, num_blocks=None, max_model_len=256, max_memory_gib=200 * per_token / 2**30)
     with pytest.raises(EngineConfigError, match="holds sequences of"):  # too short to be worth running
         load(llama, num_blocks=None, max_memory_gib=200 * per_token / 2**30)
+    with pytest.raises(EngineConfigError, match=r"max_memory_gib \(1e-06\) holds no sequence at all: raise it"):
+        load(llama, num_blocks=None, max_memory_gib=1e-6)
+    with pytest.raises(EngineConfigError, match="holds no KV cache beside the activations"):
+        load(llama, num_blocks=None, max_memory_percent=1e-9)
 
 
 def test_drafts_are_not_lost_to_running_ahead(llama: Path) -> None:

@@ -76,6 +76,16 @@ async def test_it_submits_streams_and_ends_as_python_does(redis_url: str, databa
         assert text_of(chunks[:70]) + text_of(rest) == ours.text
 
 
+@pytest.mark.parametrize("option", ["--max-tokens", "--starting-after"])
+def test_what_is_no_count_is_refused_before_anything_is_sent(option: str) -> None:
+    try:
+        command = [node(), str(EXAMPLES / "producer.mjs"), "--queue", QUEUE, option, "abc", "Hello"]
+    except NodeUnavailable as error:
+        missing(str(error))
+    done = subprocess.run([*command, "--url", "redis://127.0.0.1:1"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, f"producer: {option} must be a whole number, not abc\n")
+
+
 async def test_it_begins_inside_a_checkpoint(redis_url: str, database: str) -> None:
     async with running_worker(redis_url, database, model=SLOW), client_of(redis_url) as client:
         job = await client.submit(prompt="Grüße, 🌍", max_tokens=250, ignore_eos=True, stream=False)

@@ -48,6 +48,7 @@ def test_an_ordinary_request_has_no_problem():
         ({"prompt_ids": ()}, "exactly one of prompt, messages and prompt_ids must be given, not prompt and prompt_ids"),
         ({"prompt": ""}, "prompt is empty; it needs at least one token"),
         ({"prompt": None, "prompt_ids": ()}, "prompt_ids is empty; it needs at least one token"),
+        ({"prompt": None, "messages": ()}, "messages is empty; it needs at least one message"),
         ({"prompt": None, "prompt_ids": (3, -1)}, "prompt_ids holds -1, which is no token id"),
         ({"prompt": None, "prompt_ids": (2**31,)}, "prompt_ids holds 2147483648, which is no token id"),
         ({"prompt": "a\ud800"}, "prompt is not valid Unicode: a lone surrogate stands at character 1"),

@@ -45,7 +45,7 @@ def size_cache(
             num_blocks = solve(shape, budget, cap)
         except DoesNotFitError as error:
             if not may_shorten or error.longest < SHORTEST:
-                raise EngineConfigError([_too_small(error.longest, length, budget)]) from error
+                raise EngineConfigError([_too_small(error.longest, length, budget, config)]) from error
             length = error.longest
             num_blocks = solve(dataclasses.replace(shape, max_model_len=length), budget, cap)
     num_host = (0,) * len(num_blocks)
@@ -145,7 +145,11 @@ def _measured_surplus(loaded: LoadedModel, shape: MemoryShape) -> int:
     return max(0, int(peak * _MEASURED_MARGIN) - shape.activations - shape.logits)
 
 
-def _too_small(longest: int, length: int, budget: int) -> str:
+def _too_small(longest: int, length: int, budget: int, config: EngineConfig) -> str:
+    cap = config.max_memory_gib
+    if cap is not None and cap * GIB < budget:
+        held = f"sequences of {longest} tokens, not {length}" if longest else "no sequence at all"
+        return f"max_memory_gib ({cap:g}) holds {held}: raise it, or lower max_model_len"
     room = f"the KV cache's share of {budget / GIB:.2f} GiB"
     if longest:
         return f"{room} holds sequences of {longest} tokens, not {length}: lower max_model_len"

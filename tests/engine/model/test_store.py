@@ -142,6 +142,15 @@ def _resolve_in_child(model: str, cache: str, answers: multiprocessing.Queue[str
 
 
 @pytest.mark.slow
+def test_a_cache_that_cannot_be_written_is_named(gguf_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(store.CacheUnusableError) as caught:
+        resolve(str(gguf_file), tmp_path / "file" / "cache")
+    assert str(caught.value) == (
+        f"the converted model cannot be kept in {tmp_path}/file/cache: Not a directory; cache_dir names another folder"
+    )
+
+
 def test_processes_that_ask_at_once_convert_once(gguf_file: Path, tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
@@ -170,6 +179,14 @@ def test_a_built_in_whose_package_is_missing_says_which() -> None:
 def test_a_name_that_leads_nowhere_lists_the_built_in_ones(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match=r"smollm2-135m-instruct.*gemma3-270m"):
         resolve("no-such/model", tmp_path)
+
+
+def test_a_file_of_another_kind_is_not_asked_of_the_hub(tmp_path: Path) -> None:
+    (tmp_path / "model.bin").touch()
+    with pytest.raises(ModelNotFoundError, match=r"/model\.bin is a file, but no \.gguf file$"):
+        resolve(str(tmp_path / "model.bin"))
+    with pytest.raises(ModelNotFoundError, match=r"^there is no folder or file /.*/nowhere$"):
+        resolve(str(tmp_path / "nowhere"))
 
 
 def test_a_missing_gguf_file_is_named(tmp_path: Path) -> None:

@@ -38,6 +38,10 @@ class ModelUnusableError(OSError):
     """The file is there, but is no causal language model that can be converted."""
 
 
+class CacheUnusableError(OSError):
+    """What is converted cannot be kept where it should be."""
+
+
 @dataclass(frozen=True, slots=True)
 class BuiltIn:
     """A model in a wheel. `parts` are its GGUF file, in pieces where the package index limits file sizes."""
@@ -70,7 +74,8 @@ BUILT_IN = {
 def resolve(
     model: str, cache_dir: str | Path | None = None, on_progress: Progress | None = None, with_code: bool = False
 ) -> Path:
-    """The folder to load the model and its tokenizer from. Raises ModelNotFoundError or ModelUnusableError.
+    """The folder to load the model and its tokenizer from. Raises ModelNotFoundError, ModelUnusableError or
+    CacheUnusableError.
 
     `on_progress(what, fraction)` is called while something long is done; `with_code`: code that comes with the model is
     fetched too.
@@ -93,6 +98,10 @@ def resolve(
         if not path.is_file():
             raise ModelNotFoundError(f"there is no file {path}")
         return _converted(path.stem.lower(), [path], cache, report)
+    if path.is_file():
+        raise ModelNotFoundError(f"{path} is a file, but no .gguf file")
+    if path.is_absolute():
+        raise ModelNotFoundError(f"there is no folder or file {path}")
     return _from_hub(model, report, with_code)
 
 
@@ -110,10 +119,16 @@ def _converted(name: str, files: list[Path], cache: Path, report: Progress) -> P
     target = cache / "models" / f"{name}-{_fingerprint(files)}"
     if (target / "config.json").is_file():
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
+    lock = target.with_suffix(target.suffix + ".lock")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        lock.touch()
+    except OSError as error:
+        words = f"the converted model cannot be kept in {cache}: {error.strerror}; cache_dir names another folder"
+        raise CacheUnusableError(words) from error
     what = f"converting {name} (once)"
     report(what, 0.0)
-    with FileLock(target.with_suffix(target.suffix + ".lock")):
+    with FileLock(lock):
         if (target / "config.json").is_file():  # another process did it meanwhile
             return target
         with _beside(target) as folder:
