@@ -5,6 +5,7 @@
     ├── SchemaOutdated      the operator: `tokenmill db upgrade`; a worker refuses to start without it
     ├── MissingPackage      whoever installed it: the message names the extra
     ├── PortTaken           the operator: something else serves there
+    ├── Replaced            the operator: two workers have one name; the first of them ends
     └── Unavailable         nobody yet: the caller waits and tries again, for ever where a job depends on it
         ├── RedisUnavailable
         └── StoreUnavailable    the SQL store: down, locked, full, in failover, too slow
@@ -41,6 +42,13 @@ class MissingPackage(TokenmillError):
 
 class PortTaken(TokenmillError):
     """/metrics and the health pages cannot be served where the settings want them."""
+
+
+class Replaced(TokenmillError):
+    """Another process beats under this worker's name, and started later: what is held under the name is its own."""
+
+    def __init__(self) -> None:
+        super().__init__("a worker that started later has this one's name: each that runs needs a worker_id of its own")
 
 
 class Unavailable(TokenmillError):

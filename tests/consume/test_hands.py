@@ -102,6 +102,26 @@ async def test_resigning_gives_up_everything_unsuspected(queue: Queue) -> None:
     assert not await queue.redis.exists(queue.keys.worker("w1"), queue.keys.held("w1"))
 
 
+async def test_of_two_namesakes_the_first_hears_of_the_second(queue: Queue) -> None:
+    first, second = (WorkerStatus(worker_id="w1", started_ms=started) for started in (1_000, 2_000))
+    old, new = queue.worker("w1"), queue.worker("w1")
+    assert not (await old.heartbeat(first)).is_replaced
+    await new.open()
+    assert not (await old.heartbeat(first)).is_replaced, "the other has not beaten yet"
+    assert not (await new.heartbeat(second)).is_replaced
+    assert (await old.heartbeat(first)).is_replaced
+    assert not (await new.heartbeat(second)).is_replaced
+
+
+@pytest.mark.parametrize("value", [b"", b"no status", b"\xc1"])
+async def test_what_is_no_status_is_no_namesake(queue: Queue, value: bytes) -> None:
+    await queue.redis.set(queue.keys.worker("w1"), value)
+    assert not (await queue.worker("w1").heartbeat(status())).is_replaced
+    await queue.redis.delete(queue.keys.worker("w1"))
+    await queue.redis.rpush(queue.keys.worker("w1"), "not a string")
+    assert not (await queue.worker("w1").heartbeat(status())).is_replaced
+
+
 async def test_a_namesake_that_starts_anew_gives_back_what_the_last_one_held(queue: Queue) -> None:
     job = await queue.submit()
     await queue.worker("pod-0").claim(1)

@@ -6,7 +6,7 @@ from schemas.control import WorkerStatus
 from tests.consume.queue import Queue, appended, end_of, token
 from worker.consume.leases import LeaseKeeper
 from worker.consume.replies import HeartbeatReply
-from worker.errors import RedisUnavailable
+from worker.errors import RedisUnavailable, Replaced
 from worker.jobs import AppendReply
 
 
@@ -64,6 +64,15 @@ async def test_a_beat_passes_on_what_it_learns() -> None:
     stream.replies = [HeartbeatReply(("a",), ("b", "c"))]
     await keeper.beat()
     assert (heard.cancelled, heard.lost) == (["a"], ["b", "c"])
+
+
+async def test_a_beat_under_a_name_that_is_anothers_ends_the_keeper() -> None:
+    stream, clock = FakeBeats(), Clock()
+    keeper, heard = keeper_of(stream, clock)
+    stream.replies = [HeartbeatReply(lost=("a",), is_replaced=True)]
+    with pytest.raises(Replaced, match="worker_id of its own"):
+        await keeper.run()
+    assert heard.lost == []
 
 
 async def test_a_freeze_longer_than_the_lease_ends_everything_before_the_next_beat() -> None:

@@ -59,7 +59,7 @@ class StreamOptions:
 
 
 class JobStream:
-    """`worker_id` names one process; two that live at once must not share it."""
+    """`worker_id` names one process. Of two that live at once under one name, the one that started first is to end."""
 
     def __init__(
         self,
@@ -221,7 +221,7 @@ class JobStream:
             encode(status),
             *(value for job in held.items() for value in job),
         )
-        cancelled, lost, strays, _ = reply
+        cancelled, lost, strays, _, before = reply
         # A stray is in this worker's hands by a claim whose reply never came; one that is on its way does not count.
         if strays and idle and claims == self._claims:
             self._must_audit = True
@@ -229,7 +229,8 @@ class JobStream:
         gone = [job_id for job_id in replies.texts(lost) if self._held.get(job_id) == held[job_id]]
         for job_id in gone:
             self._forget(job_id, self._held[job_id])
-        return HeartbeatReply(tuple(replies.texts(cancelled)), tuple(gone))
+        is_replaced = replies.started_ms(before) > status.started_ms
+        return HeartbeatReply(tuple(replies.texts(cancelled)), tuple(gone), is_replaced)
 
     async def resign(self) -> int:
         """Give up everything, unsuspected: the end of a drain, or of a freeze that outlasted the lease."""

@@ -16,7 +16,7 @@ from typing import Protocol
 from api_client.cancellation import end_task
 from schemas.control import WorkerStatus
 from worker.consume.replies import HeartbeatReply
-from worker.errors import RedisUnavailable
+from worker.errors import RedisUnavailable, Replaced
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class LeaseKeeper:
         return self._froze
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Until cancelled. Raises Replaced."""
         self._ticked_at = self._clock()
         ticker = asyncio.create_task(self._tick(), name="lease-ticker")
         try:
@@ -98,7 +98,7 @@ class LeaseKeeper:
 
     async def beat(self) -> None:
         """Renew, and act on what the reply says. Redis being away is no expiry: nobody else can claim there either,
-        and the tokens decide when it is back.
+        and the tokens decide when it is back. Raises Replaced.
         """
         if self.stood_still():
             return  # the ticker is on it
@@ -114,6 +114,8 @@ class LeaseKeeper:
             log.info("the lease is renewed again")
         self.is_reachable = True
         self.num_renewed += 1
+        if reply.is_replaced:
+            raise Replaced
         if reply.lost:
             self._on_lost(reply.lost)
         if reply.cancelled:

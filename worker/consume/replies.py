@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
+from schemas.codec import DecodeError, decode_status
 from worker.jobs import Delivery
 
 VERDICTS: Final = frozenset({"run", "cancelled", "expired", "dead"})
@@ -13,14 +14,25 @@ VERDICTS: Final = frozenset({"run", "cancelled", "expired", "dead"})
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatReply:
-    """`cancelled`: a user wants them stopped. `lost`: drop them, another worker has them or will."""
+    """`cancelled`: a user wants them stopped. `lost`: drop them, another worker has them or will. `is_replaced`: a
+    process that started later beats under this worker's name.
+    """
 
     cancelled: tuple[str, ...] = ()
     lost: tuple[str, ...] = ()
+    is_replaced: bool = False
 
 
 def texts(values: Iterable[bytes]) -> list[str]:
     return [value.decode("utf-8", "surrogateescape") for value in values]
+
+
+def started_ms(status: bytes) -> int:
+    """Of the worker that this is the heartbeat of; 0 where nobody says so."""
+    try:
+        return decode_status(status).started_ms
+    except DecodeError:
+        return 0
 
 
 def read_delivery(item: list[Any]) -> Delivery:

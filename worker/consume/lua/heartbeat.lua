@@ -1,8 +1,9 @@
 -- heartbeat: renew this worker's one lease, sweep for the whole queue, and say what became of its jobs.
 -- ARGV[3] worker [4] lease ms [5] sweep interval ms [6] status, then per job it believes to hold: id, token
--- reply: {cancelled ids, lost ids, ids it holds without knowing, number of orphans freed}
+-- reply: {cancelled ids, lost ids, ids it holds without knowing, number of orphans freed, the status before this one}
 local worker, lease_ms = ARGV[3], tonumber(ARGV[4])
 local returns = is_listed(worker)
+local before = redis.pcall('GET', base .. 'worker:' .. worker)
 redis.call('SET', base .. 'worker:' .. worker, ARGV[6], 'PX', ARGV[4])
 redis.call('SADD', base .. 'workers', worker)
 local cancelled, lost, strays, known = {}, {}, {}, {}
@@ -19,4 +20,5 @@ end
 for _, id in ipairs(redis.call('SMEMBERS', base .. 'held:' .. worker)) do
   if not known[id] then strays[#strays + 1] = id end
 end
-return {cancelled, lost, strays, sweep(clock_ms(), tonumber(ARGV[5]), lease_ms, returns)}
+local freed = sweep(clock_ms(), tonumber(ARGV[5]), lease_ms, returns)
+return {cancelled, lost, strays, freed, type(before) == 'string' and before or ''}
