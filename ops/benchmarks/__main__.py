@@ -67,8 +67,23 @@ def _load(name: str) -> ModuleType | None:
         raise
 
 
+class _Parser(argparse.ArgumentParser):
+    """What counts something counts at least 1 of it; where 0 says something (seeds, all threads), it is the default."""
+
+    def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
+        if options.get("type") is int and options.get("default") != 0:
+            options["type"] = _count
+        return super().add_argument(*names, **options)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no whole number from 1 on")
+    return int(text)
+
+
 def _run(module: ModuleType, name: str, argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog=f"ops/bench {name}", description=COMMANDS[name])
+    parser = _Parser(prog=f"ops/bench {name}", description=COMMANDS[name])
     parser.add_argument("--json", metavar="FILE", help="write the figures here; - is standard output")
     if name in pictures.COMMANDS:
         parser.add_argument("--plot", metavar="FILE", type=Path, help="draw them here (.png, .svg or .pdf)")

@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     logits = logits.to(device)
     figures: dict[str, dict[str, float]] = {}
     for name, params in WORKLOADS.items():
-        items = [_item(params, seed) for seed in range(options.rows)]
+        items = [_item(params, seed, options.vocab) for seed in range(options.rows)]
         sampler.sample(logits, items).finish()
         times = [_time(sampler, logits, items) for _ in range(options.repeat)]
         figures[name] = {"median_ms": statistics.median(times), "best_ms": min(times)}
@@ -67,9 +67,9 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     return {"sampler": figures}
 
 
-def _item(params: SamplingParams, seed: int) -> ScheduledSequence:
+def _item(params: SamplingParams, seed: int, vocab: int) -> ScheduledSequence:
     """A sequence of 250 prompt and 250 output tokens."""
-    token_ids = [(seed * 31 + i * 7) % 9_000 + 10 for i in range(500)]
+    token_ids = [((seed * 31 + i * 7) % 9_000 + 10) % vocab for i in range(500)]
     sequence = Sequence(f"r{seed}", token_ids, 250, params, seed=seed)
     return ScheduledSequence(sequence, 499, 1, True)
 
