@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -51,6 +52,14 @@ async def test_it_starts_and_stops() -> None:
     await host.stop()
     assert not is_alive(host.pid)
     _ = [frame async for frame in host.frames()]  # ends, for it was stopped
+
+
+async def test_what_is_logged_while_it_loads_is_told(llama: Path) -> None:
+    told: list[str] = []
+    host = EngineProcess(EngineConfig(model=str(llama), dtype="float32", num_blocks=64))
+    await host.start(lambda what, _fraction: told.append(what))
+    await host.stop()
+    assert any(what.startswith("weights in memory") for what in told), told
 
 
 async def test_one_that_was_killed_is_reaped_in_order(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import logging
 import os
 import select
 import signal
@@ -60,6 +61,7 @@ def _serve(start: _Start, mailbox: Mailbox, emit: Callable[[Report], None]) -> i
     from worker.engine.loop import EngineLoop
 
     lengthen_slices()  # of this thread and those that compute with it, not of the ones that read and write
+    telling = _Telling(emit)
     try:
         engine = Engine.load(
             start.config,
@@ -69,10 +71,35 @@ def _serve(start: _Start, mailbox: Mailbox, emit: Callable[[Report], None]) -> i
     except Exception as error:
         emit(Broken(f"{type(error).__name__}: {error}", at_start=True))
         return 1
+    finally:
+        telling.stop()
     gc.collect()
     gc.freeze()  # the model and its libraries: every full collection would go through them, in the middle of a step
     EngineLoop(engine, mailbox, emit).run()
     return 0
+
+
+class _Telling(logging.Handler):
+    """What the engine logs while it loads (kernels that are compiled, how weights lie in memory) is the worker's to
+    tell: this process has no log of its own. Warnings go where they go without it.
+    """
+
+    def __init__(self, emit: Callable[[Report], None]) -> None:
+        super().__init__(logging.INFO)
+        self._tell = emit
+        self._logger = logging.getLogger("worker.engine")
+        self._logger.addHandler(self)
+        self._logger.setLevel(logging.INFO)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno < logging.WARNING:
+            self._tell(Progress(record.getMessage(), 0.0))
+        elif logging.lastResort is not None:
+            logging.lastResort.handle(record)
+
+    def stop(self) -> None:
+        self._logger.removeHandler(self)
+        self._logger.setLevel(logging.NOTSET)
 
 
 def _receive(connection: socket.socket) -> bytes:
