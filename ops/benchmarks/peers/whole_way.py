@@ -1,8 +1,8 @@
 """The whole service as a measured engine: Valkey, a worker with its engine process, SQLite, a subscriber per job.
 
 Every part is a process of its own, as in service; the subscribers share this one. A round is timed from the
-first submit to the last subscriber's end, SQL's commit before it included. Each round is a tenant of its own, so that no round finds
-the prefixes of an earlier one.
+first submit to the last subscriber's end, SQL's commit before it included. Each round is a tenant of its own, so that
+no round finds the prefixes of an earlier one.
 """
 
 import asyncio
