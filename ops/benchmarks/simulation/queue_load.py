@@ -8,7 +8,7 @@ from worker.publish.chunker import CHECKPOINT_TOKENS
 @dataclass(frozen=True, slots=True)
 class Cutting:
     """How answers become chunks; those of bulk are logged and not published. `is_urgent`: the jobs are interactive, and
-    where their steps have piled up these go as one (worker.service.in_turn)."""
+    where their steps have piled up these go as one (worker.turns.in_turn)."""
 
     name: str
     tokens: int
