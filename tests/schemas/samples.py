@@ -24,7 +24,9 @@ PARAMS: Final = SamplingParams(
     max_tokens=64, min_tokens=2, temperature=0.7, top_p=0.9, top_k=40, min_p=0.05, seed=7, stop=("END", "\n\n"),
     stop_token_ids=(2, 3), ignore_eos=True, presence_penalty=0.5, frequency_penalty=-0.5, repetition_penalty=1.1,
     logit_bias={5: -1.5, 70: 2.0}, logprobs=True, top_logprobs=2, n=2,
-    response_format=ResponseFormat(json_schema={"type": "object", "properties": {"a": {"type": "integer"}}}),
+    response_format=ResponseFormat(
+        json_schema={"type": "object", "properties": {"a": {"type": "integer"}}}, strict=False
+    ),
     speculate=False, lora="poems",
 )  # fmt: skip
 REQUEST: Final = JobRequest(
