@@ -19,7 +19,7 @@ ENGINE_HELP: Final[dict[str, str]] = {
     "fuse": "swap well-known layers for fused ones",
     "narrow_weights": "keep float32 weights in the half precision or GGUF blocks that they came from (CPU)",
     "amx": "use the matrix registers of Intel's AMX, or dot products of bytes (CPU); without, chains of float32",
-    "prefix_cache": "keep the blocks of prompts for those that begin alike",
+    "prefix_cache": "share the blocks of prompts that begin alike; without it each of `n` choices computes the prompt",
     "cpu_offload_gib": "host memory for preempted sequences and evicted prefixes",
     "policy": "fifo, prefill_first or priority",
     "max_num_batched_tokens": "tokens in one step, prefill and decode together; on a GPU rather 2048",

@@ -40,7 +40,6 @@ class Step(msgspec.Struct, tag="step"):
     step_id: int
     items: tuple[_Item, ...]
     swap_out: tuple[tuple[int, int, int], ...]
-    copies: tuple[tuple[int, int, int], ...]
     swap_in: tuple[tuple[int, int, int], ...]
 
 
@@ -78,7 +77,7 @@ class Telling:
         return Step(
             plan.step_id,
             tuple(self._item(item) for item in plan.scheduled),
-            *(_flat(copies) for copies in (plan.swap_out, plan.copies, plan.swap_in)),
+            *(_flat(copies) for copies in (plan.swap_out, plan.swap_in)),
         )
 
     def _item(self, item: ScheduledSequence) -> _Item:
@@ -190,7 +189,7 @@ def rebuild(step: Step, sequences: dict[int, Sequence]) -> StepPlan:
         scheduled.append(
             ScheduledSequence(sequence, item.start, item.num_tokens, item.samples, item.draft_ids, item.epoch)
         )
-    moves = [tuple(BlockCopy(*copy) for copy in copies) for copies in (step.swap_out, step.copies, step.swap_in)]
+    moves = [tuple(BlockCopy(*copy) for copy in copies) for copies in (step.swap_out, step.swap_in)]
     return StepPlan(step.step_id, tuple(scheduled), *moves)
 
 

@@ -10,7 +10,7 @@ from worker.engine.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """Copy one block of one layer group. Device to device (a fork), device to host or host to device."""
+    """Copy one block of one layer group, from device to host or from host to device."""
 
     group: int
     source: int
@@ -40,12 +40,11 @@ class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One iteration. The runner does, in order: swap_out, copies, swap_in, forward, sample."""
+    """One iteration. The runner does, in order: swap_out, swap_in, forward, sample."""
 
     step_id: int
     scheduled: tuple[ScheduledSequence, ...]
     swap_out: tuple[BlockCopy, ...] = ()  # source: device block, target: host block
-    copies: tuple[BlockCopy, ...] = ()
     swap_in: tuple[BlockCopy, ...] = ()  # source: host block, target: device block
 
     @property
@@ -54,7 +53,7 @@ class StepPlan:
 
     @property
     def is_empty(self) -> bool:
-        return not (self.scheduled or self.swap_out or self.copies or self.swap_in)
+        return not (self.scheduled or self.swap_out or self.swap_in)
 
 
 @dataclass(frozen=True, slots=True)

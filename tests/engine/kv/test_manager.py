@@ -1,11 +1,11 @@
-"""Tables, counts and copies of the KV manager, with exact numbers: blocks of 4 tokens."""
+"""Tables, counts and swaps of the KV manager, with exact numbers: blocks of 4 tokens."""
 
 from __future__ import annotations
 
 import pytest
 
 from tests.engine.scheduler.loop import make_cache, make_sequence
-from worker.engine.kv.manager import KVManager
+from worker.engine.kv.manager import Hit, KVManager
 from worker.engine.sequence import Sequence
 
 
@@ -56,7 +56,7 @@ def test_findable_blocks_count_as_free_but_not_twice() -> None:
     for length, fits in ((17, False), (16, True)):
         again = make_sequence("again", first.token_ids[:8] + list(range(length - 8)))
         hit = kv.find(again)
-        assert hit.num_blocks == 2
+        assert hit.num_tokens == 8
         assert kv.admit(again, hit, None) is fits
         assert kv.num_free == (4 if not fits else 0)
 
@@ -102,47 +102,43 @@ def test_a_hit_in_a_sliding_group_needs_only_the_last_blocks() -> None:
         kv.pools[1].forget(block)
     again = make_sequence("again", first.token_ids)
     hit = kv.find(again)
-    assert hit.num_blocks == 6
+    assert hit.num_tokens == 24
     kv.admit(again, hit, None)
     assert again.block_tables[1][:3] == [0, 0, 0]
     assert all(again.block_tables[1][4:])
     assert again.block_tables[0][:6] == [kv.pools[0].cached[content] for content in first.block_hashes]
 
 
-@pytest.mark.parametrize(("tokens", "shared", "copied"), [(10, 2, 1), (8, 2, 0), (3, 0, 1)])
-def test_a_fork_shares_full_blocks_and_copies_the_partial_one(tokens: int, shared: int, copied: int) -> None:
-    kv = manager(windows=(None, 8))
-    parent = admitted(kv, "a", 11)
-    kv.advance(parent, tokens)
-    child = make_sequence("child", list(parent.token_ids))
-    assert kv.fork(parent, child, tokens, None)
-    for group in range(2):
-        assert child.block_tables[group][:shared] == parent.block_tables[group][:shared]
-        assert not set(child.block_tables[group][shared:]) & set(parent.block_tables[group])
-    copies = kv.tier.take_moves().copies
-    assert [(copy.source, copy.target) for copy in copies] == [
-        (parent.block_tables[group][shared], child.block_tables[group][shared]) for group in range(2) if copied
-    ]
-
-
-def test_no_fork_from_a_parent_whose_window_has_moved_on() -> None:
-    kv = manager(windows=(4,))
-    parent = admitted(kv, "a", 20)
-    kv.advance(parent, 20)
-    assert not kv.fork(parent, make_sequence("child", list(parent.token_ids)), 6, None)
-
-
-def test_an_identical_prompt_copies_the_last_block_and_computes_one_token() -> None:
+def test_an_identical_prompt_computes_its_last_block() -> None:
     kv = manager()
     first = admitted(kv, "a", 12)
     kv.advance(first, 12)
     again = make_sequence("again", list(first.token_ids))
     hit = kv.find(again)
-    assert (hit.num_blocks, hit.num_tokens) == (2, 11)
+    assert hit.num_tokens == 8
     assert kv.admit(again, hit, None)
     assert again.block_tables[0][:2] == first.block_tables[0][:2]
-    (copy,) = kv.tier.take_moves().copies
-    assert (copy.source, copy.target) == (first.block_tables[0][2], again.block_tables[0][2])
+    assert again.block_tables[0][2] != first.block_tables[0][2]
+
+
+@pytest.mark.parametrize("window", [5, 6, 7, 8, 9])
+def test_a_hit_never_takes_a_block_that_is_not_filled_yet(window: int) -> None:
+    """Of 12 cached tokens the first 8 are a hit, once they are filled, whatever the window is modulo the block size."""
+    kv = manager(windows=(window,))
+    first = admitted(kv, "a", 12)
+    first.last_step = kv.oldest_step  # a step in flight fills its blocks
+    for committed in (4, 8, 12):
+        hit = kv.find(make_sequence("again", list(first.token_ids)))
+        assert (hit.num_tokens, hit.pending is None) == (8, committed > 8)
+        kv.advance(first, committed)
+
+
+def test_a_hit_that_the_host_has_lost_is_an_error() -> None:
+    kv = manager(host=8)
+    sequence = make_sequence("a", list(range(9)))
+    kv.hasher.extend(sequence)
+    with pytest.raises(RuntimeError, match="lost a cached block"):
+        kv.admit(sequence, Hit(8), None)
 
 
 def test_what_a_step_in_flight_may_write_is_freed_after_it() -> None:

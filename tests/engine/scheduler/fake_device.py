@@ -21,8 +21,10 @@ EOS = 0
 
 
 class WrongContentError(Exception):
-    """A block table, a copy or a cached block gave a sequence somebody else's past. Not an AssertionError:
-    the tests' own failing steps must never hide it."""
+    """A block table, a copy or a cached block gave a sequence another sequence's past.
+
+    It is no RuntimeError, which is what the tests' own failing steps raise.
+    """
 
 
 def chain(before: bytes, token: int) -> bytes:
@@ -76,9 +78,8 @@ class FakeDevice:
             self.spoil(plan)
             raise RuntimeError("the step failed")
         self.steps += 1
-        self._copy(plan.swap_out, self._device, self._host)
-        self._copy(plan.copies, self._device, self._device)
-        self._copy(plan.swap_in, self._host, self._device)
+        self._copy(sorted(plan.swap_out, key=lambda copy: copy.target), self._device, self._host)
+        self._copy(sorted(plan.swap_in, key=lambda copy: copy.source), self._host, self._device)
         answers = [self._run(item) for item in plan.scheduled]
         self._must_not_overlap(plan)
         sampled = tuple(tuple(tokens) for item, tokens in zip(plan.scheduled, answers, strict=True) if item.samples)
@@ -87,7 +88,7 @@ class FakeDevice:
 
     def spoil(self, plan: StepPlan) -> None:
         """What a failing step was to write is garbage."""
-        for copies, pools in ((plan.swap_out, self._host), (plan.copies, self._device), (plan.swap_in, self._device)):
+        for copies, pools in ((plan.swap_out, self._host), (plan.swap_in, self._device)):
             for copy in copies:
                 pools[copy.group][copy.target] = [b"garbage"] * self.cache.block_size
         for item in plan.scheduled:
@@ -95,13 +96,13 @@ class FakeDevice:
                 for position in range(item.start, item.start + item.num_tokens):
                     self._write(group, table, position, b"garbage")
 
-    def _copy(self, copies: tuple[BlockCopy, ...], sources: list[list[Block]], targets: list[list[Block]]) -> None:
-        contents = [list(sources[copy.group][copy.source]) for copy in copies]  # gathered first, as in one launch
+    def _copy(self, copies: list[BlockCopy], sources: list[list[Block]], targets: list[list[Block]]) -> None:
+        """Copy block by block in the host's order: the smallest parts in which the offloader may move them."""
         seen = {(copy.group, copy.target) for copy in copies}
         if len(seen) < len(copies):
             raise WrongContentError("two copies of one step have the same target")
-        for copy, content in zip(copies, contents, strict=True):
-            targets[copy.group][copy.target] = content
+        for copy in copies:
+            targets[copy.group][copy.target] = list(sources[copy.group][copy.source])
 
     def _write(self, group: int, table: list[int], position: int, content: bytes) -> None:
         size = self.cache.block_size

@@ -1,9 +1,11 @@
-"""Drives a scheduler with the fake device, synchronously or one step ahead, as the engine does."""
+"""Drives a scheduler and the fake device through the engine's own `Steps`, synchronously or one step ahead."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+
+import pytest
 
 from schemas.generation import FinishReason, SamplingParams
 from tests.engine.scheduler.fake_device import EOS, FakeDevice, expected_tokens
@@ -12,6 +14,7 @@ from worker.engine.plan import StepOutput, StepPlan
 from worker.engine.scheduler import Scheduler
 from worker.engine.scheduler.planner import Proposer
 from worker.engine.sequence import Sequence
+from worker.engine.stepping import Steps
 from worker.engine.types import TokenEvent
 
 MAX_MODEL_LEN = 256
@@ -50,6 +53,64 @@ def make_sequence(
     )
 
 
+class FakeRunner:
+    """The fake device as `Steps` sees a runner: it launches in order, and a step on top of a failed one is void.
+
+    On an asynchronous device every second failure is raised at launch, the others when the result is asked for.
+    """
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+        self._has_failed = False  # a failed step has been launched and its result not been asked for
+        self._num_failures = 0
+        self.is_asynchronous = loop.is_async
+        self.known: set[Sequence] = set()  # launched and not released: a runner keeps rows for them
+        self._released: list[Sequence] = []
+
+    def launch(self, plan: StepPlan) -> tuple[StepPlan, StepOutput | None]:
+        self._loop.note(plan)
+        self._loop.check()
+        self.known.update(item.sequence for item in plan.scheduled)
+        if self._has_failed:
+            self._loop.device.spoil(plan)
+            self._raise_now_and_then()
+            return plan, None
+        try:
+            return plan, self._loop.device.execute(plan)
+        except RuntimeError:
+            self._raise_now_and_then()
+            self._has_failed = True
+            return plan, None
+        except Exception as error:  # a failed check: `Steps` must not take it for a failed step
+            pytest.fail(f"{type(error).__name__}: {error}")
+
+    def _raise_now_and_then(self) -> None:
+        self._num_failures += 1
+        if self._num_failures % 2 or not self.is_asynchronous:
+            raise RuntimeError("the launch failed")
+
+    def finish(self, step: tuple[StepPlan, StepOutput | None]) -> StepOutput:
+        if step[1] is None:
+            self._has_failed = False
+            raise RuntimeError("the step failed")
+        return step[1]
+
+    def execute(self, plan: StepPlan) -> StepOutput:
+        return self.finish(self.launch(plan))
+
+    def release(self, sequences: Iterable[Sequence]) -> None:
+        self._released += sequences
+        self.known.difference_update(self._released)
+
+    def take_released(self) -> list[Sequence]:
+        """Those released since this was last called."""
+        released, self._released = self._released, []
+        return released
+
+    def is_alive(self) -> bool:
+        return True
+
+
 @dataclass(slots=True)
 class Loop:
     """One engine loop; `events` collects everything, `tokens` per (request, choice)."""
@@ -58,14 +119,19 @@ class Loop:
     device: FakeDevice
     clock: Clock
     is_async: bool = False
-    checks: bool = True
+    checks: bool = True  # of the scheduler's books, before each launch and after each step
     events: list[TokenEvent] = field(default_factory=list)
     tokens: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     ends: dict[tuple[str, int], FinishReason] = field(default_factory=dict)
     truth: dict[tuple[str, int], list[int]] = field(default_factory=dict)
-    plans: list[StepPlan] = field(default_factory=list)
+    plans: list[StepPlan] = field(default_factory=list)  # those that were launched
     seconds_of: Callable[[StepPlan], float] = lambda _plan: 0.0
-    _in_flight: tuple[StepPlan, StepOutput | None] | None = None
+    runner: FakeRunner = field(init=False)
+    steps: Steps = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.runner = FakeRunner(self)
+        self.steps = Steps(self.runner, self.scheduler)  # type: ignore[arg-type]  # as much of a runner as steps call
 
     @classmethod
     def build(
@@ -98,15 +164,18 @@ class Loop:
 
     def step(self) -> list[TokenEvent]:
         events = self._take(self.scheduler.expire())
-        events += self._step_async() if self.is_async else self._step_sync()
+        events += self._take(self.steps.next())
+        self.check()
+        return events
+
+    def check(self) -> None:
         if self.checks:
             self.scheduler.check_integrity()
-        return events
 
     def run(self, max_steps: int = 2000) -> None:
         """Until nothing is left; fails if that takes too long."""
         for _ in range(max_steps):
-            if not self.scheduler.has_work and self._in_flight is None:
+            if not self.scheduler.has_work and not self.steps.are_under_way:
                 return
             self.step()
         raise AssertionError(f"no end after {max_steps} steps: {self.scheduler.request_ids()}")
@@ -121,62 +190,14 @@ class Loop:
                 assert said == truth[: len(said)], name
 
     def plan(self) -> StepPlan:
+        """A plan that the caller executes and commits."""
         plan = self.scheduler.plan()
-        self.plans.append(plan)
-        self.clock.now += self.seconds_of(plan)
+        self.note(plan)
         return plan
 
-    def _step_sync(self) -> list[TokenEvent]:
-        plan = self.plan()
-        return [] if plan.is_empty else self._execute(plan)
-
-    def _step_async(self) -> list[TokenEvent]:
-        previous, plan = self._in_flight, self.plan()
-        self._in_flight = None
-        if previous is not None and previous[1] is None and not plan.is_empty:
-            self.device.spoil(plan)  # launched on top of a step that has failed, though nobody knows yet
-            self._in_flight = (plan, None)
-        elif not plan.is_empty:
-            try:
-                self._in_flight = (plan, self.device.execute(plan))
-            except RuntimeError:
-                if len(self.plans) % 2:  # raised at once, or found when the result is asked for
-                    self._in_flight = (plan, None)
-                else:
-                    events = self._finish(previous) if previous else []
-                    return events + self._bisect(plan)
-        return self._finish(previous) if previous else []
-
-    def _finish(self, launched: tuple[StepPlan, StepOutput | None]) -> list[TokenEvent]:
-        plan, output = launched
-        if output is not None:
-            return self._take(self.scheduler.commit(plan, output))
-        if self._in_flight is not None:
-            self.scheduler.abandon(self._in_flight[0])
-            self._in_flight = None
-        return self._bisect(plan)
-
-    def _execute(self, plan: StepPlan) -> list[TokenEvent]:
-        try:
-            output = self.device.execute(plan)
-        except RuntimeError:
-            return self._bisect(plan)
-        return self._take(self.scheduler.commit(plan, output))
-
-    def _bisect(self, plan: StepPlan) -> list[TokenEvent]:
-        self.scheduler.abandon(plan)
-        if self.checks:
-            self.scheduler.check_integrity()
-        sequences = [item.sequence for item in plan.scheduled]
-        if len(sequences) <= 1:
-            return self._take([e for s in sequences for e in self.scheduler.fail(s, "it breaks the step")])
-        events = []
-        middle = len(sequences) // 2
-        for half in (sequences[:middle], sequences[middle:]):
-            plan = self.scheduler.plan(only=half)
-            if not plan.is_empty:
-                events += self._execute(plan)
-        return events
+    def note(self, plan: StepPlan) -> None:
+        self.plans.append(plan)
+        self.clock.now += self.seconds_of(plan)
 
     def _take(self, events: list[TokenEvent]) -> list[TokenEvent]:
         for event in events:

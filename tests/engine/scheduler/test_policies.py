@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from schemas.generation import SamplingParams
 from tests.engine.scheduler.loop import Loop, make_cache, make_sequence
 from worker.engine.plan import StepPlan
 from worker.engine.sequence import SequenceStatus
@@ -141,6 +142,18 @@ def test_short_requests_without_end_leave_a_long_one_its_reads(policy: str, prio
     assert ("long", 0) in loop.ends
     assert loop.scheduler.capacity().waiting
     loop.assert_truth()
+
+
+def test_the_read_budget_serves_two_long_bulk_decodes_in_turns() -> None:
+    """A step has reads for one of them. The one that a step favours has had its turn and is not first in the next."""
+    loop = Loop.build(make_cache(400), policy="priority", max_num_batched_tokens=64, max_num_seqs=8, max_read_tokens=70)
+    params = SamplingParams(max_tokens=200, ignore_eos=True)
+    for index in range(2):
+        loop.add(make_sequence(f"r{index}", prompt(index, 40), 200, priority=2, params=params))
+    for _ in range(24):
+        loop.step()
+    served = [item.sequence.request_id for plan in loop.plans[4:] for item in plan.scheduled]
+    assert (served.count("r0"), served.count("r1")) == (10, 10)
 
 
 def test_a_lone_sequence_longer_than_the_read_budget_still_runs() -> None:

@@ -34,12 +34,12 @@ def test_64_requests_that_share_a_prefix_compute_it_once(policy: str, windows: t
     assert loop.scheduler.snapshot().computed_tokens == loop.device.computed
 
 
-def test_64_equal_prompts_of_full_blocks_compute_one_token_each() -> None:
+def test_64_equal_prompts_of_full_blocks_compute_their_last_block_each() -> None:
     loop = Loop.build(make_cache(300, block_size=16), max_num_batched_tokens=256, max_num_seqs=64)
     loop.add(*[one_token(f"r{index}", (tokens(1, 128) * 2)[:240]) for index in range(64)])
     loop.run()
     loop.assert_truth()
-    assert loop.device.computed == 240 + 63
+    assert loop.device.computed == 240 + 63 * 16
 
 
 def test_later_requests_wait_for_a_prefix_that_is_being_computed_in_chunks() -> None:
@@ -77,16 +77,12 @@ def test_a_one_token_job_fills_the_cache() -> None:
     assert loop.events[-1].num_cached_tokens == 20
 
 
-def test_at_least_one_token_is_computed() -> None:
+def test_the_last_token_is_computed_with_its_block() -> None:
     loop = Loop.build(make_cache(64))
-    for name in "abc":
-        loop.add(one_token(name, tokens(1, 7)))
+    for length in (7, 7, 8, 8, 4):
+        loop.add(one_token(f"r{len(loop.events)}", tokens(1, length)))
         loop.run()
-    assert [event.num_cached_tokens for event in loop.events] == [0, 4, 4]
-    for name in "de":
-        loop.add(one_token(name, tokens(1, 4)))
-        loop.run()
-    assert [event.num_cached_tokens for event in loop.events[3:]] == [3, 3]
+    assert [event.num_cached_tokens for event in loop.events] == [0, 4, 4, 4, 0]
     loop.assert_truth()
 
 
@@ -110,7 +106,10 @@ def test_after_a_failed_step_its_blocks_are_not_found() -> None:
     loop.run()
     loop.assert_truth()
     ends = {event.request_id: (event.error, event.num_cached_tokens) for event in loop.events}
-    assert ends == {"guilty": ("it breaks the step", 0), "innocent": (None, 0)}
+    assert ends == {
+        "guilty": ("the model failed on this request: RuntimeError: the launch failed", 0),
+        "innocent": (None, 0),
+    }
 
 
 def test_new_weights_make_everything_cached_unfindable() -> None:
@@ -129,21 +128,27 @@ def test_the_cache_can_be_off() -> None:
     assert loop.device.computed == 34
 
 
-@pytest.mark.parametrize("prefix_cache", [True, False])
-@pytest.mark.parametrize("windows", [(None,), (None, 6)])
-def test_choices_share_their_prompts_blocks(prefix_cache: bool, windows: tuple[int | None, ...]) -> None:
-    """10 tokens in blocks of 4: two blocks are shared, the partial one is copied, one token each is computed."""
-    loop = Loop.build(make_cache(64, windows=windows, prefix_cache=prefix_cache))
+@pytest.mark.parametrize("windows", [(None,), (None, 6), (5,)])
+def test_choices_share_their_prompts_full_blocks(windows: tuple[int | None, ...]) -> None:
+    """10 tokens in blocks of 4: two blocks are shared, and each choice computes the two tokens after them."""
+    loop = Loop.build(make_cache(64, windows=windows))
     loop.add(*[make_sequence("r", tokens(1, 10), 6, choice=choice, seed=choice) for choice in range(4)])
     loop.step()
     assert loop.device.computed == 10
     loop.step()
-    copies = loop.plans[-1].copies
-    assert [copy.group for copy in copies] == [group for _ in range(3) for group in range(len(windows))]
-    assert loop.device.computed == 10 + 1 + 3
-    tables = [s.block_tables[0] for s in loop.scheduler.sequences("r")]
-    assert len({tuple(table[:2]) for table in tables}) == 1
+    assert loop.device.computed == 10 + 1 + 3 * 2
+    tables = [s.block_tables[-1] for s in loop.scheduler.sequences("r")]
+    assert len({table[1] for table in tables}) == 1
     assert len({table[2] for table in tables}) == len(tables)
+    loop.run()
+    loop.assert_truth()
+
+
+def test_without_the_prefix_cache_every_choice_computes_the_prompt() -> None:
+    loop = Loop.build(make_cache(64, prefix_cache=False))
+    loop.add(*[make_sequence("r", tokens(1, 10), 6, choice=choice, seed=choice) for choice in range(4)])
+    loop.step()
+    assert loop.device.computed == 4 * 10
     loop.run()
     loop.assert_truth()
 

@@ -48,7 +48,7 @@ def test_a_soft_reset_keeps_the_object_and_says_nothing_twice() -> None:
     (victim,) = [s for s in sequences if s.status is SequenceStatus.WAITING]
     assert victim.num_computed_tokens == 0
     assert victim.num_output_tokens > 0
-    assert victim in loop.scheduler.take_released()
+    assert victim in loop.runner.take_released()
     loop.run()
     loop.assert_truth()
     stats = loop.scheduler.snapshot()
@@ -221,7 +221,7 @@ def test_a_victim_whose_copy_failed_is_computed_again() -> None:
 def test_everything_at_once_in_a_tight_pool(
     policy: str, is_async: bool, windows: tuple[int | None, ...], num_host_blocks: int
 ) -> None:
-    """Shared prompts, choices that fork, preemption, offload: once a fork's parent came back in the fork's own step."""
+    """Shared prompts, several choices, preemption and offload."""
     rng = random.Random(1)
     cache = make_cache(12, windows=windows, num_host_blocks=num_host_blocks)
     loop = Loop.build(cache, is_async=is_async, policy=policy, max_num_batched_tokens=16, max_num_seqs=6)
@@ -249,26 +249,6 @@ def test_who_was_preempted_comes_back_only_with_room_to_grow() -> None:
     loop.run()
     loop.assert_truth()
     assert loop.scheduler.snapshot().preemptions <= 6
-
-
-def test_no_fork_from_a_sibling_that_comes_back_in_the_same_step() -> None:
-    """Its partial block is copied in after the step's forks have been copied."""
-    loop = Loop.build(make_cache(40, num_host_blocks=16), policy="priority", max_num_seqs=2)
-    loop.add(long_one("other", 9, 5, 4, priority=1))
-    loop.step()
-    params = SamplingParams(max_tokens=9, ignore_eos=True)
-    loop.add(*[make_sequence("r", prompt(1, 10), 9, choice=c, seed=c, priority=2, params=params) for c in range(2)])
-    loop.step()  # the first choice has the second row
-    loop.add(long_one("now", 5, 5, 2, priority=0))
-    loop.step()  # and loses it
-    first, second = loop.scheduler.sequences("r")
-    assert (first.status, second.status) == (SequenceStatus.OFFLOADED, SequenceStatus.WAITING)
-    loop.step()  # "other" and "now" end
-    loop.step()
-    assert loop.plans[-1].swap_in
-    assert [item.sequence for item in loop.plans[-1].scheduled] == [first]
-    loop.run()
-    loop.assert_truth()
 
 
 def test_a_failed_step_leaves_nothing_registered() -> None:

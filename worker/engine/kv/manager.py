@@ -16,19 +16,18 @@ from worker.engine.config import CacheConfig
 from worker.engine.kv.block_pool import BlockPool
 from worker.engine.kv.host_tier import HostTier
 from worker.engine.kv.prefix_cache import BlockHasher, Present, first_visible_block, longest_hit
-from worker.engine.plan import BlockCopy
 from worker.engine.sequence import NULL_BLOCK, Sequence
 
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """What the cache has of a sequence; `pending` is the deepest block of it that a step still has to fill.
+    """The cached prefix of a sequence: `num_tokens` is a multiple of the block size and below the sequence's length.
 
-    Where all of the sequence's blocks are there, `num_tokens` is all but its last token: that one is computed
-    in a copy of the last block, for what it predicts is not in the cache.
+    `pending` is the deepest block of it that a step in flight still has to fill. The last token is never part of a
+    hit, because its logits are needed. So a prompt that is cached whole has its last block computed again: no block
+    is ever copied within the device.
     """
 
-    num_blocks: int
     num_tokens: int
     pending: tuple[int, bytes] | None = None  # (group, hash)
 
@@ -88,16 +87,12 @@ class KVManager:
     def find(self, sequence: Sequence) -> Hit:
         """The longest cached prefix, in all groups; at least one token is left to compute."""
         if not self.prefix_cache:
-            return Hit(0, 0)
+            return Hit(0)
         hashes = self.hasher.extend(sequence)
         limit = min((len(sequence.token_ids) - 1) // self.block_size, len(hashes))
         present = [self._presence(group) for group in range(len(self.pools))]
         found = longest_hit(hashes, limit, present, self.windows, self.block_size)
-        num_tokens = found * self.block_size
-        is_last = found == limit and num_tokens + self.block_size == sequence.num_tokens > num_tokens + 1
-        if is_last and all(self._presence(group, False)(hashes[found]) for group in range(len(self.pools))):
-            return Hit(found, sequence.num_tokens - 1, self._pending(hashes, found + 1))
-        return Hit(found, num_tokens, self._pending(hashes, found) if found else None)
+        return Hit(found * self.block_size, self._pending(hashes, found))
 
     def is_pending(self, awaited: tuple[int, bytes]) -> bool:
         """Is a block that a hit would use still to be filled by a step that is under way?"""
@@ -106,7 +101,7 @@ class KVManager:
         owner = None if block is None else pool.fenced.get(block)
         return owner is not None and owner.last_step >= self.oldest_step
 
-    def _presence(self, group: int, with_host: bool = True) -> Present:
+    def _presence(self, group: int) -> Present:
         """Tells of a hash whether its block is there, or about to be filled by a step under way."""
         cached, fenced = self.pools[group].cached, self.pools[group].fenced
         host, oldest = self.tier.pools[group], self.oldest_step
@@ -114,7 +109,7 @@ class KVManager:
         def has(content: bytes) -> bool:
             block = cached.get(content)
             if block is None:
-                return with_host and content in host
+                return content in host
             owner = fenced.get(block)
             return owner is None or owner.last_step >= oldest
 
@@ -133,42 +128,30 @@ class KVManager:
 
     def admit(self, sequence: Sequence, hit: Hit, headroom: int | None) -> bool:
         """Take the cached prefix and blocks for every token known by now, in all groups or (False) in none."""
+        num_blocks = hit.num_tokens // self.block_size
         prefixes = []
-        for group, pool in enumerate(self.pools):
-            first, host = self.first_visible(group, hit.num_tokens), self.tier.pools[group]
-            prefix = [NULL_BLOCK] * min(first, hit.num_blocks)
-            for content in sequence.block_hashes[first : hit.num_blocks]:
-                block = pool.cached.get(content)
-                prefix.append(block if block is not None else -1 - (host.find(content) or 0))
-            prefixes.append(prefix)
+        for group in range(len(self.pools)):
+            first = min(self.first_visible(group, hit.num_tokens), num_blocks)
+            contents = sequence.block_hashes[first:num_blocks]
+            prefixes.append([NULL_BLOCK] * first + [self._entry(group, content) for content in contents])
         if not self._place(sequence, hit.num_tokens, prefixes, headroom):
             return False
         for group, prefix in enumerate(prefixes):
             for entry in prefix:
                 if entry < 0:
                     self.tier.pin(group, -1 - entry)
-        sources = []
-        if hit.num_tokens > hit.num_blocks * self.block_size:
-            sources = [pool.cached[sequence.block_hashes[hit.num_blocks]] for pool in self.pools]
-        self._fill(sequence, prefixes, sources)
+        self._fill(sequence, prefixes)
         return True
 
-    def fork(self, parent: Sequence, child: Sequence, num_tokens: int, headroom: int | None) -> bool:
-        """Share the parent's blocks of the first `num_tokens`, with a copy of the partial one; False if it cannot."""
-        full, size = num_tokens // self.block_size, self.block_size
-        partial = num_tokens % size > 0
-        prefixes = []
-        for group, table in enumerate(parent.block_tables):
-            first = min(self.first_visible(group, num_tokens), full)
-            prefix = [NULL_BLOCK] * first + table[first:full]
-            if NULL_BLOCK in prefix[first:] or (partial and table[full] == NULL_BLOCK):
-                return False  # the parent is past it: its window has moved on
-            prefixes.append(prefix)
-        if not self._place(child, num_tokens, prefixes, headroom):
-            return False
-        sources = [table[full] for table in parent.block_tables] if partial else []
-        self._fill(child, prefixes, sources)
-        return True
+    def _entry(self, group: int, content: bytes) -> int:
+        """A table entry for a block that a hit found: the device block, or -1 - the host block."""
+        block = self.pools[group].cached.get(content)
+        if block is not None:
+            return block
+        host_block = self.tier.pools[group].find(content)
+        if host_block is None:
+            raise RuntimeError(f"group {group} has lost a cached block between its look-up and its use")
+        return -1 - host_block
 
     def restore(self, sequence: Sequence, headroom: int | None) -> bool:
         """Bring an offloaded sequence back; full blocks that the device still has are shared instead of copied."""
@@ -213,22 +196,18 @@ class KVManager:
                 return False
         return True
 
-    def _fill(self, sequence: Sequence, prefixes: list[list[int]], sources: list[int] | None = None) -> None:
-        """Build the tables: share the prefix, promote its host blocks, copy a partial block, allocate the rest."""
+    def _fill(self, sequence: Sequence, prefixes: list[list[int]]) -> None:
+        """Build the tables: share the prefix, promote its host blocks, allocate the rest."""
         start = len(prefixes[0]) * self.block_size
         for pool, prefix in zip(self.pools, prefixes, strict=True):  # before anything is evicted
             for entry in prefix:
                 if entry > 0:
                     pool.share(entry)
         sequence.block_tables = []
-        for group, (pool, prefix) in enumerate(zip(self.pools, prefixes, strict=True)):
-            table = [e if e >= 0 else self._promote(sequence, group, e, i) for i, e in enumerate(prefix)]
-            if sources:
-                table.append(pool.allocate())
-                self.tier.moves.copies.append(BlockCopy(group, sources[group], table[-1]))
-            sequence.block_tables.append(table)
-        if sources:
-            self.tier.moves.arrived.append(sequence)
+        for group, prefix in enumerate(prefixes):
+            sequence.block_tables.append(
+                [e if e >= 0 else self._promote(sequence, group, e, i) for i, e in enumerate(prefix)]
+            )
         self._extend(sequence, [self.target(g, start, sequence.num_tokens) for g in range(len(self.pools))])
 
     def _promote(self, sequence: Sequence, group: int, entry: int, index: int) -> int:

@@ -12,11 +12,10 @@ class StepMoves:
 
     `kept` are evicted prefix blocks that the step writes to the host, `pinned` those it reads from there,
     `leaving` a preempted sequence's host blocks that are read for the last time. `lifting` are device blocks
-    whose fence falls with the step. `arrived` are sequences whose KV depends on this step's copies.
+    whose fence falls with the step. `arrived` are sequences that have blocks from the host by this step's copies.
     """
 
     swap_out: list[BlockCopy] = field(default_factory=list)
-    copies: list[BlockCopy] = field(default_factory=list)
     swap_in: list[BlockCopy] = field(default_factory=list)
     kept: list[tuple[int, bytes]] = field(default_factory=list)  # (group, hash)
     pinned: list[tuple[int, int]] = field(default_factory=list)  # (group, host block)

@@ -1,4 +1,4 @@
-"""Moves blocks: device to host, host to device, and device to device, in few large operations.
+"""Moves blocks from device to host and from host to device, in few large operations.
 
 On CUDA the host pool is pinned and the transfers run on a stream of their own: leaving blocks are first
 gathered on the compute stream (so that the step may overwrite them at once), arriving ones are waited for
@@ -37,12 +37,9 @@ class Offloader:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def run(self, plan: StepPlan) -> None:
-        """Do a plan's moves in its order: out, copies, in. Call it before the step's forward pass."""
+        """Move the plan's blocks, first out, then in. Call it before the step's forward pass."""
         for group, sources, targets in self._parts(plan.swap_out, _target):
             self._move_out(self._device_tensors[group], self._host(group), sources, targets)
-        for group, sources, targets in self._parts(plan.copies, _target):
-            pool = self._device_tensors[group]
-            pool.index_copy_(0, _ids(targets, pool), pool.index_select(0, _ids(sources, pool)))
         for group, sources, targets in self._parts(plan.swap_in, _source):
             self._move_in(self._device_tensors[group], self._host(group), sources, targets)
 

@@ -8,7 +8,6 @@ priority policy the urgent may take the place of bulk work. The queue's order it
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,7 @@ from worker.engine.kv.manager import Hit
 from worker.engine.scheduler.missing_blocks import MissingBlocks
 from worker.engine.scheduler.preemption import PREEMPTING_GAP, is_protected
 from worker.engine.scheduler.queues import Place
-from worker.engine.scheduler.state import DECODING, OFFLOADED, PREFILLING, WAITING, State
+from worker.engine.scheduler.state import OFFLOADED, WAITING, State
 from worker.engine.scheduler.step import Step
 from worker.engine.sequence import Sequence
 from worker.engine.types import SchedulingPolicy
@@ -51,15 +50,6 @@ class Verdict(Enum):
     NO_ROW = auto()
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """Tokens before `start` are computed: the cache has them, the host, or `leader`."""
-
-    hit: Hit
-    start: int
-    leader: Sequence | None = None
-
-
 class Admission:
     """The waiting side of planning."""
 
@@ -75,7 +65,7 @@ class Admission:
         """Start waiting sequences (of rank ≤ max_rank) while budgets, rows and blocks last."""
         state = self._state
         rows = self._config.max_num_seqs - state.num_running
-        if not len(state.queue) or step.tokens <= 0 or (step.has_preempted and step.items):
+        if not len(state.queue) or step.room <= 0 or (step.has_preempted and step.items):
             return
         if (rows <= 0 and not self._may_preempt) or self._refused_at.get(max_rank) == self._situation():
             return
@@ -92,7 +82,7 @@ class Admission:
         """Try up to `looks` candidates; True if trying them again is of no use before something changes."""
         head: Place | None = None
         is_final = True
-        while step.tokens > 0 and looks > 0 and (place := self._state.queue.pop(max_rank)) is not None:
+        while step.room > 0 and looks > 0 and (place := self._state.queue.pop(max_rank)) is not None:
             looks -= 1
             verdict = self._try_harder(step, place)
             if verdict is Verdict.ADMITTED:
@@ -107,7 +97,7 @@ class Admission:
                 break
             if place.has_taken and (verdict is not Verdict.NO_BLOCKS or self._state.kv.has_deferred):
                 break  # what it has taken is not for others, least of all for those whom it was taken from
-        return is_final and step.tokens > 0
+        return is_final and step.room > 0
 
     def short_waiting(self, step: Step, max_rank: int | None = None) -> int:
         """Tokens of the short prompts at the head of the queue: at most half of what is left of the step.
@@ -124,7 +114,7 @@ class Admission:
         while len(looked_at) < _SHORT_AT_ONCE and (place := state.queue.pop(max_rank)) is not None:
             looked_at.append(place)
             tokens = place.sequence.num_tokens
-            if tokens > self._config.max_num_batched_tokens // 4 or held + tokens > step.tokens // 2:
+            if tokens > self._config.max_num_batched_tokens // 4 or held + tokens > step.room // 2:
                 break
             held += tokens
         for place in looked_at:
@@ -136,7 +126,7 @@ class Admission:
         place = self._state.places[sequence]
         self._state.queue.discard(place)
         place.awaited = None
-        if step.tokens <= 0 or self._try(step, place) is not Verdict.ADMITTED:
+        if step.room <= 0 or self._try(step, place) is not Verdict.ADMITTED:
             self._state.queue.put_back(place)
 
     def _situation(self) -> tuple[int, ...]:
@@ -174,18 +164,18 @@ class Admission:
             and state.places[victim].rank > place.rank
             and not is_protected(victim)
         ]
-        found = self._look_up(step, place) if victims else None
-        if found is None:
+        hit = self._look_up(place) if victims else None
+        if hit is None:
             return []
-        chunk = self._chunk(step, sequence, found.start)
-        missing = MissingBlocks(state.kv, sequence, found.start, found.leader)
+        chunk = self._chunk(step, sequence, hit.num_tokens)
+        missing = MissingBlocks(state.kv, sequence, hit.num_tokens)
         for count, victim in enumerate(victims, start=1):
             missing.without(victim)
             gone = victims[:count]
             if (
                 missing.are_none(self._headroom(sequence, state.num_running - count))
                 and state.has_adapter_room(sequence, gone)
-                and not self._is_limited(sequence, found.start, chunk, gone)
+                and not self._is_limited(sequence, hit.num_tokens, chunk, gone)
             ):
                 return gone
         return []
@@ -203,52 +193,33 @@ class Admission:
             return Verdict.NO_ROW
         if not state.has_adapter_room(sequence):
             return Verdict.NO_ADAPTER
-        found = self._look_up(step, place)
-        if found is None:
+        hit = self._look_up(place)
+        if hit is None:
             return Verdict.AWAITS
-        chunk = self._chunk(step, sequence, found.start)
-        if step.reads is not None and step.items and self._planner.read_cost(found.start + chunk) > step.reads:
+        chunk = self._chunk(step, sequence, hit.num_tokens)
+        if step.reads is not None and step.items and self._planner.read_cost(hit.num_tokens + chunk) > step.reads:
             return Verdict.NO_READS
-        if self._is_limited(sequence, found.start, chunk):
+        if self._is_limited(sequence, hit.num_tokens, chunk):
             return Verdict.LIMITED
-        taken = self._take(step, place, found)
-        if taken is None:
+        if not self._take(step, sequence, hit):
             return Verdict.NO_BLOCKS
-        self._start(step, place, taken)
+        self._start(step, place, hit.num_tokens)
         return Verdict.ADMITTED
 
-    def _look_up(self, step: Step, place: Place) -> Found | None:
-        """What is computed of it already; None while a block that it can share is just being filled."""
+    def _look_up(self, place: Place) -> Hit | None:
+        """Find the computed tokens, in the cache or on the host; None while a step fills a block that it can share."""
         kv, sequence = self._state.kv, place.sequence
         if place.awaited is not None and kv.is_pending(place.awaited):
             return None
         place.awaited = None
         if sequence.status is not WAITING:
-            return Found(Hit(0, 0), sequence.num_committed_tokens)
-        forked = self._shareable(step, place)
-        if forked < 0:
-            return None
+            return Hit(sequence.num_committed_tokens)
         hit = kv.find(sequence)
-        if hit.pending is not None:
-            place.awaited = hit.pending
-            return None
-        leader = place.leader if forked > hit.num_tokens else None
-        return Found(hit, max(hit.num_tokens, forked), leader)
+        place.awaited = hit.pending
+        return hit if hit.pending is None else None
 
     def _chunk(self, step: Step, sequence: Sequence, start: int) -> int:
-        return min(sequence.num_tokens - start, step.tokens, self._planner.chunk_limit(sequence, start))
-
-    def _shareable(self, step: Step, place: Place) -> int:
-        """How many prompt tokens a sibling has computed; -1 while it is just computing them."""
-        leader, sequence = place.leader, place.sequence
-        if leader is None or leader.status not in (PREFILLING, DECODING):
-            return 0
-        wanted = min(sequence.num_prompt_tokens, sequence.num_tokens - 1)
-        if leader in step.admitted:
-            return -1  # what it holds may come by this very step's copies
-        if leader.num_committed_tokens >= wanted:
-            return wanted
-        return -1 if leader.last_step >= self._state.kv.oldest_step else 0
+        return min(sequence.num_tokens - start, step.room, self._planner.chunk_limit(sequence, start))
 
     def _is_limited(self, sequence: Sequence, start: int, chunk: int, without: Collection[Sequence] = ()) -> bool:
         """Limits on concurrent prefills, but for these."""
@@ -264,15 +235,13 @@ class Admission:
         long = sum(1 for s in prefilling if self._state.places[s].is_long)
         return long >= config.max_long_partial_prefills
 
-    def _take(self, step: Step, place: Place, found: Found) -> int | None:
-        """Take the blocks; the number of tokens that are computed already, or None if they do not fit."""
-        state, kv, sequence = self._state, self._state.kv, place.sequence
+    def _take(self, step: Step, sequence: Sequence, hit: Hit) -> bool:
+        """Take the blocks, or return False if they do not fit."""
+        state, kv = self._state, self._state.kv
         headroom = None if step.only is not None else self._headroom(sequence, state.num_running)
         if sequence.status is OFFLOADED:
-            return sequence.num_committed_tokens if kv.restore(sequence, headroom) else None
-        if found.leader is not None and kv.fork(found.leader, sequence, found.start, headroom):
-            return found.start
-        return found.hit.num_tokens if kv.admit(sequence, found.hit, headroom) else None
+            return kv.restore(sequence, headroom)
+        return kv.admit(sequence, hit, headroom)
 
     def _start(self, step: Step, place: Place, num_computed: int) -> None:
         state, sequence = self._state, place.sequence

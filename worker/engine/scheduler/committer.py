@@ -126,7 +126,6 @@ class Committer:
                 self._roll_back(item.sequence)
         for sequence in moves.arrived:  # its blocks came by copies of this step, whatever has been planned since
             if sequence.status in (PREFILLING, DECODING):
-                state.places[sequence].leader = None
                 state.reset(sequence)
         for sequence in moves.offloaded:
             if sequence.status is OFFLOADED:

@@ -13,15 +13,15 @@ from worker.engine.sequence import NULL_BLOCK, Sequence
 
 
 class MissingBlocks:
-    """Of a sequence with so many computed tokens; `leader` is the one that has them, if not the cache."""
+    """Counts for one waiting sequence, whose first `num_computed` tokens are in the prefix cache or on the host."""
 
     __slots__ = ("_gone", "_kv", "_missing", "_shared")
 
-    def __init__(self, kv: KVManager, sequence: Sequence, num_computed: int, leader: Sequence | None) -> None:
+    def __init__(self, kv: KVManager, sequence: Sequence, num_computed: int) -> None:
         groups = range(len(kv.pools))
         self._kv = kv
         self._gone: list[Counter[int]] = [Counter() for _ in groups]  # how many of those that go hold a block
-        self._shared = [_shared(kv, group, sequence, num_computed, leader) for group in groups]
+        self._shared = [_shared(kv, group, sequence, num_computed) for group in groups]
         self._missing = [self._lacks(group, sequence, num_computed) for group in groups]
 
     def _lacks(self, group: int, sequence: Sequence, num_computed: int) -> int:
@@ -48,10 +48,8 @@ class MissingBlocks:
         )
 
 
-def _shared(kv: KVManager, group: int, sequence: Sequence, num_computed: int, leader: Sequence | None) -> set[int]:
+def _shared(kv: KVManager, group: int, sequence: Sequence, num_computed: int) -> set[int]:
     first, end = kv.first_visible(group, num_computed), num_computed // kv.block_size
-    if leader is not None:
-        return set(leader.block_tables[group][first:end]) - {NULL_BLOCK}
     pool = kv.pools[group]
     blocks = (pool.cached.get(content) for content in sequence.block_hashes[first:end])
     return {block for block in blocks if block is not None and block not in pool.fenced}

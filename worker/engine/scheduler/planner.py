@@ -59,28 +59,30 @@ class Planner:
             step.only = frozenset(only)
             self._fill_only(step, only)
         moves = state.kv.tier.take_moves()
-        plan = StepPlan(
-            step.step_id, tuple(step.items), tuple(moves.swap_out), tuple(moves.copies), tuple(moves.swap_in)
-        )
+        plan = StepPlan(step.step_id, tuple(step.items), tuple(moves.swap_out), tuple(moves.swap_in))
         if not plan.is_empty:
             state.launch(plan, moves)
         return plan
 
     def _favour(self, step: Step) -> None:
-        """Who found too little left of the read budget goes before all others: shorter ones would leave it too little
-        for ever. Of bulk work only so much as a step carries of it anyway."""
+        """Schedule first the sequence that the read budget rejected in the previous step.
+
+        Behind shorter ones it would find too few reads in every step. Bulk work gets MIN_TOKENS, its share of any step.
+        """
         sequence, self._stood_back = self._stood_back, None
         if sequence is None or sequence.status not in (PREFILLING, DECODING):
             return
-        held_back = max(0, step.tokens - MIN_TOKENS) if self._is_held_back(sequence) else 0
         step.favoured = sequence
-        step.tokens -= held_back
+        step.reserve = max(0, step.tokens - MIN_TOKENS) if self._is_held_back(sequence) else 0
         self.schedule(step, sequence)
-        step.tokens += held_back
+        step.reserve = 0
 
     def _stand_back(self, step: Step, sequence: Sequence) -> None:
-        """Of those without reads the one that has not run for longest is favoured next, but not in two steps running.
-        Decodes take turns anyway, only bulk work's come after all others."""
+        """Remember the sequence to favour in the next step: of those without reads, the one that ran longest ago.
+
+        No two steps in succession favour a sequence. Decodes take turns anyway; only those of bulk work are scheduled
+        after all others, so they count here.
+        """
         if step.favoured is not None or not (sequence.status is PREFILLING or self._is_held_back(sequence)):
             return
         first = self._stood_back
@@ -104,32 +106,29 @@ class Planner:
         self._admission.admit(step)
 
     def _by_class(self, step: Step) -> None:
-        """Decodes; then prefills by class, the waiting of a better class before the running of a worse one. Where
-        bulk work would make a step too long for others in it, all of it comes after them, as much as there is room;
-        and now and then its decodes leave its prefills a part of that."""
+        """Schedule decodes, then prefills by class; a waiting sequence precedes a running one of a worse class.
+
+        Where bulk work would make a step too long for the others in it, all of it is scheduled after them, in the room
+        that is left. Its decodes leave its prefills a part of that room if none of these has run for long.
+        """
         state, now = self._state, self._state.clock()
         state.queue.refresh(now)
         decodes, prefills, admitted_below = list(state.decoding), self._ranked(now), 0
         if self._pace.is_kept:
             bulk = [sequence for sequence in decodes if sequence.priority >= BULK]
             bulk_prefills = [entry for entry in prefills if entry[1].priority >= BULK]
-            kept = min(MIN_TOKENS if bulk_prefills else len(bulk), MIN_TOKENS, step.tokens // 8)
-            step.tokens -= kept
+            step.reserve = min(MIN_TOKENS if bulk_prefills else len(bulk), MIN_TOKENS, step.tokens // 8)
             self._decodes(step, [sequence for sequence in decodes if sequence.priority < BULK])
             self._prefills_by_class(step, [entry for entry in prefills if entry[1].priority < BULK])
             if state.queue.num_below(BULK):
                 self._admission.admit(step, max_rank=BULK - 1)
-            step.tokens += kept
             decodes, prefills, admitted_below = bulk, bulk_prefills, BULK
         held_back = self._held_back(step, now)
-        step.tokens -= held_back
-        for_prefills = self._owed(step, prefills)
-        step.tokens -= for_prefills
+        step.reserve = held_back + self._owed(step.tokens - held_back, step.step_id, prefills)
         self._decodes(step, decodes)
-        step.tokens += for_prefills
+        step.reserve = held_back
         self._prefills_by_class(step, prefills, admitted_below)
         self._admission.admit(step)
-        step.tokens += held_back
 
     def _ranked(self, now: float) -> list[tuple[int, Sequence]]:
         """The running prefills with their classes after ageing, the most urgent first."""
@@ -140,11 +139,11 @@ class Planner:
         ranked.sort(key=lambda entry: entry[0])
         return ranked
 
-    def _owed(self, step: Step, prefills: list[tuple[int, Sequence]]) -> int:
-        """Tokens that bulk work's decodes leave its prefills, if none of these has run for long."""
-        newest = max((sequence.last_step for _, sequence in prefills), default=step.step_id)
-        is_owed = self._pace.is_kept and step.step_id - newest > _PATIENCE
-        return min(MIN_TOKENS, step.tokens // 2) if is_owed else 0
+    def _owed(self, room: int, step_id: int, prefills: list[tuple[int, Sequence]]) -> int:
+        """Tokens of the room that bulk work's decodes leave its prefills, if none of these has run for long."""
+        newest = max((sequence.last_step for _, sequence in prefills), default=step_id)
+        is_owed = self._pace.is_kept and step_id - newest > _PATIENCE
+        return min(MIN_TOKENS, room // 2) if is_owed else 0
 
     def _held_back(self, step: Step, now: float) -> int:
         """Tokens of the budget that bulk work must not use in this step."""
@@ -170,9 +169,9 @@ class Planner:
     # ── running sequences ──
 
     def _decodes(self, step: Step, decodes: list[Sequence]) -> None:
-        """One token each (or with drafts); who is left without budget comes first in the next step."""
+        """Schedule one token each (or with drafts). The first that finds no budget is first in the next step."""
         fast = self._proposer is None and step.reads is None
-        left, step_id, append = step.tokens, step.step_id, step.items.append
+        left, step_id, append = step.room, step.step_id, step.items.append
         starved: Sequence | None = None
         for index, sequence in enumerate(decodes):
             if left <= 0:
@@ -189,12 +188,12 @@ class Planner:
                 sequence.num_computed_tokens = known
                 sequence.last_step = step_id
                 left -= 1
-            elif sequence.status is DECODING:
-                step.tokens = left
-                if not self.schedule(step, sequence, reserve=len(decodes) - index - 1) and step.reads is not None:
+            elif sequence.status is DECODING and sequence is not step.favoured:
+                step.tokens = left + step.reserve
+                if not self.schedule(step, sequence, num_after=len(decodes) - index - 1) and step.reads is not None:
                     starved = starved or sequence
-                left = step.tokens
-        step.tokens = left
+                left = step.room
+        step.tokens = left + step.reserve
         if starved is not None:
             self._rotate(starved)
 
@@ -205,15 +204,15 @@ class Planner:
             decoding[:] = decoding[index:] + decoding[:index]
 
     def _running_prefills(self, step: Step, prefills: list[Sequence], max_rank: int | None = None) -> None:
-        """Short prompts that wait for nothing but a long one's chunks begin beside them, at a small part of a step."""
-        held = self._admission.short_waiting(step, max_rank) if prefills else 0
-        step.tokens -= held
+        """Schedule chunks of running prefills; a part of the step is left for short prompts that wait behind them."""
+        for_short = self._admission.short_waiting(step, max_rank) if prefills else 0
+        step.reserve += for_short
         self._prefills(step, prefills)
-        step.tokens += held
+        step.reserve -= for_short
 
     def _prefills(self, step: Step, prefills: list[Sequence]) -> None:
         for sequence in prefills:
-            if step.tokens <= 0:
+            if step.room <= 0:
                 return
             if sequence.status is PREFILLING and sequence is not step.favoured:
                 self.schedule(step, sequence)
@@ -229,13 +228,16 @@ class Planner:
     def read_cost(self, end: int) -> int:
         return end if self._widest is None else min(end, self._widest)
 
-    def schedule(self, step: Step, sequence: Sequence, reserve: int = 0, may_preempt: bool = True) -> bool:
-        """Run as much of a running sequence as the budgets allow; `reserve` tokens are for others, not for drafts."""
+    def schedule(self, step: Step, sequence: Sequence, num_after: int = 0, may_preempt: bool = True) -> bool:
+        """Run as much of a running sequence as the budgets allow. Drafts leave a token for each of `num_after` others.
+
+        Returns False if it cannot run in this step.
+        """
         start = sequence.num_computed_tokens
         known = len(sequence.token_ids) + sequence.num_inflight
         if sequence.num_inflight and known - sequence.num_prompt_tokens >= sequence.max_tokens:
             return False
-        end = min(known, start + step.tokens)
+        end = min(known, start + step.room)
         if sequence.status is PREFILLING:
             end = min(end, start + self.chunk_limit(sequence, start))
         if end <= start:
@@ -250,7 +252,7 @@ class Planner:
             if not self._make_room(step, sequence, end, may_preempt):
                 return False
         samples = end == known
-        drafts = self._drafts(step, sequence, reserve) if samples and end - start == 1 else ()
+        drafts = self._drafts(step, sequence, num_after) if samples and end - start == 1 else ()
         step.add(sequence, end, samples, drafts)
         if step.reads is not None:
             step.reads -= self.read_cost(end)
@@ -258,12 +260,12 @@ class Planner:
             self._state.begin_decoding(sequence)
         return True
 
-    def _drafts(self, step: Step, sequence: Sequence, reserve: int) -> tuple[int, ...]:
+    def _drafts(self, step: Step, sequence: Sequence, num_after: int) -> tuple[int, ...]:
         """Proposed tokens, as many as budget, answer length and free blocks take without harm to anyone."""
         if self._proposer is None or not sequence.params.speculate or sequence.status is not DECODING:
             return ()
         known = sequence.num_tokens
-        room = min(step.tokens - 1 - reserve, sequence.max_tokens - sequence.num_output_tokens - 1)
+        room = min(step.room - 1 - num_after, sequence.max_tokens - sequence.num_output_tokens - 1)
         if step.reads is not None:
             room = min(room, step.reads - self.read_cost(known))
         if room <= 0:

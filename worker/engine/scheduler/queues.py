@@ -18,8 +18,7 @@ _PROMOTIONS_PER_STEP = 64  # a backlog that came of age at once is promoted over
 class Place:
     """A sequence's place: kept from its arrival to its end, so that a preempted one finds it again.
 
-    `rank` is its class after ageing. `leader` is the sibling (n > 1) whose prompt blocks it may share.
-    `bypassed` counts requests that started before it although it stood at the head.
+    `rank` is its class after ageing. `bypassed` counts requests that started before it although it stood at the head.
     """
 
     sequence: Sequence
@@ -30,7 +29,6 @@ class Place:
     queued: bool = False
     bypassed: int = 0
     awaited: tuple[int, bytes] | None = None  # (group, hash) of a block that a step under way fills
-    leader: Sequence | None = None
     num_lost_tokens: int = 0  # computed before a soft reset
     is_counted: bool = False  # its cache hit has been reported
     has_taken: bool = False  # others were preempted for it, and it has not started yet

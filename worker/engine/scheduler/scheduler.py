@@ -77,19 +77,15 @@ class Scheduler:
     def add(self, sequences: list[Sequence]) -> None:
         """Take in requests, all choices of one together; all or (RequestError) none."""
         state = self._state
-        batch: dict[str, list[Sequence]] = {}
         for sequence in sequences:
             self._check(sequence)
-            batch.setdefault(sequence.request_id, []).append(sequence)
-        for request_id in batch:
-            if request_id in state.requests:
-                raise RequestError(f"request id {request_id!r} is already in use")
+            if sequence.request_id in state.requests:
+                raise RequestError(f"request id {sequence.request_id!r} is already in use")
         if len(state.queue) + len(sequences) > self.config.max_waiting:
             raise RequestError(f"the engine has {len(state.queue)} waiting requests already", code="engine_error")
         now = state.clock()
         for sequence in for_prefix_hits(sequences, self.kv.block_size):
-            first = batch[sequence.request_id][0]
-            state.enter(sequence, None if first is sequence else first, now)
+            state.enter(sequence, now)
 
     def _check(self, sequence: Sequence) -> None:
         """Refuse what can never run, and resolve how long it may become."""

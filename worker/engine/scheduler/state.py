@@ -68,10 +68,10 @@ class State:
         adapters = self.adapters - Counter(other.adapter for other in without) if without else self.adapters
         return sequence.adapter in adapters or len(adapters) < self.config.max_loras
 
-    def enter(self, sequence: Sequence, leader: Sequence | None, now: float) -> None:
+    def enter(self, sequence: Sequence, now: float) -> None:
         """A new sequence takes its place in the queue."""
         rank = max(0, sequence.priority)
-        place = Place(sequence, self.next_ticket, now, rank, since=now, leader=leader)
+        place = Place(sequence, self.next_ticket, now, rank, since=now)
         self.next_ticket += 1
         self.places[sequence] = place
         self.requests.setdefault(sequence.request_id, []).append(sequence)

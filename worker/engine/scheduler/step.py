@@ -1,4 +1,4 @@
-"""A step under construction: what is left of its budgets, and whom it runs so far."""
+"""A step under construction: what is left of its budgets, and the sequences that it runs so far."""
 
 from dataclasses import dataclass, field
 
@@ -8,16 +8,24 @@ from worker.engine.sequence import Sequence
 
 @dataclass(slots=True)
 class Step:
-    """`tokens` and `reads` are what is left of the budgets; `reads` is None where nothing is gathered."""
+    """`tokens` and `reads` are what is left of the budgets; `reads` is None where nothing is gathered.
+
+    A phase of planning sets `reserve`: the tokens that it leaves for the phases after it. It may spend `room`.
+    """
 
     step_id: int
     tokens: int
     reads: int | None = None
+    reserve: int = 0
     items: list[ScheduledSequence] = field(default_factory=list)
     admitted: set[Sequence] = field(default_factory=set)
     has_preempted: bool = False
-    favoured: Sequence | None = None  # goes first: it had to stand back in a step before, for its reads
+    favoured: Sequence | None = None  # scheduled first: the step before had too few reads left for it
     only: frozenset[Sequence] | None = None
+
+    @property
+    def room(self) -> int:
+        return self.tokens - self.reserve
 
     def add(self, sequence: Sequence, end: int, samples: bool, draft_ids: tuple[int, ...] = ()) -> None:
         """Run the sequence up to position `end`, then its drafts; its counter goes ahead at once."""
