@@ -233,10 +233,10 @@ class Worker:
 
     def _engine_host(self) -> EngineHost:
         if self.settings.engine_host == "process":
-            return EngineProcess(self._config, cache_dir=self.settings.cache_dir)
+            return EngineProcess(self._config, self.settings.cache_dir, self.settings.stall_seconds)
         from worker.engine.engine import Engine
 
-        return EngineThread(lambda: Engine.load(self._config, self.settings.cache_dir))
+        return EngineThread(lambda: Engine.load(self._config, self.settings.cache_dir), self.settings.stall_seconds)
 
     async def _admission(self, ready: Ready) -> Admission:
         settings = self.settings

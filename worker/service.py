@@ -71,6 +71,7 @@ class Service:
         self._events_at_once = max(EVENTS_AT_ONCE, max_num_seqs)  # one step's are never parted
         self._held: dict[str, Delivery] = {}  # every job in hand: claimed and not yet finished or given back
         self._in_engine: set[str] = set()  # request ids
+        self._deaths = 0  # of engines, in a row
         self._urgent: set[str] = set()  # of these, the most urgent class's
         self._retries: list[RetryOrder] = []
         self._host: EngineHost | None = None
@@ -159,16 +160,15 @@ class Service:
     # ── frames ──
 
     async def run_engine(self) -> None:
-        """Keep an engine running until stop(); a dead one is replaced. Raises EngineDied if it cannot load at all."""
-        failures = 0
+        """Keep an engine running until stop(); replace one that dies or hangs. Raises EngineDied if none can load."""
         while not self._stopping.is_set():
             try:
                 await self._start_engine()
                 await self._pump()
             except EngineDied as death:
                 self.health.engine_ready = False
-                if self._in_engine:  # they are soon tried in smaller groups
-                    failures = min(failures, 1)
+                if self._in_engine and not death.any_step:  # they are soon tried in smaller groups
+                    self._deaths = min(self._deaths, 1)
                 self.health.stats = EngineStats()
                 if self._host is not None:
                     await self._host.kill()
@@ -178,8 +178,8 @@ class Service:
                     raise
                 log.error("engine died: %s", death)
                 await self._give_back_suspects()
-                await self._pause(RESTART_PAUSE_S[min(failures, len(RESTART_PAUSE_S) - 1)])
-                failures += 1
+                await self._pause(RESTART_PAUSE_S[min(self._deaths, len(RESTART_PAUSE_S) - 1)])
+                self._deaths += 1
                 self.health.engine_restarts += 1
 
     async def _start_engine(self) -> None:
@@ -198,6 +198,8 @@ class Service:
         assert self._host is not None
         async for frame in self._host.frames():
             self.health.stats = frame.stats or self.health.stats
+            if self._deaths > 1 and any(event.token_ids for event in frame.events):
+                self._deaths = 1
             if frame.events or self._publisher.has_pending:
                 for number, part in enumerate(in_turn(frame.events, self._urgent, self._events_at_once)):
                     if number:

@@ -134,7 +134,7 @@ class Settings(_EngineFields):
     metrics_port: int | None = Field(None, ge=0, le=65535, description="their port; 0: any (default: not served)")
     otel_endpoint: str = Field("", description="OTLP over HTTP, as http://host:4318 (default: no traces)")
     otel_sample_ratio: float = Field(1.0, ge=0, le=1, description="share traced of the jobs that bring no trace")
-    stall_seconds: Seconds = Field(120.0, gt=0, description="/healthz fails when work waits and nothing moved so long")
+    stall_seconds: Seconds = Field(120.0, gt=0, description="an engine silent for so long is killed and replaced")
     engine_host: Literal["process", "thread"] = Field("process", description="where the engine runs")
 
     @field_validator("*", mode="before")

@@ -1,6 +1,8 @@
 """Parts of the worker die or misbehave; no job is lost, none is told twice."""
 
 import asyncio
+import os
+import signal
 
 import pytest
 
@@ -8,6 +10,9 @@ from schemas.job import RetryPolicy
 from schemas.result import JobStatus
 from tests.support.worker import client_of, database_url, running_worker, settings
 from worker.app import Worker
+from worker.engine.engine import Engine
+from worker.engine.host import EngineThread
+from worker.engine.synthetic import SyntheticRunner
 from worker.publish.publisher import Publisher
 
 pytestmark = pytest.mark.redis
@@ -26,6 +31,72 @@ async def test_an_engine_crash_harms_only_the_guilty(redis_url, tmp_path):
     assert {r.usage.completion_tokens for r in results} == {60}
     assert dead.status is JobStatus.DEAD
     assert "crash" in dead.error.message
+
+
+async def test_an_engine_that_hangs_is_replaced_and_its_jobs_go_on(redis_url, tmp_path):
+    database = database_url(tmp_path)
+    asked = {"prompt": "freeze me", "max_tokens": 300, "ignore_eos": True, "seed": 3}
+    async with (
+        running_worker(redis_url, database, in_process=True, model="synthetic?step_ms=5", stall_seconds=2) as worker,
+        client_of(redis_url, database) as client,
+    ):
+        job = await client.submit(**asked)
+        chunks, under_way = [], asyncio.Event()
+        reading = asyncio.create_task(_read(client, job, chunks, under_way))
+        await asyncio.wait_for(under_way.wait(), 60)
+        frozen = worker.service._host.pid
+        os.kill(frozen, signal.SIGSTOP)
+        result = await client.result(job, timeout=60)
+        await reading
+        assert worker.service.health.engine_restarts == 1
+        with pytest.raises(ProcessLookupError):
+            os.kill(frozen, 0)
+        undisturbed = await client.result(await client.submit(**asked), timeout=60)
+    assert result.status is JobStatus.SUCCEEDED
+    assert result.text == undisturbed.text == "".join(c.text for c in chunks)
+    assert [place for c in chunks for place in range(c.index, c.end)] == list(range(300))
+
+
+async def test_a_job_that_hangs_the_engine_is_set_aside_and_the_others_end(redis_url, tmp_path):
+    database = database_url(tmp_path)
+    limits = {"model": "synthetic?step_ms=1", "stall_seconds": 1, "max_num_seqs": 4, "max_crashes": 2}
+    async with client_of(redis_url, database) as client:
+        good = [await client.submit(prompt=f"good {i}", max_tokens=20, ignore_eos=True) for i in range(4)]
+        poison = await client.submit(prompt="[[hang]]", max_tokens=5)
+        async with running_worker(redis_url, database, in_process=True, **limits):
+            results = [await client.result(job, timeout=90) for job in [*good, poison]]
+    assert [result.status for result in results] == [JobStatus.SUCCEEDED] * 4 + [JobStatus.DEAD]
+
+
+async def test_an_engine_whose_steps_all_fail_costs_no_job(redis_url, tmp_path):
+    """Memory or disk is gone: the engine is replaced until it works again, and every job is answered by it."""
+    database = database_url(tmp_path)
+    config = settings(redis_url, database).engine_config()
+    broken = 2  # engines whose steps fail
+
+    class Failing(SyntheticRunner):
+        __slots__ = ("is_broken",)
+
+        def finish(self, plan):
+            if self.is_broken:
+                raise RuntimeError("No space left on device (kernel cache)")
+            return super().finish(plan)
+
+    def load():
+        nonlocal broken
+        runner = Failing.load(config)
+        runner.is_broken, broken = broken > 0, broken - 1
+        return Engine.around(runner)
+
+    worker = Worker(settings(redis_url, database), lambda: EngineThread(load))
+    async with client_of(redis_url, database) as client:
+        jobs = [await client.submit(prompt=f"job {i}", max_tokens=5, ignore_eos=True) for i in range(100)]
+        serving = asyncio.create_task(worker.serve())
+        results = [await client.result(job, timeout=60) for job in jobs]
+        worker.drain()
+        await asyncio.wait_for(serving, 60)
+    assert {result.status for result in results} == {JobStatus.SUCCEEDED}
+    assert worker.service.health.engine_restarts == 2
 
 
 async def test_a_step_that_raises_fails_one_request(redis_url, tmp_path):

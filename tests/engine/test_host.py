@@ -6,13 +6,19 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
+from schemas.generation import SamplingParams
 from worker.engine.child import PARENT_GONE
 from worker.engine.config import EngineConfig
-from worker.engine.host import EngineDied, EngineProcess
+from worker.engine.engine import Engine
+from worker.engine.host import EngineDied, EngineProcess, EngineThread
+from worker.engine.plan import StepOutput, StepPlan
+from worker.engine.synthetic import SyntheticRunner
+from worker.engine.types import GenerationRequest
 
 CONFIG = EngineConfig(model="synthetic", num_blocks=64)
 
@@ -73,6 +79,52 @@ async def test_one_that_was_killed_is_reaped_in_order(caplog: pytest.LogCaptureF
     await host.kill()
     assert not is_alive(host.pid)
     assert not [record for record in caplog.records if "Unknown child process" in record.message]
+
+
+async def test_one_that_hangs_is_reported_and_can_be_killed() -> None:
+    host = EngineProcess(CONFIG, stall_s=1.0)
+    await host.start()
+    assert host.pid is not None
+    frames = host.frames()
+    await anext(frames)
+    os.kill(host.pid, signal.SIGSTOP)
+    async with asyncio.timeout(60):
+        with pytest.raises(EngineDied, match="hangs: no report for") as death:
+            _ = [frame async for frame in frames]
+    assert not death.value.any_step
+    assert is_alive(host.pid)
+    await host.kill()
+    assert not is_alive(host.pid)
+
+
+async def test_an_idle_one_does_not_hang() -> None:
+    """It reports twice a second, so a limit of a second and a half holds for many of them."""
+    host = EngineProcess(CONFIG, stall_s=1.5)
+    await host.start()
+    frames = host.frames()
+    for _ in range(8):
+        await anext(frames)
+    await host.stop()
+
+
+async def test_a_thread_that_hangs_is_left_behind() -> None:
+    hangs = threading.Event()
+
+    class Hanging(SyntheticRunner):
+        __slots__ = ()
+
+        def finish(self, plan: StepPlan) -> StepOutput:
+            hangs.wait(60)
+            return super().finish(plan)
+
+    host = EngineThread(lambda: Engine.around(Hanging.load(CONFIG)), stall_s=0.5)
+    await host.start()
+    host.submit([GenerationRequest(request_id="a", prompt_ids=(1, 2), params=SamplingParams(max_tokens=3))])
+    async with asyncio.timeout(60):
+        with pytest.raises(EngineDied, match="hangs"):
+            _ = [frame async for frame in host.frames()]
+        await host.kill()
+    hangs.set()
 
 
 def test_without_a_parent_it_ends_without_a_word() -> None:

@@ -7,7 +7,11 @@ from worker.engine.types import RequestError, TokenEvent
 
 
 class EngineError(RuntimeError):
-    """The engine itself is broken (its device is lost): it must be restarted; its requests are not to blame."""
+    """The engine itself is broken, as when its device is lost: it must be restarted, and no request fails for it."""
+
+
+class StepsFailError(EngineError):
+    """Steps fail whatever they hold: memory or disk is gone, or the model gives no finite logits."""
 
 
 def refusal_event(request_id: str, error: RequestError, choice: int = 0) -> TokenEvent:

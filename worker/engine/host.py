@@ -42,11 +42,15 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class EngineDied(RuntimeError):
-    """The engine is gone; `at_start` if it never became ready (then trying again is pointless)."""
+    """The engine is gone, or hangs.
 
-    def __init__(self, message: str, at_start: bool = False) -> None:
+    `at_start`: it never became ready. `any_step`: its steps failed whatever they held.
+    """
+
+    def __init__(self, message: str, at_start: bool = False, any_step: bool = False) -> None:
         super().__init__(message)
         self.at_start = at_start
+        self.any_step = any_step
 
 
 class EngineHost(Protocol):
@@ -61,7 +65,7 @@ class EngineHost(Protocol):
     def cancel(self, request_id: str, reason: FinishReason, choice: int | None = None) -> None: ...
 
     def frames(self) -> AsyncIterator[Frame]:
-        """One per step, until stop(). Raises EngineDied when the engine dies."""
+        """One per step, until stop(). Raises EngineDied when the engine dies or hangs; then call kill()."""
         ...
 
     @property
@@ -75,9 +79,15 @@ class EngineHost(Protocol):
 
 
 class _Reports:
-    """What both hosts share: reports in order, the last capacity, and the end."""
+    """Both hosts' shared part: reports in order, the last capacity, and the end.
 
-    def __init__(self) -> None:
+    An engine reports at every step and twice a second while it is idle. One that has been ready and is silent for
+    `stall_s` seconds hangs.
+    """
+
+    def __init__(self, stall_s: float | None = None) -> None:
+        self._stall_s = stall_s
+        self._has_reported = False  # since the last look
         self._reports: deque[Report | None] = deque()
         self._arrival: asyncio.Future[None] | None = None  # who waits for the next
         self._capacity: Capacity | None = None
@@ -99,6 +109,7 @@ class _Reports:
         self._send(Cancel(request_id, reason, choice))
 
     def _take_in(self, report: Report | None) -> None:
+        self._has_reported = True
         self._reports.append(report)
         if self._arrival is not None and not self._arrival.done():
             self._arrival.set_result(None)
@@ -119,11 +130,28 @@ class _Reports:
                         on_progress(report.message, report.fraction)
                 case Ready():
                     self._capacity = report.capacity
+                    if self._stall_s is not None:
+                        self._look_again(self._stall_s, 0.0)
                     return report
                 case Broken():
                     raise EngineDied(report.message, at_start=True)
                 case _:
                     raise EngineDied("the engine process ended before it was ready", at_start=True)
+
+    def _look_again(self, stall_s: float, silent_s: float) -> None:
+        """Sum up the silence look by look: a worker that was frozen itself then counts one look, not the whole time."""
+        pause_s = min(1.0, stall_s / 4)
+        asyncio.get_running_loop().call_later(pause_s, self._look, stall_s, silent_s + pause_s)
+
+    def _look(self, stall_s: float, silent_s: float) -> None:
+        if self._stopping:
+            return
+        if self._has_reported:
+            self._has_reported, silent_s = False, 0.0
+        if silent_s >= stall_s:
+            self._take_in(Broken(f"it hangs: no report for {silent_s:g} s (stall_seconds is {stall_s:g})"))
+        else:
+            self._look_again(stall_s, silent_s)
 
     async def frames(self) -> AsyncIterator[Frame]:
         """Those that piled up while the last was worked on come as one: larger, not later."""
@@ -137,7 +165,7 @@ class _Reports:
                 yield _as_one(frames)
             for report in reports:
                 if isinstance(report, Broken):
-                    raise EngineDied(report.message)
+                    raise EngineDied(report.message, any_step=report.any_step)
                 if report is None:
                     if self._stopping:
                         return
@@ -155,8 +183,8 @@ def _as_one(frames: list[Frame]) -> Frame:
 class EngineProcess(_Reports):
     """The engine in a process of its own, started by `start` and gone after `stop` or `kill`."""
 
-    def __init__(self, config: EngineConfig, cache_dir: str | None = None) -> None:
-        super().__init__()
+    def __init__(self, config: EngineConfig, cache_dir: str | None = None, stall_s: float | None = None) -> None:
+        super().__init__(stall_s)
         self._config = config
         self._cache_dir = cache_dir
         self._process: asyncio.subprocess.Process | None = None
@@ -219,8 +247,8 @@ class EngineProcess(_Reports):
 class EngineThread(_Reports):
     """The engine in a thread of this process: for tests and for small tools. `load` runs on that thread."""
 
-    def __init__(self, load: Callable[[], object]) -> None:
-        super().__init__()
+    def __init__(self, load: Callable[[], object], stall_s: float | None = None) -> None:
+        super().__init__(stall_s)
         self._load = load
         self._mailbox = Mailbox()
         self._thread: threading.Thread | None = None
@@ -260,4 +288,8 @@ class EngineThread(_Reports):
             await asyncio.to_thread(self._thread.join)
 
     async def kill(self) -> None:
-        await self.stop()
+        """A thread cannot be killed: one that hangs is left behind, and what it says later is not heard."""
+        self._stopping = True
+        self._send(Stop())
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join, DYING_S)

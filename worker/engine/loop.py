@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from worker.engine.engine import Engine
-from worker.engine.faults import EngineError
+from worker.engine.faults import EngineError, StepsFailError
 from worker.engine.mailbox import (
     Broken,
     Cancel,
@@ -53,7 +53,7 @@ class EngineLoop:
         self._report_due_s = 0.0
 
     def run(self) -> None:
-        """Warm up, say Ready, then until a Stop command, or until the device is lost (which is reported as Broken)."""
+        """Warm up, say Ready, then until a Stop command, or until the engine is broken (which is reported)."""
         try:
             warm_up(self._engine.runner, lambda message, fraction: self._emit(Progress(message, fraction)))
         except Exception as error:
@@ -65,7 +65,7 @@ class EngineLoop:
             while self._turn():
                 pass
         except EngineError as error:
-            self._emit(Broken(str(error)))
+            self._emit(Broken(str(error), any_step=isinstance(error, StepsFailError)))
         finally:
             self._close()
 

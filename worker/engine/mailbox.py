@@ -66,10 +66,14 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True, tag="frame"):
 
 
 class Broken(msgspec.Struct, frozen=True, tag="broken"):
-    """The engine's last word when it could not load or its device is lost."""
+    """The engine's last report: it could not load, or it cannot go on.
+
+    `any_step`: its steps fail whatever they hold, so no request is to blame.
+    """
 
     message: str
     at_start: bool = False
+    any_step: bool = False
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress"):

@@ -1,28 +1,34 @@
 """One step after the other: the scheduler plans, the runner executes, the scheduler commits.
 
-On an asynchronous device the next step is planned and launched before the last one's tokens reach the host. A step
-that raises is bisected: the sequence that breaks it fails alone and the others go on. It knows no requests.
+On an asynchronous device the next step is planned and launched before the last one's tokens reach the host.
+
+A step that raises is tried again with tokens of nobody (`Scheduler.probe`). If they fail too, the engine is broken:
+EngineError. If they pass, the step is bisected: the sequences that fail alone end with an error, the others go on.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
-from worker.engine.faults import EngineError, is_device_lost, sentence_of
+from worker.engine.faults import EngineError, StepsFailError, is_device_lost, sentence_of
 from worker.engine.plan import StepOutput, StepPlan
 from worker.engine.runners import Runner
 from worker.engine.scheduler import Scheduler
 from worker.engine.sequence import Sequence
 from worker.engine.types import TokenEvent
 
+MAX_FAILED_REQUESTS = 8  # in a row, without a step that succeeded: more of them, and the engine is broken
+
 
 class Steps:
-    """Those of one engine."""
+    """The steps of one engine."""
 
     def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
         self._runner = runner
         self._scheduler = scheduler
         self._in_flight: tuple[StepPlan, Any] | None = None
+        self._failed: set[str] = set()  # request ids that ended with an error since a step last succeeded
         self.num_begun = self.num_failed = 0
 
     @property
@@ -30,7 +36,7 @@ class Steps:
         return self._in_flight is not None
 
     def next(self) -> list[TokenEvent]:
-        """Raises EngineError when the device is lost."""
+        """Raises EngineError when the engine is broken."""
         return self._launch_and_finish() if self._runner.is_asynchronous else self._execute()
 
     def _execute(self) -> list[TokenEvent]:
@@ -46,56 +52,111 @@ class Steps:
 
     def _launch_and_finish(self) -> list[TokenEvent]:
         """Launch step N+1 from a plan with placeholders, then wait for step N and commit it."""
-        previous = self._in_flight
+        previous, self._in_flight = self._in_flight, None
         plan = self._scheduler.plan()
-        # Before the launch: who lost his place in this plan may have been given one again, and begins anew with it.
+        # Before the launch: a sequence that lost its place in this plan may have been given one again, as a new one.
         self._runner.release(self._scheduler.take_released())
-        self._in_flight = None
+        failure: Exception | None = None
         try:
             if not plan.is_empty:
                 self.num_begun += 1
                 self._in_flight = (plan, self._runner.launch(plan))
         except Exception as error:
-            events = self._finish(previous) if previous else []
-            return events + self._bisect(plan, error)
-        return self._finish(previous) if previous else []
+            failure = error
+        events = self._finish(*previous, plan) if previous is not None else []
+        if failure is None or not self._scheduler.is_in_flight(plan):
+            return events
+        return events + self._bisect(plan, failure)
 
-    def _finish(self, launched: tuple[StepPlan, Any]) -> list[TokenEvent]:
-        plan, step = launched
+    def _finish(self, plan: StepPlan, step: Any, following: StepPlan) -> list[TokenEvent]:
+        """Wait for a step. If it failed, the following one is void, launched or not: it builds on this one."""
         try:
             output = self._runner.finish(step)
         except Exception as error:
-            if self._in_flight is not None:  # what was launched on top of a failed step is void too
-                self._scheduler.abandon(self._in_flight[0])
-                self._in_flight = None
+            self._scheduler.abandon(following)
+            self._in_flight = None
             return self._bisect(plan, error)
         return self._commit(plan, output)
 
     def _commit(self, plan: StepPlan, output: StepOutput) -> list[TokenEvent]:
+        if output.errors:
+            self._check_errors(plan, output)
+        elif self._failed:
+            self._failed.clear()
         events = self._scheduler.commit(plan, output)
         self._runner.release(self._scheduler.take_released())
         return events
 
+    def _check_errors(self, plan: StepPlan, output: StepOutput) -> None:
+        """A step of which no sequence has a usable token may be the engine's fault. Raises EngineError."""
+        if len(output.errors) == sum(item.samples for item in plan.scheduled):
+            self._probe(plan, next(iter(output.errors.values())))
+
+    def _probe(self, plan: StepPlan, why: str) -> None:
+        """Run a step of this size on tokens of nobody. Raises EngineError if it fails too."""
+        test = self._scheduler.probe(plan.num_tokens)
+        try:
+            problems = list(self._runner.execute(test).errors.values())
+        except Exception as error:
+            problems = [sentence_of(error)]
+        self._runner.release([item.sequence for item in test.scheduled])
+        if problems:
+            raise StepsFailError(f"steps fail whatever they hold: {problems[0]} (first: {why})")
+
     def _bisect(self, plan: StepPlan, error: Exception) -> list[TokenEvent]:
-        """A step raised: take it back, then run halves of it until the guilty sequence stands alone."""
+        """Take a failed step back, and run halves of it until the sequences that fail stand alone.
+
+        Breadth first: a part that succeeds shows early that the engine is sound. A lone sequence runs once more.
+        """
+        sequences, why = self._take_back(plan, error)
+        self._probe(plan, why)
+        parts = deque(_halves(sequences))
+        alone: list[tuple[Sequence, str]] = []
+        events: list[TokenEvent] = []
+        has_succeeded = False
+        while parts:
+            part = self._scheduler.plan(only=parts.popleft())
+            if part.is_empty:
+                continue
+            try:
+                output = self._runner.execute(part)
+            except Exception as problem:
+                sequences, why = self._take_back(part, problem)
+                if len(sequences) == 1:
+                    alone.append((sequences[0], why))
+                else:
+                    parts += _halves(sequences)
+            else:
+                events += self._commit(part, output)
+                has_succeeded = True
+        return events + self._fail(alone, has_succeeded)
+
+    def _take_back(self, plan: StepPlan, error: Exception) -> tuple[list[Sequence], str]:
+        """The sequences of a step that raised, and why. Raises EngineError where no sequence can be the cause."""
         self.num_failed += 1
         self._scheduler.abandon(plan)
         if is_device_lost(error) or not self._runner.is_alive():
             raise EngineError(f"the device is lost: {error}") from error
-        sequences = [item.sequence for item in plan.scheduled]
-        if len(sequences) == 1:
-            return self._scheduler.fail(sequences[0], f"the model failed on this request: {sentence_of(error)}")
-        if not sequences:
+        if not plan.scheduled:
             raise EngineError(f"a step without sequences failed: {error}") from error
-        middle = len(sequences) // 2
-        return self._run_only(sequences[:middle]) + self._run_only(sequences[middle:])
+        return [item.sequence for item in plan.scheduled], sentence_of(error)
 
-    def _run_only(self, sequences: list[Sequence]) -> list[TokenEvent]:
-        plan = self._scheduler.plan(only=sequences)
-        if plan.is_empty:
-            return []
-        try:
-            output = self._runner.execute(plan)
-        except Exception as error:
-            return self._bisect(plan, error)
-        return self._commit(plan, output)
+    def _fail(self, alone: list[tuple[Sequence, str]], has_succeeded: bool) -> list[TokenEvent]:
+        """End the sequences that failed alone. Raises EngineError if too many requests did and no step succeeded."""
+        if has_succeeded:
+            self._failed.clear()
+        else:
+            self._failed.update(sequence.request_id for sequence, _ in alone)
+        if len(self._failed) > MAX_FAILED_REQUESTS:
+            why = alone[-1][1]
+            raise StepsFailError(f"{len(self._failed)} requests failed and no step succeeded between: {why}")
+        events: list[TokenEvent] = []
+        for sequence, why in alone:
+            events += self._scheduler.fail(sequence, f"the model failed on this request: {why}")
+        self._runner.release(self._scheduler.take_released())
+        return events
+
+
+def _halves(sequences: list[Sequence]) -> list[list[Sequence]]:
+    middle = (len(sequences) + 1) // 2
+    return [half for half in (sequences[:middle], sequences[middle:]) if half]

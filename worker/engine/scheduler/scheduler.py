@@ -9,10 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection
 
-from schemas.generation import FinishReason
+from schemas.generation import FinishReason, SamplingParams
 from worker.engine.config import CacheConfig, EngineConfig
 from worker.engine.kv.manager import KVManager
-from worker.engine.plan import StepOutput, StepPlan
+from worker.engine.plan import ScheduledSequence, StepOutput, StepPlan
 from worker.engine.scheduler.admission import num_for_urgent
 from worker.engine.scheduler.committer import Committer
 from worker.engine.scheduler.counters import Counters
@@ -22,7 +22,7 @@ from worker.engine.scheduler.pace import Pace
 from worker.engine.scheduler.planner import Planner, Proposer
 from worker.engine.scheduler.queues import FifoQueue, PriorityQueue, WaitingQueue
 from worker.engine.scheduler.state import OFFLOADED, WAITING, State
-from worker.engine.sequence import Sequence
+from worker.engine.sequence import NULL_BLOCK, Sequence
 from worker.engine.types import Capacity, EngineStats, RequestError, SchedulingPolicy, TokenEvent
 
 
@@ -144,6 +144,22 @@ class Scheduler:
             now = self._state.clock()
             self._pace.note(plan.num_tokens, now - max(planned_at, self._committed_at))
             self._committed_at = now
+
+    def probe(self, num_tokens: int) -> StepPlan:
+        """A prefill of so many tokens of nobody, as far as one step and the model's length take them.
+
+        It writes to the reserved block, as padding does: no sequence reads it.
+        """
+        length = max(1, min(num_tokens, self.config.max_num_batched_tokens, self._state.max_model_len - 1))
+        table = [NULL_BLOCK] * (length // self.kv.block_size + 1)
+        tables = [list(table) for _ in self.kv.pools]
+        params = SamplingParams(temperature=0.0)
+        sequence = Sequence("probe", [0] * length, length, params, max_tokens=1, block_tables=tables)
+        return StepPlan(0, (ScheduledSequence(sequence, 0, length, True),))
+
+    def is_in_flight(self, plan: StepPlan) -> bool:
+        """Planned, and neither committed nor abandoned."""
+        return plan.step_id in self._state.in_flight
 
     def abandon(self, plan: StepPlan) -> None:
         """The step failed: everything is as if it had not been planned, but for whom it preempted."""

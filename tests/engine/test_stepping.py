@@ -1,0 +1,190 @@
+"""Failing steps: one request fails, or the engine does; never one request after the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from schemas.generation import FinishReason, SamplingParams
+from tests.engine.scheduler.loop import Clock, make_cache, make_sequence
+from worker.engine import Engine, EngineConfig, GenerationRequest
+from worker.engine.faults import EngineError, StepsFailError
+from worker.engine.plan import StepOutput, StepPlan
+from worker.engine.scheduler import Scheduler
+from worker.engine.stepping import MAX_FAILED_REQUESTS, Steps
+from worker.engine.synthetic import SyntheticRunner
+from worker.engine.types import TokenEvent
+
+NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
+
+
+def holds(plan: StepPlan, *names: str) -> bool:
+    return any(item.sequence.request_id.startswith(names) for item in plan.scheduled)
+
+
+class Faulty(SyntheticRunner):
+    """`fails(plan)` says whether a step raises, `spoils(plan)` whether none of its logits are finite."""
+
+    __slots__ = ("fails", "num_failed", "spoils")
+
+    @classmethod
+    def make(cls, fails: Any = lambda plan: False, spoils: Any = lambda plan: False, **changes: Any) -> Faulty:
+        values = {"model": "synthetic", "num_blocks": 4096, "max_num_seqs": 64} | changes
+        runner = cls.load(EngineConfig(**values))
+        assert isinstance(runner, cls)
+        runner.fails, runner.spoils, runner.num_failed = fails, spoils, 0
+        return runner
+
+    def finish(self, plan: StepPlan) -> StepOutput:
+        if self.fails(plan):
+            self.num_failed += 1
+            raise RuntimeError("No space left on device (kernel cache)")
+        output = super().finish(plan)
+        if not self.spoils(plan):
+            return output
+        sampling = [index for index, item in enumerate(plan.scheduled) if item.samples]
+        nothing: tuple[tuple[int, ...], ...] = ((),) * len(sampling)
+        return StepOutput(plan.step_id, nothing, (None,) * len(sampling), dict.fromkeys(sampling, NOT_FINITE))
+
+
+def requests(*names: str) -> list[GenerationRequest]:
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    return [GenerationRequest(request_id=name, prompt_ids=(1, 2, 3), params=params) for name in names]
+
+
+def run(engine: Engine) -> dict[str, TokenEvent]:
+    """The last event of each request."""
+    ends = {}
+    while engine.has_work:
+        ends |= {event.request_id: event for event in engine.step() if event.finish_reason is not None}
+    return ends
+
+
+def test_a_step_that_fails_whatever_it_holds_is_the_engines_error() -> None:
+    runner = Faulty.make(fails=lambda plan: True)
+    engine = Engine.around(runner)
+    engine.submit(requests(*(f"job-{number}" for number in range(200))))
+    events: list[TokenEvent] = []
+    with pytest.raises(StepsFailError, match="No space left on device"):
+        events += engine.step()
+    assert events == []
+    assert runner.num_failed == 2  # the step, and the probe: nothing is bisected
+    assert len(engine.request_ids()) == 200
+
+
+def test_a_lone_request_is_not_blamed_for_an_engine_that_fails_whatever_it_holds() -> None:
+    engine = Engine.around(Faulty.make(fails=lambda plan: True))
+    engine.submit(requests("alone"))
+    with pytest.raises(EngineError):
+        engine.step()
+
+
+def test_a_model_that_gives_no_finite_logits_for_any_token_is_the_engines_error() -> None:
+    engine = Engine.around(Faulty.make(spoils=lambda plan: True))
+    engine.submit(requests("a", "b", "c"))
+    with pytest.raises(StepsFailError, match="not finite"):
+        engine.step()
+
+
+def test_one_request_without_finite_logits_fails_alone() -> None:
+    engine = Engine.around(Faulty.make(spoils=lambda plan: holds(plan, "bad") and len(plan.scheduled) == 1))
+    engine.submit(requests("bad"))
+    ends = run(engine)
+    assert (ends["bad"].finish_reason, ends["bad"].error) == (FinishReason.ERROR, NOT_FINITE)
+
+
+def test_bad_requests_among_good_ones_fail_however_many_they_are() -> None:
+    engine = Engine.around(Faulty.make(fails=lambda plan: holds(plan, "bad")))
+    engine.submit(requests(*(f"bad-{number}" for number in range(40)), *(f"good-{number}" for number in range(20))))
+    ends = run(engine)
+    assert len(ends) == 60
+    assert {name for name, event in ends.items() if event.finish_reason is FinishReason.ERROR} == {
+        f"bad-{number}" for number in range(40)
+    }
+
+
+def test_bad_requests_alone_fail_one_by_one() -> None:
+    engine = Engine.around(Faulty.make(fails=lambda plan: holds(plan, "bad")))
+    engine.submit(requests("bad-1", "bad-2"))
+    assert {event.finish_reason for event in run(engine).values()} == {FinishReason.ERROR}
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_many_requests_that_fail_in_a_row_are_the_engines_error(together: bool) -> None:
+    """The probe passes, as it may where memory is short: it holds fewer rows and no penalties."""
+    engine = Engine.around(Faulty.make(fails=lambda plan: not holds(plan, "probe")))
+    names = [f"job-{number}" for number in range(50)]
+    ends: dict[str, TokenEvent] = {}
+
+    def feed() -> None:
+        for part in [names] if together else [[name] for name in names]:
+            engine.submit(requests(*part))
+            ends.update(run(engine))
+
+    with pytest.raises(StepsFailError, match="no step succeeded between"):
+        feed()
+    assert len(ends) <= MAX_FAILED_REQUESTS
+
+
+def test_a_step_that_succeeds_between_clears_the_engine() -> None:
+    engine = Engine.around(Faulty.make(fails=lambda plan: holds(plan, "bad")))
+    for number in range(3 * MAX_FAILED_REQUESTS):
+        engine.submit(requests(f"bad-{number}"))
+        assert run(engine)[f"bad-{number}"].finish_reason is FinishReason.ERROR
+        engine.submit(requests(f"good-{number}"))
+        assert run(engine)[f"good-{number}"].finish_reason is FinishReason.LENGTH
+
+
+class Ahead:
+    """An asynchronous runner: the launches and finishes with these numbers fail, each once."""
+
+    is_asynchronous = True
+
+    def __init__(self, launches: set[int], finishes: set[int]) -> None:
+        self._launches, self._finishes = launches, finishes
+        self._count = 0
+
+    def launch(self, plan: StepPlan) -> tuple[StepPlan, int]:
+        self._count += 1
+        if self._count in self._launches:
+            raise RuntimeError(f"launch {self._count}")
+        return plan, self._count
+
+    def finish(self, step: tuple[StepPlan, int]) -> StepOutput:
+        plan, number = step
+        if number in self._finishes:
+            raise RuntimeError(f"finish {number}")
+        sampling = sum(item.samples for item in plan.scheduled)
+        return StepOutput(plan.step_id, ((7,),) * sampling, (None,) * sampling, {})
+
+    def execute(self, plan: StepPlan) -> StepOutput:
+        return self.finish(self.launch(plan))
+
+    def release(self, sequences: object) -> None:
+        """Nothing is kept."""
+
+    def is_alive(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("launches", "finishes"), [({2}, {1}), (set(), {1}), ({1}, set()), ({2}, set())])
+def test_a_step_on_top_of_a_failed_one_is_void_and_nobody_is_blamed(launches: set[int], finishes: set[int]) -> None:
+    """Both faults pass: the step is the failed one's or its own, and each sequence runs again."""
+    scheduler = Scheduler(
+        EngineConfig(model="fake", block_size=4), make_cache(), max_model_len=256, eos_token_ids=frozenset({0}),
+        clock=Clock(), async_depth=1,
+    )  # fmt: skip
+    steps = Steps(Ahead(launches, finishes), scheduler)  # type: ignore[arg-type]
+    params = SamplingParams(max_tokens=9, ignore_eos=True)
+    for name in "ab":
+        scheduler.add([make_sequence(name, [1, 2, 3], 9, params=params)])
+    events = steps.next()
+    scheduler.cancel("b", FinishReason.CANCELLED)  # one sequence is left, and stands alone at once
+    while scheduler.has_work or steps.are_under_way:
+        events += steps.next()
+        scheduler.check_integrity()
+    assert [(event.request_id, event.finish_reason, event.error) for event in events if event.finish_reason] == [
+        ("a", FinishReason.LENGTH, None)
+    ]
+    assert sum(len(event.token_ids) for event in events if event.request_id == "a") == 9
