@@ -32,7 +32,7 @@ from api_client.effects import (
     Sleep,
     Tell,
 )
-from api_client.errors import JobFailed, QueueUnavailable
+from api_client.errors import JobFailed, TokenmillError
 from api_client.hub import ChannelHub, HubSubscription
 from api_client.queue_programs import DeadJob
 from api_client.queue_state import QueueState
@@ -207,7 +207,7 @@ class _Performer:
         self._turns = turns
         self._subscription: HubSubscription | None = None
         self.answer: Any = None  # of the last effect
-        self._trouble: QueueUnavailable | None = None
+        self._trouble: TokenmillError | None = None
 
     def step(self, program: Program[Any]) -> Effect | None:
         """The next effect, given the last one's answer; None at the end."""

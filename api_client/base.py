@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import redis
 import redis.asyncio.sentinel
 import redis.sentinel
 
 from api_client.connections import Link, parse_url
-from api_client.errors import ClientClosed, ConfigurationError, QueueUnavailable, TokenmillError
+from api_client.errors import ClientClosed, ConfigurationError, InvalidRequest, QueueUnavailable, TokenmillError
 from api_client.programs import QueueView
 from api_client.requests import build_request, checked
 from schemas.job import JobRequest
@@ -114,9 +115,12 @@ def check_open(client: ClientBase) -> None:
         raise ClientClosed
 
 
-def translate(error: Exception) -> QueueUnavailable:
+def translate(error: Exception) -> TokenmillError:
+    """A script that refuses an argument says INVALID; all else is the server's trouble."""
     if isinstance(error, QueueUnavailable):
         return error
+    if isinstance(error, redis.ResponseError) and str(error).startswith("INVALID "):
+        return InvalidRequest([str(error).removeprefix("INVALID ")])
     # Of sentinels that know no master the library prints each, with all that it is made of.
     words = str(error).partition(" : ")[0] if isinstance(error, _NO_MASTER) else str(error)
     trouble = QueueUnavailable(f"the queue's server: {type(error).__name__}: {words}")

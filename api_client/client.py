@@ -33,7 +33,7 @@ from api_client.effects import (
     Sleep,
     Tell,
 )
-from api_client.errors import JobFailed, QueueUnavailable
+from api_client.errors import JobFailed, TokenmillError
 from api_client.queue_programs import DeadJob
 from api_client.queue_state import QueueState
 from api_client.records import JobInfo, QueueDepth
@@ -171,7 +171,7 @@ class Client(ClientBase):
     def _drive(self, program: Program[T]) -> Generator[Any, None, T]:
         performer = _Performer(self, self._redis)
         answer: Any = None
-        trouble: QueueUnavailable | None = None
+        trouble: TokenmillError | None = None
         try:
             while True:
                 try:

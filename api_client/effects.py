@@ -1,7 +1,8 @@
 """What a client program asks of the world. The programs are generators that yield these and are sent the answers;
 `Client` and `AsyncClient` each perform them in their own way, so that everything else is written once.
 
-An effect that fails because of the server is thrown back into the program as QueueUnavailable.
+An effect that fails because of the server is thrown back into the program as QueueUnavailable, and one whose script
+refuses an argument as InvalidRequest.
 """
 
 from __future__ import annotations

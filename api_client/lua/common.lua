@@ -1,10 +1,44 @@
 -- Shared by every script: names of keys, the server's clock, and the moves that producers and workers both make.
 -- KEYS[1] is the queue's meta hash (it routes the call in a cluster); ARGV[1] the key base; ARGV[2] PUBLISH or SPUBLISH.
-local meta, base, announce = KEYS[1], ARGV[1], ARGV[2]
+local meta, base, announce = KEYS[1], ARGV[1] or '', ARGV[2]
 local GROUP, READER = 'workers', 'all'
 local RANK = {interactive = 0, standard = 1, bulk = 2}
 local CLASSES = {'interactive', 'standard', 'bulk'}
 local TENANT_TTL_S = 2592000
+local ENDS = {'succeeded', 'failed', 'cancelled', 'expired', 'dead'}
+local MOST, MOST_COST, MOST_BYTES = 2 ^ 53, 1e12, 1020  -- 255 characters of up to four bytes
+
+-- A script checks every argument before its first write. `refusal` is an error reply that names the first argument
+-- that is refused; the script returns it before it writes anything. `of`: the place of the job among those of the call.
+local refusal
+
+local function refuse(name, rule, value, of)
+  if refusal then return end
+  local shown = string.gsub(string.sub(value or 'nothing', 1, 60), '[^ -~]', '?')
+  if of then name = name .. ' of job ' .. of end
+  refusal = redis.error_reply('INVALID ' .. name .. ' must be ' .. rule .. ", not '" .. shown .. "'")
+end
+
+-- A number; a fraction is rounded up.
+local function amount(place, name, least, most, of)
+  local value = tonumber(ARGV[place])
+  if value and value >= least and value <= most then return math.ceil(value) end
+  refuse(name, string.format('a number from %.0f to %.0f', least, most), ARGV[place], of)
+end
+
+local function one_of(place, name, words, of)
+  for _, word in ipairs(words) do
+    if ARGV[place] == word then return word end
+  end
+  refuse(name, 'one of ' .. table.concat(words, ', '), ARGV[place], of)
+end
+
+-- The arguments from `first` on are groups of so many.
+local function check_groups(first, size)
+  local count = #ARGV - first + 1
+  if count >= 0 and count % size == 0 then return end
+  refuse('number of arguments', (first - 1) .. ' and a multiple of ' .. size, tostring(#ARGV))
+end
 
 local function clock_ms()
   local time = redis.call('TIME')
@@ -18,17 +52,33 @@ local function number(value, default)
   return tonumber(default)
 end
 
--- May a job have this id? It is a text in every language and every database: UTF-8 without a zero, of 255 bytes at most.
+-- A text in every language and every database: UTF-8 without a zero.
 local UTF8 = {
   '[\194-\223][\128-\191]', '\224[\160-\191][\128-\191]', '[\225-\236\238\239][\128-\191][\128-\191]', '\237[\128-\159][\128-\191]',
   '\240[\144-\191][\128-\191][\128-\191]', '[\241-\243][\128-\191][\128-\191][\128-\191]', '\244[\128-\143][\128-\191][\128-\191]',
 }
-local function is_name(id)
-  if #id == 0 or #id > 255 or string.find(id, '%z') then return false end
-  if not string.find(id, '[\128-\255]') then return true end
-  for _, character in ipairs(UTF8) do id = string.gsub(id, character, ' ') end
-  return not string.find(id, '[\128-\255]')
+local function is_text(value, most)
+  if #value > most or string.find(value, '%z') then return false end
+  if not string.find(value, '[\128-\255]') then return true end
+  for _, character in ipairs(UTF8) do value = string.gsub(value, character, ' ') end
+  return not string.find(value, '[\128-\255]')
 end
+
+-- May a job have this id?
+local function is_name(id) return #id > 0 and is_text(id, 255) end
+
+local function text(place, name, least, of)
+  local value = ARGV[place]
+  if value and #value >= least and is_text(value, MOST_BYTES) then return value end
+  refuse(name, string.format('a UTF-8 text of %d to %d bytes without a zero', least, MOST_BYTES), value, of)
+end
+
+if #KEYS ~= 1 or meta ~= base .. 'meta' or not string.find(base, '{[^{}]+}:$') then
+  refuse('key base', "KEYS[1], the only key, without 'meta', and end in '{queue}:'", base)
+elseif announce ~= 'PUBLISH' and announce ~= 'SPUBLISH' then
+  refuse('publish command', 'PUBLISH or SPUBLISH', announce)
+end
+if refusal then return refusal end
 
 local function class_of(value) return RANK[value] and value or 'standard' end
 local function whole(value) return string.format('%.0f', value) end
@@ -133,7 +183,7 @@ end
 
 -- Ahead of every lane: urgent classes first, then the oldest.
 local function to_front(id, class, created)
-  redis.call('ZADD', base .. 'returned', exact((RANK[class] or 1) * 1e13 + created), id)
+  redis.call('ZADD', base .. 'returned', exact((RANK[class] or 1) * 1e13 + math.min(created, 1e13 - 1)), id)
 end
 
 -- Given back by a worker, or left by a dead one: its end may stand in SQL, unacknowledged, and nobody may say another.

@@ -1,6 +1,13 @@
 -- play: the moves of the in-memory worker of api_client/testing.py, after common.lua. One job, one caller at a time: no
 -- fencing, no leases, no sharing between tenants; those are the real worker's. ARGV[3] the move [4] job id, then its own.
-local move, id = ARGV[3], ARGV[4]
+local SIZES = {promote = 4, take = 5, append = 7, finish = 7}
+local move, id = one_of(3, 'move', {'promote', 'take', 'append', 'finish'}), ARGV[4] or ''
+if move and #ARGV ~= SIZES[move] then refuse('number of arguments', tostring(SIZES[move]), tostring(#ARGV)) end
+if move and move ~= 'promote' and not is_name(id) then refuse('job id', 'a name', id) end
+if move == 'take' then text(5, 'worker', 1) end
+local stop = move == 'append' and not refusal and amount(5, 'end of the log', end_of_log(id) + 1, MOST)
+if move == 'finish' then one_of(5, 'state', ENDS) end
+if refusal then return refusal end
 local key, now = job_key(id), clock_ms()
 
 if move == 'promote' then  -- every job whose time has come
@@ -26,7 +33,7 @@ if move == 'take' then  -- [5] worker; reply: the request, or nothing
 end
 
 if move == 'append' then  -- [5] the log's end after it [6] chunk [7] publish?; reply: is it to be cancelled?
-  redis.call('XADD', log_key(id), ARGV[5] .. '-0', 'chunk', ARGV[6])
+  redis.call('XADD', log_key(id), whole(stop) .. '-0', 'chunk', ARGV[6])
   if ARGV[7] == '1' then publish_chunk(id, ARGV[6]) end
   return job[7] and 1 or 0
 end

@@ -1,6 +1,7 @@
 -- redrive: return dead jobs to their lanes as if they were new. ARGV[3] how many at most; ARGV[4..] job ids (none: the
 -- oldest). Reply: the ids that went back. What they generated is in their result only, so they start again.
-local limit, wanted, any = tonumber(ARGV[3]), {}, #ARGV < 4
+local limit, wanted, any = amount(3, 'limit', 0, MOST), {}, #ARGV < 4
+if refusal then return refusal end
 for place = 4, #ARGV do wanted[ARGV[place]] = true end
 local revived = {}
 for _, entry in ipairs(redis.call('XRANGE', base .. 'dead', '-', '+')) do

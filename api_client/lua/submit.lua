@@ -3,13 +3,15 @@
 -- as JobStream.open left it
 -- then per job: id, class, tenant, fingerprint, idempotency key, request, created ms, deadline ms, due ms, cost
 -- reply: {'ok', id, 'new'|'known', ...} or {'conflict', id, place} or {'large', size, limit} or {'full', depth, limit}
---        or {'rate', tenant, wait ms} or {'name', place}
+--        or {'rate', tenant, wait ms} or {'name', place}, or the error INVALID, which names an argument
 -- A repeated call finds its own ids and answers the same.
 local FIELDS, FIRST = 10, 5
-local limit, idempotency_ttl = tonumber(ARGV[3]), tonumber(ARGV[4])
+check_groups(FIRST, FIELDS)
+local limit, idempotency_ttl = amount(3, 'backlog limit', 0, MOST), amount(4, 'idempotency TTL', 0, MOST)
+if refusal then return refusal end
 local own = redis.call('HMGET', meta, 'max_queued', 'max_payload', 'idempotency_ms')
-local own_limit, max_bytes = tonumber(own[1] or 0), tonumber(own[2] or 0)
-if idempotency_ttl == 0 then idempotency_ttl = tonumber(own[3] or 86400000) end
+local own_limit, max_bytes = number(own[1], 0), number(own[2], 0)
+if idempotency_ttl == 0 then idempotency_ttl = number(own[3], 86400000) end
 local now = clock_ms()
 local jobs, arriving, num_new, seen = {}, {}, 0, {}
 
@@ -26,11 +28,17 @@ local function known_as(job)
 end
 
 for first = FIRST, #ARGV, FIELDS do
+  local place = (first - FIRST) / FIELDS
   local job = {
-    id = ARGV[first], class = ARGV[first + 1], tenant = ARGV[first + 2], fingerprint = ARGV[first + 3], idem = '',
-    request = ARGV[first + 5], created = ARGV[first + 6], deadline = ARGV[first + 7], due = ARGV[first + 8],
-    cost = ARGV[first + 9],
+    id = ARGV[first], class = one_of(first + 1, 'class', CLASSES, place), tenant = text(first + 2, 'tenant', 0, place),
+    fingerprint = ARGV[first + 3], idem = '', request = ARGV[first + 5],
+    created = amount(first + 6, 'created', 0, MOST, place), deadline = amount(first + 7, 'deadline', 0, MOST, place),
+    due = amount(first + 8, 'due', 0, MOST, place), cost = amount(first + 9, 'cost', 0, MOST_COST, place),
   }
+  if ARGV[first + 4] ~= '' and string.find(job.fingerprint, ' ', 1, true) then  -- `known_as` parts it from the id there
+    refuse('fingerprint', 'a text without a space beside an idempotency key', job.fingerprint, place)
+  end
+  if refusal then return refusal end
   if ARGV[first + 4] ~= '' then
     local owner = string.gsub(string.gsub(job.tenant, '%%', '%%25'), ':', '%%3A')  -- as Keys.idempotency
     job.idem_name = owner .. ':' .. ARGV[first + 4]
@@ -38,10 +46,10 @@ for first = FIRST, #ARGV, FIELDS do
   end
   local id, print = known_as(job)
   if id then
-    if print ~= job.fingerprint then return {'conflict', id, whole((first - FIRST) / FIELDS)} end
+    if print ~= job.fingerprint then return {'conflict', id, whole(place)} end
     job.known = id
   else
-    if not is_name(job.id) then return {'name', whole((first - FIRST) / FIELDS)} end
+    if not is_name(job.id) then return {'name', whole(place)} end
     if max_bytes > 0 and #job.request > max_bytes then return {'large', whole(#job.request), whole(max_bytes)} end
     num_new = num_new + 1
     arriving[job.tenant] = (arriving[job.tenant] or 0) + 1
@@ -54,7 +62,7 @@ end
 if own_limit > 0 and (limit == 0 or own_limit < limit) then limit = own_limit end
 if limit > 0 and num_new > 0 then
   local depth = 0
-  for _, class in ipairs(CLASSES) do depth = depth + tonumber(redis.call('HGET', meta, 'queued:' .. class) or 0) end
+  for _, class in ipairs(CLASSES) do depth = depth + number(redis.call('HGET', meta, 'queued:' .. class), 0) end
   if depth + num_new > limit then return {'full', whole(depth), whole(limit)} end
 end
 
@@ -62,7 +70,7 @@ end
 -- More jobs at once than it holds want a full one, and leave a debt.
 local function setting(name, tenant)
   local values = redis.call('HMGET', meta, name .. ':' .. tenant, name .. ':*')
-  return tonumber(values[1] or values[2] or 0)
+  return number(values[1] or values[2], 0)
 end
 
 local buckets = {}
@@ -71,7 +79,7 @@ for tenant, count in pairs(arriving) do
   if rate > 0 then
     local burst = math.max(setting('burst', tenant), 1)
     local bucket = redis.call('HMGET', tenant_key(tenant), 'bucket', 'bucket_ms')
-    local filled = math.min(burst, tonumber(bucket[1] or burst) + math.max(0, now - tonumber(bucket[2] or now)) * rate / 1000)
+    local filled = math.min(burst, number(bucket[1], burst) + math.max(0, now - number(bucket[2], now)) * rate / 1000)
     local wanted = math.min(count, burst)
     if filled < wanted then return {'rate', tenant, whole(math.ceil((wanted - filled) * 1000 / rate))} end
     buckets[tenant] = filled - count
@@ -96,20 +104,20 @@ end
 local reply, queued, num_entered, num_urgent = {'ok'}, {}, 0, 0
 for _, job in ipairs(jobs) do
   if not job.known then
-    local waits = tonumber(job.due) > now
+    local waits = job.due > now
     redis.call('HSET', job_key(job.id), 'request', job.request, 'state', waits and 'scheduled' or 'queued',
-      'class', job.class, 'tenant', job.tenant, 'fingerprint', job.fingerprint, 'created_ms', job.created,
-      'deadline_ms', job.deadline, 'cost', job.cost, 'due_ms', job.due)
+      'class', job.class, 'tenant', job.tenant, 'fingerprint', job.fingerprint, 'created_ms', whole(job.created),
+      'deadline_ms', whole(job.deadline), 'cost', whole(job.cost), 'due_ms', whole(job.due))
     local sum = queued[job.class] or {jobs = 0, cost = 0}
-    sum.jobs, sum.cost = sum.jobs + 1, sum.cost + tonumber(job.cost)
+    sum.jobs, sum.cost = sum.jobs + 1, sum.cost + job.cost
     queued[job.class] = sum
     if job.idem ~= '' then  -- for as long as the job lives; its end starts the clock
       redis.call('SET', job.idem, job.fingerprint .. ' ' .. job.id)
       redis.call('HSET', job_key(job.id), 'idem', job.idem_name, 'idem_ms', whole(idempotency_ttl))
     end
-    if tonumber(job.deadline) > 0 then redis.call('ZADD', base .. 'deadlines', job.deadline, job.id) end
+    if job.deadline > 0 then redis.call('ZADD', base .. 'deadlines', whole(job.deadline), job.id) end
     if waits then
-      redis.call('ZADD', base .. 'delayed', job.due, job.id)
+      redis.call('ZADD', base .. 'delayed', whole(job.due), job.id)
     else
       enter_lane(job.id, job.class, job.tenant)
       num_entered = num_entered + 1

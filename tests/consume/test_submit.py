@@ -7,8 +7,10 @@ from typing import Any
 import msgpack
 import pytest
 
-from api_client import AsyncClient, ClientOptions, IdempotencyConflict, InvalidRequest, QueueFull, RateLimited
+from api_client import AsyncClient, Client, ClientOptions, IdempotencyConflict, InvalidRequest, QueueFull, RateLimited
+from api_client.effects import Program, RunScript
 from api_client.requests import build_request
+from api_client.scripts import SUBMIT
 from schemas.keys import GROUP
 from tests.consume.queue import QUEUE, Queue, end_of
 
@@ -169,3 +171,24 @@ async def test_more_jobs_at_once_than_a_burst_want_a_full_bucket_and_leave_a_deb
     assert 2.3 < refused.value.retry_after <= 2.5  # from -20 to 5, at 10 a second
     with pytest.raises(RateLimited):
         await queue.submit(tenant="t")
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"), [("class", "urgent"), ("cost", "inf"), ("cost", ""), ("cost", "-1"), ("due", "soon")]
+)
+async def test_a_refused_argument_is_an_invalid_request(redis_url: str, argument: str, value: str) -> None:
+    """As from a producer in another language; the repeated call is refused too, and nothing was stored."""
+    fields = dict.fromkeys(("id", "class", "tenant", "fingerprint", "key", "request", "created", "deadline"), "1")
+    values = fields | {"class": "bulk", "due": "0", "cost": "1"} | {argument: value}
+
+    def submitting() -> Program[Any]:
+        return (yield RunScript(SUBMIT, (0, 0, *values.values())))
+
+    with Client(redis_url, queue=QUEUE) as client:
+        for _ in range(2):
+            with pytest.raises(InvalidRequest, match=rf"^{argument} of job 0 must be .*, not '{value}'$"):
+                client.perform(submitting())
+        assert client.depth().num_queued == 0
+    async with AsyncClient(redis_url, queue=QUEUE) as aclient:
+        with pytest.raises(InvalidRequest, match=f"^{argument} of job 0"):
+            await aclient.perform(submitting())

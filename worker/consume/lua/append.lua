@@ -12,9 +12,38 @@
 -- reply: nothing where all went as it should; else three values per chunk that did not: its place in the call, a word
 -- as in worker.jobs.AppendReply, and the log's end after the call; before them -1, 'voucher', 0 where it did not hold. An
 -- entry's id is `<end>-0`; a chunk without tokens ends a choice, once, and gets the next free `<end>-<n>`.
-local base, announce, log_ttl, worker, call, try = ARGV[1], ARGV[2], ARGV[3], ARGV[4], redis.call, redis.pcall
+local base, announce, log_ttl, worker, call, try = ARGV[1] or '', ARGV[2], ARGV[3], ARGV[4], redis.call, redis.pcall
 local jobs, logs, channels, vouchers = base .. 'job:', base .. 'log:', base .. 'chunks:', base .. 'vouchers'
-local chunks, reply = cmsgpack.unpack(ARGV[6]), {}
+local is_packed, chunks = pcall(cmsgpack.unpack, ARGV[6])
+local reply = {}
+
+local function is_whole(value) return value and value >= 0 and value <= 2 ^ 53 and value % 1 == 0 end
+
+-- Raises for a value of another type, as every comparison does: that costs less than a call of `type` for each.
+local function check_chunks()
+  if next(chunks, #chunks > 0 and #chunks or nil) ~= nil then error('') end  -- a map, or a nil within
+  for first = 1, #chunks, 7 do
+    local index, count, how, ended = chunks[first + 2], chunks[first + 3], chunks[first + 4], chunks[first + 5]
+    if not (chunks[first] >= '' and chunks[first + 1] >= '' and chunks[first + 6] >= ''
+      and index >= 0 and count >= 0 and index + count <= 2 ^ 32 and index % 1 == 0 and count % 1 == 0
+      and (how == 3 or how == 1 or how == 2 or how == 0) and ended >= 0 and ended <= 2 ^ 32 and ended % 1 == 0) then
+      error('')
+    end
+  end
+end
+
+-- The name of the first argument that is refused. All are checked before the first write.
+local function find_bad()
+  if KEYS[2] or KEYS[1] ~= base .. 'meta' or not string.find(base, '{[^{}]+}:$') then return 'key base' end
+  if announce ~= 'PUBLISH' and announce ~= 'SPUBLISH' then return 'publish command' end
+  if not string.find(log_ttl or '', '^[1-9]%d*$') or not is_whole(tonumber(log_ttl)) then return 'log TTL' end
+  if not worker or worker == '' then return 'worker' end
+  if not is_whole(tonumber(ARGV[5])) then return 'voucher' end
+  if not is_packed or type(chunks) ~= 'table' or #chunks % 7 ~= 0 or not pcall(check_chunks) then return 'chunks' end
+end
+
+local bad = find_bad()
+if bad then return redis.error_reply('INVALID ' .. bad .. ' in a call of append') end
 
 -- Was it refused for what somebody has made of the key? Other trouble is the server's, and is asked for again, to be raised
 -- in its words.

@@ -3,7 +3,7 @@
 -- Arguments: see take.lua. Reply: a list of
 -- {id, token, request, deliveries, crashes, verdict, created ms, started ms, attempt, alone, log}
 local returns = is_listed(worker)
-redis.call('SET', base .. 'worker:' .. worker, '', 'NX', 'PX', lease_ms)
+redis.call('SET', base .. 'worker:' .. worker, '', 'NX', 'PX', whole(lease_ms))
 redis.call('SADD', base .. 'workers', worker)
 
 -- In this worker's hands by a claim whose reply was lost.
@@ -52,8 +52,8 @@ local function list(name, room)
 end
 
 local is_whole, trouble = pcall(function()
-  sweep(now, sweep_ms, tonumber(lease_ms), returns)
-  if ARGV[14] == '1' then take_strays() end
+  sweep(now, sweep_ms, lease_ms, returns)
+  if audit == '1' then take_strays() end
   take_from('ended', false, 63)
   take_from('returned', true, 63 + math.max(credits, 0))
   if credits > 0 or urgent > 0 then take_lanes() end

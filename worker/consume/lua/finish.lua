@@ -1,7 +1,13 @@
 -- finish: jobs whose rows are in SQL now. ARGV[3] result TTL s [4] dead TTL s, then per job:
 -- id, token, state, result, final chunk, tokens served
 -- reply per job: 1 done (or done before), 0 refused: another worker holds it, or it is gone.
-local result_ttl, dead_ttl, now = ARGV[3], ARGV[4], clock_ms()
+check_groups(5, 6)
+local result_ttl, dead_ttl, now = amount(3, 'result TTL', 0, MOST), amount(4, 'dead TTL', 0, MOST), clock_ms()
+for first = 5, #ARGV, 6 do
+  one_of(first + 2, 'state', ENDS, (first - 5) / 6)
+  amount(first + 5, 'tokens served', 0, MOST_COST, (first - 5) / 6)
+end
+if refusal then return refusal end
 local AT_ONCE = 1000  -- arguments of one command
 -- What concerns the queue is gathered here and written once for all jobs, at the end.
 local entries, owners, due, ends, freed, served_more, num_freed = {}, {}, {}, {}, {}, {}, 0
@@ -60,8 +66,8 @@ end
 local function bury_job(id, key)
   redis.call('XADD', base .. 'dead', '*', 'job', id, 'error', redis.call('HGET', key, 'error') or '',
     'history', redis.call('HGET', key, 'history') or '', 'died_ms', whole(now))
-  redis.call('XTRIM', base .. 'dead', 'MINID', whole(now - tonumber(dead_ttl) * 1000))
-  redis.call('EXPIRE', key, dead_ttl)
+  redis.call('XTRIM', base .. 'dead', 'MINID', whole(math.max(0, now - dead_ttl * 1000)))
+  redis.call('EXPIRE', key, whole(dead_ttl))
 end
 
 local function finish(id, token, state, result, chunk, served)
@@ -89,13 +95,13 @@ local function finish(id, token, state, result, chunk, served)
     served_more[class] = served_more[class] or {}
     count(served_more[class], tenant, served - math.max(number(job[8], 0), 1))
   end
-  if job[9] then start_key_clock(id, state == 'dead' and tonumber(dead_ttl) or 0) end
+  if job[9] then start_key_clock(id, state == 'dead' and dead_ttl or 0) end
   if state == 'dead' then
     redis.call('HDEL', key, 'entry')
     bury_job(id, key)
   else
     redis.call('HDEL', key, 'request', 'history', 'idem', 'idem_ms', 'entry')
-    redis.call('EXPIRE', key, result_ttl)
+    redis.call('EXPIRE', key, whole(result_ttl))
   end
   publish_chunk(id, chunk)
   return 1

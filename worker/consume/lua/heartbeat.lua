@@ -1,10 +1,12 @@
 -- heartbeat: renew this worker's one lease, sweep for the whole queue, and say what became of its jobs.
 -- ARGV[3] worker [4] lease ms [5] sweep interval ms [6] status, then per job it believes to hold: id, token
 -- reply: {cancelled ids, lost ids, ids it holds without knowing, number of orphans freed, the status before this one}
-local worker, lease_ms = ARGV[3], tonumber(ARGV[4])
+check_groups(7, 2)
+local worker, lease_ms, sweep_ms = text(3, 'worker', 1), amount(4, 'lease', 1, MOST), amount(5, 'sweep interval', 0, MOST)
+if refusal then return refusal end
 local returns = is_listed(worker)
 local before = redis.pcall('GET', base .. 'worker:' .. worker)
-redis.call('SET', base .. 'worker:' .. worker, ARGV[6], 'PX', ARGV[4])
+redis.call('SET', base .. 'worker:' .. worker, ARGV[6], 'PX', whole(lease_ms))
 redis.call('SADD', base .. 'workers', worker)
 local cancelled, lost, strays, known = {}, {}, {}, {}
 for first = 7, #ARGV, 2 do
@@ -20,5 +22,5 @@ end
 for _, id in ipairs(redis.call('SMEMBERS', base .. 'held:' .. worker)) do
   if not known[id] then strays[#strays + 1] = id end
 end
-local freed = sweep(clock_ms(), tonumber(ARGV[5]), lease_ms, returns)
+local freed = sweep(clock_ms(), sweep_ms, lease_ms, returns)
 return {cancelled, lost, strays, freed, type(before) == 'string' and before or ''}

@@ -1,7 +1,7 @@
 -- Part of claim: which waiting job is next. Urgent classes first with a share kept for the others; within a class
 -- the tenant that was served least (its lane's score is estimated tokens served, divided by the tenant's weight).
 local LANES_LOOKED_AT = 1024
-local SHARE = {standard = 4, bulk = tonumber(ARGV[11])}  -- one of so many claims, while any wait
+local SHARE = {standard = 4, bulk = bulk_every}  -- one of so many claims, while any wait
 
 local function read_one(lane)
   local reply = redis.pcall('XREADGROUP', 'GROUP', GROUP, READER, 'COUNT', 1, 'STREAMS', lane, '>')

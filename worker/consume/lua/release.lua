@@ -1,9 +1,13 @@
 -- release: a worker gives jobs back. Per job, from ARGV[3]: id, token, how, delay ms, note (see give_back in hands.lua).
 -- reply per job: 1 given back (or already), 0 refused. One crashed job in a call was alone in its engine.
 local FIELDS, now, reply, num_crashed = 5, clock_ms(), {}, 0
+check_groups(3, FIELDS)
 for first = 3, #ARGV, FIELDS do
+  one_of(first + 2, 'how', {'hand', 'crash', 'retry', 'dead'}, (first - 3) / FIELDS)
+  amount(first + 3, 'delay', 0, MOST, (first - 3) / FIELDS)
   if ARGV[first + 2] == 'crash' then num_crashed = num_crashed + 1 end
 end
+if refusal then return refusal end
 for first = 3, #ARGV, FIELDS do
   local id, how = ARGV[first], ARGV[first + 2]
   local job = redis.call('HMGET', job_key(id), 'token', 'worker', 'settled')

@@ -1,5 +1,8 @@
 -- resign: ARGV[3] worker [4] how, as in give_back: 'hand' at the end of a drain or of a freeze that outlasted the
 -- lease; 'orphan' when a worker of the same name starts anew. It holds nothing any more. Reply: how many it held.
+text(3, 'worker', 1)
+one_of(4, 'how', {'hand', 'orphan'})
+if refusal then return refusal end
 local num_held = strike_off(ARGV[3], clock_ms(), ARGV[4])
 redis.call('DEL', base .. 'worker:' .. ARGV[3])
 if num_held > 0 then redis.call(announce, base .. 'bell', 'resign') end

@@ -3,9 +3,14 @@
 -- [9] crashes allowed [10] log TTL s [11] one claim of so many is bulk's, while bulk waits
 -- [12] how often a worker may vanish under a job  [13] further credits, for interactive jobs alone
 -- [14] '1': the ids that follow are all that this worker knows it holds
-local worker, lease_ms, sweep_ms, credits = ARGV[3], ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6])
-local max_bytes, max_solo, max_crashes, log_ttl = tonumber(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[9]), ARGV[10]
-local max_orphaned, urgent = tonumber(ARGV[12]), tonumber(ARGV[13])
+check_groups(15, 1)
+local worker, lease_ms = text(3, 'worker', 1), amount(4, 'lease', 1, MOST)
+local sweep_ms, credits = amount(5, 'sweep interval', 0, MOST), amount(6, 'credits', 0, MOST)
+local max_bytes, max_solo = amount(7, 'largest reply', 0, MOST), amount(8, 'solo crashes', 0, MOST)
+local max_crashes, log_ttl = amount(9, 'crashes', 0, MOST), amount(10, 'log TTL', 1, MOST)
+local bulk_every, max_orphaned = amount(11, 'share of bulk', 0, MOST), amount(12, 'deliveries', 0, MOST)
+local urgent, audit = amount(13, 'urgent credits', 0, MOST), one_of(14, 'audit', {'0', '1'})
+if refusal then return refusal end
 local held = base .. 'held:' .. worker
 local now, deliveries, bytes, is_full = clock_ms(), {}, 0, false
 -- Counted here and written once, at the end: jobs taken by tenant, and jobs and cost that left each class's backlog.
@@ -55,7 +60,7 @@ local function read_log(id)
     size = size + #entry[2][2]
     index = tonumber(string.match(entry[1], '^(%d+)-'))
   end
-  if #chunks > 0 then redis.call('EXPIRE', log_key(id), log_ttl) end
+  if #chunks > 0 then redis.call('EXPIRE', log_key(id), whole(log_ttl)) end
   return chunks, size, index
 end
 

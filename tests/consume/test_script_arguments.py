@@ -1,0 +1,243 @@
+"""Hostile arguments to every script: either nothing is written and the reply names the argument, or all is written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+import pytest
+import redis
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from api_client import scripts as producer_scripts
+from api_client.scripts import COMMON, Script, call, load_script
+from schemas.codec import encode
+from schemas.job import PRIORITY_ORDER, JobRequest
+from schemas.keys import Keys
+from tests.support.valkey import ValkeyServer
+from worker.consume import scripts as worker_scripts
+
+pytestmark = pytest.mark.redis
+
+KEYS = Keys("q")
+HEAD = (KEYS.base, "PUBLISH")
+FAR_AWAY_MS = 4_000_000_000_000
+PLAY = load_script(COMMON, ("api_client", "play"))
+HOSTILE: list[bytes] = [
+    b"", b" ", b"-1", b"-0.5", b"0", b"1.5", b"inf", b"-inf", b"nan", b"1e400", b"1e15", b"9007199254740993", b"9" * 40,
+    b"0x10", b" 7 ", b"text", b"urgent", b"FLUSHALL", b"SPUBLISH", b"a b", b"a\0b", b"\xff\xfe", b"x\r\n+OK\r\n",
+    b"y" * 2_000, KEYS.meta.encode(), b"waits", b"runs",
+]  # fmt: skip
+ARGUMENT = st.one_of(st.sampled_from(HOSTILE), st.binary(max_size=12), st.integers().map(lambda n: str(n).encode()))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One valid call: names and values of its arguments, from ARGV[1] on."""
+
+    script: Script
+    arguments: tuple[tuple[str, Any], ...]
+
+    @property
+    def names(self) -> list[str]:
+        return ["key base", "publish command", *(name for name, _ in self.arguments)]
+
+    @property
+    def values(self) -> list[Any]:
+        return [*HEAD, *(value for _, value in self.arguments)]
+
+
+def job(name: str, **other: Any) -> tuple[tuple[str, Any], ...]:
+    """Ten arguments of submit."""
+    fields: dict[str, Any] = {
+        "id": name, "class": "standard", "tenant": "t", "fingerprint": f"print-{name}", "idempotency key": "",
+        "request": encode(JobRequest(job_id=name, prompt="x")), "created": 1_000,
+        "deadline": FAR_AWAY_MS, "due": 0, "cost": 10,
+    }  # fmt: skip
+    return tuple((fields | other).items())
+
+
+def chunk(name: str, token: bytes) -> bytes:
+    return bytes(msgpack.packb([name, token.decode(), 1, 1, 1, 0, "chunk"]))
+
+
+def cases(tokens: dict[str, bytes]) -> dict[str, Case]:
+    """Of every script. `waits` is queued, `runs` is in the hands of w1, `over` is dead; see `populated`."""
+    running = tokens["runs"]
+    lease = (("worker", "w1"), ("lease", 10_000), ("sweep interval", 0))
+    found = [
+        Case(producer_scripts.SUBMIT, (
+            ("backlog limit", 100), ("idempotency TTL", 1_000), *job("new1", **{"idempotency key": "k"}),
+            *job("new2", due=FAR_AWAY_MS, **{"class": "bulk"}), *job("waits"),
+        )),
+        Case(producer_scripts.CANCEL, (("job id", "waits"), ("job id", "runs"), ("job id", "nobody"))),
+        Case(producer_scripts.REDRIVE, (("limit", 10), ("job id", "over"))),
+        Case(producer_scripts.COLLECT, (
+            ("time to keep", 60), ("number of jobs kept", 1), ("largest reply", 1_000), ("job id", "over"),
+            ("job id", "waits"),
+        )),
+        Case(PLAY, (("move", "take"), ("job id", "waits"), ("worker", "w1"))),
+        Case(PLAY, (("move", "append"), ("job id", "runs"), ("end of the log", 2), ("chunk", "c"), ("publish", 1))),
+        Case(PLAY, (("move", "finish"), ("job id", "runs"), ("state", "failed"), ("result", "r"), ("last chunk", "c"))),
+        Case(worker_scripts.CLAIM, (
+            *lease, ("credits", 5), ("largest reply", 10_000), ("solo crashes", 3), ("crashes", 50), ("log TTL", 600),
+            ("share of bulk", 8), ("deliveries", 10), ("urgent credits", 1), ("audit", 1), ("job id", "runs"),
+        )),
+        Case(worker_scripts.APPEND, (
+            ("log TTL", 600), ("worker", "w1"), ("voucher", 1), ("chunks", chunk("runs", running)),
+        )),
+        Case(worker_scripts.FINISH, (
+            ("result TTL", 600), ("dead TTL", 600), ("job id", "runs"), ("token", running), ("state", "succeeded"),
+            ("result", "r"), ("last chunk", "c"), ("tokens served", 5), ("job id", "waits"), ("token", "1"),
+            ("state", "dead"), ("result", "r"), ("last chunk", "c"), ("tokens served", 5),
+        )),
+        Case(worker_scripts.RELEASE, (
+            ("job id", "runs"), ("token", running), ("how", "retry"), ("delay", 1_000), ("note", "n"),
+            ("job id", "waits"), ("token", "1"), ("how", "crash"), ("delay", 0), ("note", ""),
+        )),
+        Case(worker_scripts.HEARTBEAT, (
+            *lease, ("status", "s"), ("job id", "runs"), ("token", running), ("job id", "x"), ("token", 1),
+        )),
+        Case(worker_scripts.RESIGN, (("worker", "w1"), ("how", "orphan"))),
+    ]  # fmt: skip
+    return {f"{place} {case.script.name}": case for place, case in enumerate(found)}
+
+
+NAMES = list(cases({"runs": b"1"}))
+
+
+def run(server: redis.Redis, script: Script, *arguments: Any) -> Any:
+    return call(server, script, KEYS.meta, *HEAD, *arguments)
+
+
+def populated(server: redis.Redis) -> dict[str, bytes]:
+    """One waiting, one running and one dead job; returns the fencing tokens."""
+    server.flushall()
+    tokens = {}
+    for name in ("over", "runs", "waits"):
+        values = [value for _, value in job(name)]
+        assert run(server, producer_scripts.SUBMIT, 0, 0, *values) == [b"ok", name.encode(), b"new"]
+        if name == "waits":
+            break
+        (delivery,) = run(server, worker_scripts.CLAIM, "w1", 10_000, 0, 1, 10_000, 3, 50, 600, 8, 10, 0, 0)
+        tokens[name] = delivery[1]
+        body = bytes(msgpack.packb([name, delivery[1].decode(), 0, 1, 1, 0, "first"]))
+        run(server, worker_scripts.APPEND, 600, "w1", 1, body)
+        if name == "over":
+            assert run(server, worker_scripts.FINISH, 600, 600, name, delivery[1], "dead", "r", "c", 5) == [1]
+    return tokens
+
+
+def everything(server: redis.Redis) -> dict[bytes, Any]:
+    return {name: server.dump(name) for name in server.keys("*")}
+
+
+def check_counts(server: redis.Redis) -> None:
+    """The counters say what the jobs' hashes say, and every waiting job can be found."""
+    meta = server.hgetall(KEYS.meta)
+    jobs = {name: server.hgetall(name) for name in server.keys(KEYS.job("*"))}
+    findable = {name for key in (KEYS.delayed, KEYS.returned) for name in server.zrange(key, 0, -1)}
+    lanes = [name for name in server.keys(KEYS.base + "jobs:*") if server.type(name) == b"stream"]
+    findable |= {fields[b"job"] for lane in lanes for _, fields in server.xrange(lane)}
+    for priority in PRIORITY_ORDER:
+        mine = [fields for fields in jobs.values() if fields.get(b"class") == priority.value.encode()]
+        waiting = [fields for fields in mine if fields[b"state"] in (b"queued", b"scheduled")]
+        assert int(meta.get(b"queued:" + priority.value.encode(), 0)) == len(waiting)
+        tokens = float(meta.get(b"queued_tokens:" + priority.value.encode(), 0))
+        assert math.isclose(tokens, sum(float(fields[b"cost"]) for fields in waiting))
+    for name, fields in jobs.items():
+        assert b"state" in fields, (name, fields)
+        if fields[b"state"] in (b"queued", b"scheduled"):
+            assert name.removeprefix(KEYS.job("").encode()) in findable
+    held = sum(int(server.scard(name)) for name in server.keys(KEYS.held("*")))
+    assert int(meta.get(b"running", 0)) == held
+
+
+@pytest.fixture(scope="module")
+def server(valkey: ValkeyServer) -> Iterator[redis.Redis]:
+    with valkey.client() as client:
+        yield client
+        client.flushall()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_valid_call_is_done(server: redis.Redis, name: str) -> None:
+    case = cases(populated(server))[name]
+    call(server, case.script, KEYS.meta, *case.values)
+    if case.script is not PLAY:  # it has no lanes and no hands
+        check_counts(server)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_nothing_is_written_or_all_of_it(server: redis.Redis, name: str, data: st.DataObject) -> None:
+    case = cases(populated(server))[name]
+    values, replaced = list(case.values), set()
+    for place in data.draw(st.sets(st.integers(0, len(values) - 1), max_size=2), label="places"):
+        values[place] = data.draw(ARGUMENT, label=case.names[place])
+        replaced.add(case.names[place])
+    if data.draw(st.booleans(), label="with another number of arguments"):
+        cut = data.draw(st.integers(-len(values), 2), label="more")
+        values = values[:cut] if cut < 0 else [*values, *["1"] * cut]
+        replaced |= {"number of arguments", *case.names}
+    check_call(server, case.script, values, replaced)
+
+
+def check_call(server: redis.Redis, script: Script, values: list[Any], replaced: set[str]) -> None:
+    before = everything(server)
+    try:
+        reply = call(server, script, KEYS.meta, *values)
+    except redis.ResponseError as error:
+        words = str(error)
+        assert words.startswith("INVALID "), words
+        assert any(name in words for name in replaced), (words, replaced)
+        assert everything(server) == before
+        return
+    assert {key for key in server.keys("*") if not key.startswith(KEYS.base.encode())} == set()
+    if script is producer_scripts.SUBMIT and reply[0] != b"ok":
+        assert everything(server) == before
+    if script is not PLAY:
+        check_counts(server)
+
+
+GOOD, NEXT = ["runs", "1", 1, 1, 1, 0, "c"], ["runs", "1", 2, 1, 1, 0, "d"]
+NUMBERS, TEXTS = (2, 3, 4, 5), (0, 1, 6)
+SPOILT: list[Any] = [None, True, [], -1, 0.5, float("nan"), 2**40]
+PLACES: list[tuple[int, Any]] = [(place, value) for place in (*NUMBERS, *TEXTS) for value in SPOILT]
+SPOILT_CHUNKS: list[Any] = [
+    None,
+    7,
+    "text",
+    {"a": 1},
+    [1],
+    GOOD[:6],
+    [*GOOD, None, *NEXT[1:]],
+    *([*GOOD, *NEXT[:place], value, *NEXT[place + 1 :]] for place, value in PLACES),
+    *([*GOOD, *NEXT[:place], "7", *NEXT[place + 1 :]] for place in NUMBERS),
+]
+
+
+@pytest.mark.parametrize("chunks", SPOILT_CHUNKS, ids=repr)
+def test_chunks_are_checked_before_the_first_is_written(server: redis.Redis, chunks: Any) -> None:
+    token = populated(server)["runs"].decode()
+    ours = [token if value == "1" else value for value in chunks] if isinstance(chunks, list) else chunks
+    before = everything(server)
+    with pytest.raises(redis.ResponseError, match=r"^INVALID chunks"):
+        run(server, worker_scripts.APPEND, 600, "w1", 2, bytes(msgpack.packb(ours)))
+    assert everything(server) == before
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_argument_meets_each_hostile_value(server: redis.Redis, name: str) -> None:
+    populated(server)
+    for place in range(len(cases({"runs": b"1"})[name].values)):
+        for value in HOSTILE:
+            case = cases(populated(server))[name]
+            values = list(case.values)
+            values[place] = value
+            check_call(server, case.script, values, {case.names[place]})
