@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Mapping
 from datetime import datetime, timedelta
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, NoReturn, TypeAlias
 
 import celery
 import celery.exceptions
@@ -122,7 +122,15 @@ class GenerationTask(_BaseTask):  # type: ignore[misc]
             with contextlib.suppress(QueueUnavailable):
                 self._submit(job_id, args, kwargs, {})
             raise self.retry(countdown=self.pauses_s[0], throw=False) from None
+        if result.status is JobStatus.CANCELLED and not is_eager:
+            self._end_as_revoked(job_id)
         return value_of(result, self.returns)
+
+    def _end_as_revoked(self, job_id: str) -> NoReturn:
+        """Store REVOKED for the task and for what follows it in its chain. Raises Celery's Ignore, so that it stays."""
+        request = self.request
+        self.backend.mark_as_failure(job_id, _revoked(job_id), request=request, state=states.REVOKED)
+        raise celery.exceptions.Ignore
 
     def AsyncResult(self, task_id: str, **kwargs: Any) -> GenerationResult:
         """Celery's name for it. Knows the job's state, whichever way it was called."""
@@ -167,7 +175,7 @@ class GenerationResult(_BaseResult):  # type: ignore[misc]
         disable_sync_subtasks: bool = True,
         **_states: Any,
     ) -> Any:
-        """What the task returns; raises GenerationFailed, or Celery's TimeoutError."""
+        """Return what the task returns. Raises GenerationFailed, and Celery's TaskRevokedError and TimeoutError."""
         if disable_sync_subtasks:
             celery.result.assert_will_not_block()
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -183,7 +191,7 @@ class GenerationResult(_BaseResult):  # type: ignore[misc]
         return self.maybe_throw(propagate=propagate, callback=callback)
 
     def revoke(self, *_: Any, **__: Any) -> None:
-        """Cancels the job, waiting or running; what follows it in a chain is not run."""
+        """Cancel the job, waiting or running: its state becomes REVOKED. What follows it in a chain is not run."""
         self._task.client.cancel(self.id)
 
     def _wait(self, seconds: float, interval: float) -> None:
@@ -212,10 +220,17 @@ class GenerationResult(_BaseResult):  # type: ignore[misc]
         except (JobNotFound, ResultTimeout):
             return None
         meta = {"task_id": self.id, "traceback": None, "children": []}
+        if result.status is JobStatus.CANCELLED:
+            return {**meta, "status": states.REVOKED, "result": _revoked(self.id)}
         try:
             return {**meta, "status": states.SUCCESS, "result": value_of(result, self._task.returns)}
         except GenerationFailed as error:
             return {**meta, "status": states.FAILURE, "result": error}
+
+
+def _revoked(job_id: str) -> Exception:
+    error: Exception = celery.exceptions.TaskRevokedError(f"job {job_id} was cancelled")
+    return error
 
 
 def generation_task(app: Any, *, queue: str, name: str = "tokenmill.generate", **attributes: Any) -> GenerationTask:

@@ -24,7 +24,12 @@ def conclude(
     error: JobError | None = None,
     model: str = "",
 ) -> Finished:
-    """`model` is what the worker serves, for requests that name none. Partial answers are kept."""
+    """Build the result and the final chunk. Partial answers are kept, and an expired job always carries its error.
+
+    `model` is what the worker serves, for requests that name none.
+    """
+    if status is JobStatus.EXPIRED and error is None:
+        error = _deadline_error(request)
     usage = _usage(delivery, answer, now_ms)
     generated = answer is not None and answer.num_tokens > 0
     result = JobResult(
@@ -44,6 +49,12 @@ def conclude(
         order=answer.told_order if answer is not None else (),
     )
     return Finished(delivery.token, result, _final_chunk(result, answer), request)
+
+
+def _deadline_error(request: JobRequest | None) -> JobError:
+    """The error of a job whose deadline passed after a worker had claimed it."""
+    when = f" ({request.deadline_ms} ms)" if request is not None and request.deadline_ms is not None else ""
+    return JobError("deadline_exceeded", f"the deadline{when} passed before the answer was complete")
 
 
 def _usage(delivery: Delivery, answer: Answer | None, now_ms: int) -> Usage:

@@ -137,6 +137,33 @@ async def test_cancel_queued_and_running(redis_url, database):
     assert states == [("cancelled",), ("cancelled",), ("succeeded",)]
 
 
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_deadline_that_passes_while_the_job_runs_says_so_everywhere(redis_url, database, n):
+    """In the last chunk, the result, and the SQL row that webhooks are made of."""
+    slow = running_worker(redis_url, database, model="synthetic?step_ms=10")
+    async with slow, client_of(redis_url, database) as client:
+        job = await client.submit(prompt="long", max_tokens=2000, ignore_eos=True, deadline=0.5, n=n)
+        chunks = await collect(client, job)
+        result = await client.result(job, timeout=60)
+    assert result.status is JobStatus.EXPIRED
+    assert result.usage.completion_tokens > 0
+    assert result.error is not None
+    assert result.error.code == "deadline_exceeded"
+    assert chunks[-1].error == result.error
+    found = rows(database, "select error_code, error_message from jobs")
+    assert found == [("deadline_exceeded", result.error.message)]
+
+
+async def test_a_deadline_that_passes_while_the_job_waits_says_the_same(redis_url, database):
+    async with client_of(redis_url, database) as client:
+        job = await client.submit(prompt="late", max_tokens=5, deadline=0.05)
+        await asyncio.sleep(0.1)
+        async with running_worker(redis_url, database):
+            result = await client.result(job, timeout=60)
+    assert result.error is not None
+    assert (result.status, result.error.code) == (JobStatus.EXPIRED, "deadline_exceeded")
+
+
 async def test_stop_strings_cut_exactly_and_bill_to_the_match(redis_url, database):
     async with running_worker(redis_url, database), client_of(redis_url, database) as client:
         whole = await client.result(

@@ -45,7 +45,7 @@ def service(url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
     ready, over = threading.Event(), threading.Event()
 
     async def serve() -> None:
-        async with running_worker(url, database):
+        async with running_worker(url, database, model="synthetic?step_ms=2"):
             ready.set()
             await asyncio.to_thread(over.wait)
 
@@ -137,6 +137,26 @@ class TestWithWorkers:
         with pytest.raises(GenerationFailed, match="the model's length"):
             answer.get(timeout=WAIT_S)
 
+    @pytest.mark.parametrize("in_chain", [False, True])
+    def test_a_revoked_generation_ends_as_celery_s_revoked_tasks_do(self, app: Celery, in_chain: bool) -> None:
+        generation = task(app).s("a b c", max_tokens=4000, ignore_eos=True)
+        last = chain(generation, task(app, "shout").s()).delay() if in_chain else generation.delay()
+        answer = last.parent if in_chain else last
+        while answer.state == "PENDING":
+            time.sleep(0.05)
+        answer.revoke()
+        for result in (answer, last):
+            with pytest.raises(celery.exceptions.TaskRevokedError, match="was cancelled"):
+                result.get(timeout=WAIT_S)
+        assert (answer.state, last.state) == ("REVOKED", "REVOKED")
+        if in_chain:  # the backend has it as well, for who does not ask the job
+            assert app.backend.get_task_meta(answer.id)["status"] == "REVOKED"
+
+    def test_a_deadline_that_passes_is_the_exception_s_reason(self, app: Celery) -> None:
+        answer = task(app).apply_async(("a b c",), {"max_tokens": 4000, "ignore_eos": True}, expires=0.7)
+        with pytest.raises(GenerationFailed, match="expired: the deadline .* passed before the answer was complete"):
+            answer.get(timeout=WAIT_S)
+
     def test_a_callback_gets_the_answer(self, app: Celery) -> None:
         callback = task(app, "shout").s()
         kept = callback.freeze()
@@ -177,11 +197,10 @@ def test_by_itself_it_is_on_the_stream_at_once(lonely: GenerationTask, redis_url
     with pytest.raises(celery.exceptions.TimeoutError):
         answer.get(timeout=0.2)
     answer.revoke()
-    with pytest.raises(GenerationFailed, match="cancelled"):
+    with pytest.raises(celery.exceptions.TaskRevokedError, match=f"job {answer.id} was cancelled"):
         answer.get(timeout=WAIT_S)
-    assert answer.state == "FAILURE"
-    again = answer.get(propagate=False)
-    assert (again.status, again.job_id) == ("cancelled", answer.id)
+    assert answer.state == "REVOKED"
+    assert isinstance(answer.get(propagate=False), celery.exceptions.TaskRevokedError)
 
 
 class AwayQueue:

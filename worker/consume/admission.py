@@ -114,7 +114,7 @@ class Admission:
     async def _admit(self, delivery: Delivery, request: JobRequest) -> Admitted | Finished:
         self._check(request)
         if self._is_late(request) and not delivery.log:
-            return self._conclude(delivery, JobStatus.EXPIRED, request, None, _late_error(request))
+            return self._conclude(delivery, JobStatus.EXPIRED, request)
         prompt_ids = await self._encode(request)
         max_tokens = self._resolve_max_tokens(request, len(prompt_ids))
         answer = self._answer_so_far(delivery, request, max_tokens)
@@ -233,7 +233,7 @@ class Admission:
 
     def _ended(self, delivery: Delivery, request: JobRequest | None) -> Finished:
         """The queue found the job at its end: its answer is what was logged. A complete one is not set aside."""
-        status, reason, error = _verdict(delivery, request)
+        status, reason, error = _verdict(delivery)
         answer = None
         if request is not None and delivery.log and not problems(request):
             try:
@@ -249,18 +249,21 @@ class Admission:
         return self._conclude(delivery, status, request, answer, error)
 
     def _complete(self, delivery: Delivery, request: JobRequest, answer: Answer) -> Finished:
-        return self._conclude(delivery, answer.status, request, answer, _error_of(answer.status, request))
+        error = None
+        if answer.status is JobStatus.FAILED:  # logged by an attempt that ended before it could record it
+            error = JobError("engine_error", "the engine failed in an earlier attempt")
+        return self._conclude(delivery, answer.status, request, answer, error)
 
     def _failed(self, delivery: Delivery, request: JobRequest | None, error: JobError) -> Finished:
-        return self._conclude(delivery, JobStatus.FAILED, request, None, error)
+        return self._conclude(delivery, JobStatus.FAILED, request, error=error)
 
     def _conclude(
         self,
         delivery: Delivery,
         status: JobStatus,
         request: JobRequest | None,
-        answer: Answer | None,
-        error: JobError | None,
+        answer: Answer | None = None,
+        error: JobError | None = None,
     ) -> Finished:
         return conclude(
             delivery,
@@ -282,25 +285,13 @@ def seed_of(job_id: str) -> int:
     return int.from_bytes(hashlib.blake2b(job_id.encode(), digest_size=8).digest(), "big") >> 1
 
 
-def _verdict(delivery: Delivery, request: JobRequest | None) -> tuple[JobStatus, FinishReason, JobError | None]:
+def _verdict(delivery: Delivery) -> tuple[JobStatus, FinishReason, JobError | None]:
     if delivery.verdict == "cancelled":
         return JobStatus.CANCELLED, FinishReason.CANCELLED, None
     if delivery.verdict == "expired":
-        return JobStatus.EXPIRED, FinishReason.EXPIRED, _late_error(request)
+        return JobStatus.EXPIRED, FinishReason.EXPIRED, None
     message = f"set aside after {delivery.crashes} engine crashes and {delivery.deliveries} deliveries"
     return JobStatus.DEAD, FinishReason.ERROR, JobError("dead", message)
-
-
-def _late_error(request: JobRequest | None) -> JobError:
-    when = f" ({request.deadline_ms} ms)" if request is not None and request.deadline_ms is not None else ""
-    return JobError("deadline_exceeded", f"the deadline{when} passed before the answer was complete")
-
-
-def _error_of(status: JobStatus, request: JobRequest) -> JobError | None:
-    """Of an end that an earlier attempt logged without living to record it."""
-    if status is JobStatus.EXPIRED:
-        return _late_error(request)
-    return JobError("engine_error", "the engine failed in an earlier attempt") if status is JobStatus.FAILED else None
 
 
 def recordable(request: JobRequest) -> JobRequest:

@@ -122,10 +122,13 @@ def test_new_weights_make_everything_cached_unfindable() -> None:
 
 
 def test_the_cache_can_be_off() -> None:
+    """Nothing is looked up, and no look-up is counted."""
     loop = Loop.build(make_cache(64, prefix_cache=False))
     loop.add(one_token("a", tokens(1, 17)), one_token("b", tokens(1, 17)))
     loop.run()
     assert loop.device.computed == 34
+    stats = loop.scheduler.snapshot()
+    assert (stats.prefix_queries, stats.cached_tokens) == (0, 0)
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 6), (5,)])

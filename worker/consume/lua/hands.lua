@@ -102,7 +102,7 @@ local function expire_waiting(now)
     redis.call('ZREM', base .. 'deadlines', id)  -- of a running job the engine takes care
     local state = redis.call('HGET', job_key(id), 'state')
     if (state == 'queued' or state == 'scheduled') and not is_returned(id) then  -- else the next claim sees to it
-      end_waiting(id, 'expired', 'deadline', 'the deadline passed before the job could be completed', now)
+      end_waiting(id, 'expired', 'deadline_exceeded', 'the deadline passed before the job was claimed', now)
     end
   end
 end

@@ -249,8 +249,9 @@ class Admission:
         if sequence.status is WAITING and not place.is_counted:
             place.is_counted = True
             sequence.num_cached_tokens = min(num_computed, sequence.num_prompt_tokens)
-            counters.prefix_queries += sequence.num_tokens
-            counters.cached_tokens += num_computed
+            if state.kv.prefix_cache:
+                counters.prefix_queries += sequence.num_tokens
+                counters.cached_tokens += num_computed
             state.queue.charge(sequence.tenant, sequence.num_tokens - num_computed)
         counters.recomputed_tokens += max(0, place.num_lost_tokens - num_computed)
         place.num_lost_tokens = place.bypassed = 0
