@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import redis
 import redis.asyncio.sentinel
 import redis.sentinel
+from redis.exceptions import AuthenticationError, NoPermissionError
 
 from api_client.connections import Link, parse_url
 from api_client.errors import ClientClosed, ConfigurationError, InvalidRequest, QueueUnavailable, TokenmillError
@@ -41,9 +42,7 @@ class ClientBase:
     """No connection is made before the first call."""
 
     def __init__(self, url: str, queue: str, database: str | None, prefix: str, options: ClientOptions) -> None:
-        if not queue or any(letter in queue for letter in "{} \t\r\n"):
-            raise ConfigurationError(f"a queue's name must not be empty, nor contain braces or white space: {queue!r}")
-        self.keys = Keys(queue, prefix)
+        self.keys = Keys(checked_queue(queue), prefix)
         self._options = options
         self._view = QueueView(
             self.keys,
@@ -109,6 +108,13 @@ class ClientBase:
         return [checked(job) if isinstance(job, JobRequest) else build_request(job) for job in jobs]
 
 
+def checked_queue(name: str) -> str:
+    """The name. Raises ConfigurationError."""
+    if not name or any(letter in name for letter in "{} \t\r\n"):
+        raise ConfigurationError(f"a queue's name must not be empty, nor contain braces or white space: {name!r}")
+    return name
+
+
 def check_open(client: ClientBase) -> None:
     """Raises ClientClosed."""
     if client.is_closed:
@@ -116,7 +122,13 @@ def check_open(client: ClientBase) -> None:
 
 
 def translate(error: Exception) -> TokenmillError:
-    """A script that refuses an argument says INVALID; all else is the server's trouble."""
+    """A refused user becomes ConfigurationError, and an argument that a script refuses (INVALID) InvalidRequest: no
+    waiting repairs these. All else is the server's trouble: QueueUnavailable."""
+    source = error.__cause__ if isinstance(error, QueueUnavailable) else error
+    if isinstance(source, (AuthenticationError, NoPermissionError)):
+        refusal = ConfigurationError(f"Redis refuses this user: {source}")
+        refusal.__cause__ = source
+        return refusal
     if isinstance(error, QueueUnavailable):
         return error
     if isinstance(error, redis.ResponseError) and str(error).startswith("INVALID "):

@@ -25,7 +25,8 @@ class Database:
             import sqlalchemy
         except ImportError as error:
             raise ConfigurationError(
-                "reading results from SQL needs SQLAlchemy: pip install 'tokenmill[sql]' (and psycopg for PostgreSQL)"
+                "reading results from SQL needs SQLAlchemy (and PostgreSQL psycopg): "
+                "pip install '.[sql]' in tokenmill's folder"
             ) from error
         self.sql = sqlalchemy
         scheme, separator, _ = url.partition("://")

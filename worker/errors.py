@@ -52,7 +52,15 @@ class Replaced(TokenmillError):
 
 
 class Unavailable(TokenmillError):
-    """Something outside is away for now; trying again later is the right answer."""
+    """Something outside is away for now; trying again later is the right answer.
+
+    `is_misconfigured`: only a person can repair it (a wrong password, a database that does not exist). A start ends
+    with it at once; a running worker keeps its jobs and tries again.
+    """
+
+    def __init__(self, message: str, *, is_misconfigured: bool = False) -> None:
+        super().__init__(message)
+        self.is_misconfigured = is_misconfigured
 
 
 class RedisUnavailable(Unavailable):

@@ -16,6 +16,7 @@ from worker.consume.job_stream import JobStream
 from worker.consume.leases import LeaseKeeper
 from worker.observer import Observer
 from worker.publish.publisher import Publisher
+from worker.record.connection import missing_file
 from worker.record.finalizer import Finalizer
 from worker.service import Service
 from worker.settings import Settings
@@ -52,13 +53,12 @@ class Watch:
 
     def checks(self) -> list[Check]:
         parts = self._parts
-        stats = parts.finalizer.stats
         return [
             Check("engine", lambda: None if parts.service.health.engine_ready else "the engine is not running"),
             Check("steps", self._steps_problem, vital=True),
             Check("claims", lambda: None if self._is_stopping() else self.claims.problem()),
             Check("redis", lambda: None if parts.lease.is_reachable else "Redis cannot be reached"),
-            Check("sql", lambda: f"SQL: {stats.last_error}" if stats.record_down_since is not None else None),
+            Check("sql", self._sql_problem),
             Check(
                 "buffer", lambda: "finished jobs wait for SQL: intake has stopped" if parts.finalizer.is_full else None
             ),
@@ -68,6 +68,12 @@ class Watch:
     def _steps_problem(self) -> str | None:
         """An engine that loads makes none."""
         return self.steps.problem() if self._parts.service.health.engine_ready else None
+
+    def _sql_problem(self) -> str | None:
+        if (path := missing_file(self._parts.settings.database_url)) is not None:
+            return f"SQL: there is no database at {path}: results wait until `tokenmill db upgrade` has made it"
+        stats = self._parts.finalizer.stats
+        return f"SQL: {stats.last_error}" if stats.record_down_since is not None else None
 
     # ── the heartbeat ──
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from api_client.bulk.answers import Answer, of_bad_line, of_result
-from api_client.bulk.batch import Totals
+from api_client.bulk.batch import Totals, now_ms
 from api_client.bulk.files import Done
 from api_client.bulk.lines import BadLine, Marks, line_of
 from schemas.codec import encode
@@ -28,6 +28,8 @@ class Collector:
 
     def __init__(self, batch_id: str, sink: Sink | None = None, done: Done | None = None) -> None:
         self._batch_id = batch_id
+        self._began_ms = now_ms()
+        self.generated = 0  # tokens of jobs that ended since then: what a rate is made of
         self._sink = sink
         self._marks = done.marks if done else Marks()
         self.totals = self._settled = done.totals if done else Totals()
@@ -64,6 +66,11 @@ class Collector:
         return self._settled
 
     def take(self, results: Sequence[JobResult]) -> None:
+        self.generated += sum(
+            result.usage.completion_tokens
+            for result in results
+            if result.finished_ms >= self._began_ms and not self.has(line_of(self._batch_id, result.job_id))
+        )
         self._take([of_result(self._batch_id, result) for result in results])
 
     def take_bad(self, lines: Sequence[BadLine]) -> None:

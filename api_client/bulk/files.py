@@ -67,6 +67,11 @@ class Paths:
         if output.is_dir() or not output.name:
             raise ConfigurationError(f"{output} is a directory: name a file for the answers")
         paths = cls(output, errors or output.with_name(f"{output.stem}.errors{output.suffix or '.jsonl'}"))
+        for path in (paths.output, paths.errors):
+            if not path.parent.is_dir():
+                raise ConfigurationError(
+                    f"there is no folder {path.parent}: make it first, or name another for {path.name}"
+                )
         if paths.errors.resolve() in (paths.output.resolve(), paths.record.resolve()):
             raise ConfigurationError(f"{paths.errors} has another use: name another file for the errors")
         return paths
@@ -94,7 +99,6 @@ class OutputFiles:
 
     def __enter__(self) -> Self:
         with _explained(self.paths.output):
-            self.paths.output.parent.mkdir(parents=True, exist_ok=True)
             self._lock = self.paths.output.open("ab")
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

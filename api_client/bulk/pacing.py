@@ -14,12 +14,13 @@ PATIENCE_S: Final = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """For whoever watches. `note`: what is waited for, "" when all is well."""
+    """For whoever watches. `note`: what is waited for, "" when all is well. `generated`: tokens since the run began."""
 
     total: int
     in_flight: int
     totals: Totals
     note: str = ""
+    generated: int = 0
 
 
 @dataclass(frozen=True, slots=True)

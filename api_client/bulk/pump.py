@@ -336,4 +336,4 @@ class Pump:
     def _tell(self) -> None:
         note = self._patience.note or self._waits
         jobs, totals = self._collector.jobs, self._collector.totals
-        self._pacing.watch(Progress(self._batch.total, len(jobs), totals, note))
+        self._pacing.watch(Progress(self._batch.total, len(jobs), totals, note, self._collector.generated))

@@ -1,8 +1,12 @@
 """The `tokenmill` command. Commands that need the worker come from whoever registers them, see plugins.py."""
 
+from importlib.metadata import version
+from typing import Annotated
+
 import typer
 
 from api_client.cli import bulk, dead, jobs, submit, top, usage, webhooks
+from api_client.cli.output import say
 from api_client.cli.plugins import CommandGroup
 
 app = typer.Typer(
@@ -13,6 +17,24 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
+
+
+def _show_version(is_wanted: bool) -> None:
+    if is_wanted:
+        say(f"tokenmill {version('tokenmill')}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    *,
+    _version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_show_version)
+    ] = False,
+) -> None:
+    pass
+
+
 for _module in (submit, jobs, bulk, usage, dead, webhooks, top):
     _module.register(app)
 

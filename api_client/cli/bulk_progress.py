@@ -81,7 +81,7 @@ def bulk_progress() -> Iterator[Watch]:
             if not bar.tasks[0].started:
                 bar.start_task(task)
             failed = f"{stand.totals.failed} failed" if stand.totals.failed else ""
-            per_second = rate.add(stand.totals.output_tokens)
+            per_second = rate.add(stand.generated)
             bar.update(task, total=stand.total, completed=stand.totals.ended)
             bar.update(task, state="answering", failed=failed, rate=per_second, note=stand.note)
 
@@ -94,7 +94,7 @@ def _lines() -> Watch:
 
     def watch(stand: Stand) -> None:
         nonlocal told_at, last_note
-        per_second = rate.add(stand.totals.output_tokens)
+        per_second = rate.add(stand.generated)
         now = time.monotonic()
         if now - told_at < _LINE_EVERY_S and (not stand.total or stand.note == last_note):
             return

@@ -34,14 +34,14 @@ def follow(
 
 
 def _stream(client: Client, job_id: str, starting_after: int, as_json: bool, timeout: float | None) -> None:
-    choice = 0
+    choice: int | None = None  # of the last text
     for chunk in client.stream(job_id, starting_after=starting_after, timeout=timeout):
         if as_json:
             emit(chunk, line=True)
         elif chunk.text:
-            if chunk.choice != choice:
-                say(f"\n[{chunk.choice}] ")
-                choice = chunk.choice
+            if chunk.choice != choice and (chunk.choice or choice is not None or chunk.place is not None):
+                say(("" if choice is None else "\n") + f"[{chunk.choice}] ")
+            choice = chunk.choice
             say(chunk.text)
         if chunk.status is not None:
             if not as_json:

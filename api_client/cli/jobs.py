@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -143,6 +143,7 @@ def jobs(
     json: Json = False,
 ) -> None:
     """List jobs: those that are not over from the queue, ended ones from SQL, the newest first."""
+    target = replace(target, queue=target.queue_name)  # a name that is none is no trouble of one of the two sources
     what = _Wanted(wanted, tenant, batch, only_model, moment_ms(since), moment_ms(until), after, limit, all_queues)
     found: list[Listed] = []
     troubles: list[TokenmillError] = []
@@ -160,7 +161,7 @@ def jobs(
         emit(found)
     elif found:
         right = [(title, "right") for title in ("TOKENS", "TOOK", "WHEN")]
-        table(["JOB", "STATUS", "CLASS", "TENANT", *right, ""], map(_row, found), notes=True)
+        table(["JOB", "STATUS", "PRIORITY", "TENANT", *right, ""], map(_row, found), notes=True)
     else:
         err().print("[dim]no jobs[/dim]")
     ended = [job for job in found if isinstance(job, JobRow)]
@@ -225,7 +226,7 @@ def _facts(info: JobInfo) -> list[tuple[str, Text]]:
     facts: list[tuple[str, object]] = [
         ("job", info.job_id),
         ("state", info.status.value + (" (cancelling)" if info.cancelling else "")),
-        ("class", info.priority),
+        ("priority", info.priority),
         ("tenant", info.tenant),
         ("created", clock(info.created_ms)),
         ("starts", clock(info.not_before_ms) if info.not_before_ms and not info.started_ms else ""),

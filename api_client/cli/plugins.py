@@ -34,7 +34,7 @@ class CommandGroup(TyperGroup):
         if command is None:
             command = _plugins().get(cmd_name)
         if command is None and cmd_name in _NEEDS_WORKER:
-            complain(f"`tokenmill {cmd_name}` needs the worker: pip install 'tokenmill[worker]'")
+            complain(f"`tokenmill {cmd_name}` needs the worker: pip install '.[worker]' in tokenmill's folder")
             raise typer.Exit(1)
         return command
 
@@ -58,12 +58,18 @@ class CommandGroup(TyperGroup):
             raise typer.Exit(1) from None
 
 
+def _is_ours(module: str | None) -> bool:
+    return (module or "").partition(".")[0] in ("api_client", "schemas", "worker", "migrations")
+
+
 def _plugins() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for entry in entry_points(group=GROUP):
         try:
             plugin = entry.load()
         except ImportError as error:
+            if isinstance(error, ModuleNotFoundError) and not _is_ours(error.name):
+                continue  # installed without the extra that these commands need
             complain(f"the commands of {entry.value} are not available: {error}", kind="warning")
             continue
         group: Any = typer.main.get_group(plugin)

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from api_client.base import ClientOptions
+from api_client.base import ClientOptions, checked_queue
 from api_client.cli.output import complain
 from api_client.client import Client
 from api_client.errors import TokenmillError
@@ -58,7 +58,7 @@ class Target:
 
     @property
     def queue_name(self) -> str:
-        return self.queue or queue_of(self.model)
+        return checked_queue(self.queue or queue_of(self.model))
 
     @contextmanager
     def client(self) -> Iterator[Client]:

@@ -1,12 +1,16 @@
-"""`top`: queues, their workers and tenants as they are now, until Ctrl-C. How it looks is in top_view.py and
+"""`top`: queues, their workers and tenants as they are now, until `q` or Ctrl-C. How it looks is in top_view.py and
 top_queues.py."""
 
 from __future__ import annotations
 
+import os
+import select
 import sys
+import termios
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+import tty
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Annotated
 
@@ -22,7 +26,7 @@ from api_client.cli.top_view import Look
 from api_client.client import Client
 from api_client.errors import QueueUnavailable
 
-FIXED_LINES = 14  # of a small queue with one worker: what the list of jobs leaves free on the screen
+FIXED_LINES = 16  # of a small queue with one worker: what the list of jobs leaves free on the screen
 
 
 def register(app: typer.Typer) -> None:
@@ -42,7 +46,7 @@ def top(
 ) -> None:
     """Watch a queue, or several: what waits and for how long, which workers live, how busy, how fast, and for whom.
 
-    Workers tell of themselves three times per lease, so their numbers are a few seconds old.
+    `q` or Ctrl-C ends it. Workers report three times per lease, so their numbers are a few seconds old.
     """
     with ExitStack() as undo:
         names = list(dict.fromkeys(queues or [target.queue_name]))
@@ -68,8 +72,9 @@ def _watch(clients: Sequence[Client], interval: float, rows: int) -> None:
     last: list[Look] = []
     since = ""
     try:
-        with Live(console=console, screen=True, auto_refresh=False) as live:
-            while True:
+        with Live(console=console, screen=True, auto_refresh=False) as live, _quit_key() as is_quit_within:
+            is_over = False
+            while not is_over:
                 try:
                     looks = [_look(client, min(rows, _room(console, last))) for client in clients]
                     last = [_with_rates(look, before) for look, before in zip(looks, last or looks, strict=True)]
@@ -78,9 +83,34 @@ def _watch(clients: Sequence[Client], interval: float, rows: int) -> None:
                 except QueueUnavailable as error:
                     since = since or time.strftime("%H:%M:%S")
                     live.update(trouble(str(error), since, last, console.width), refresh=True)
-                time.sleep(interval)
+                is_over = is_quit_within(interval)
     except KeyboardInterrupt:
         return
+
+
+@contextmanager
+def _quit_key() -> Iterator[Callable[[float], bool]]:
+    """A wait of some seconds that tells whether `q` was typed meanwhile; where no terminal is read, it only waits."""
+    if not sys.stdin.isatty():
+        yield lambda seconds: bool(time.sleep(seconds))
+        return
+    keyboard = sys.stdin.fileno()
+    before = termios.tcgetattr(keyboard)
+
+    def is_quit_within(seconds: float) -> bool:
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            if select.select([keyboard], [], [], left)[0]:
+                typed = os.read(keyboard, 64)
+                if not typed or b"q" in typed.lower():  # nothing: the terminal is gone
+                    return True
+        return False
+
+    try:
+        tty.setcbreak(keyboard)  # keys come one by one, and Ctrl-C is still a signal
+        yield is_quit_within
+    finally:
+        termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
 
 
 def _look(client: Client, rows: int) -> Look:

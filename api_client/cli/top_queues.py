@@ -9,7 +9,7 @@ from rich.rule import Rule
 from rich.text import Text
 
 from api_client.cli.output import seconds
-from api_client.cli.top_view import CLASS_STYLES, WIDE, Look, age_style, alarm, draw, grid, tenants, workers
+from api_client.cli.top_view import CLASS_STYLES, WIDE, Look, age_style, alarm, draw, grid, legend, tenants, workers
 
 
 def draw_all(looks: Sequence[Look], width: int) -> RenderableType:
@@ -21,7 +21,7 @@ def draw_all(looks: Sequence[Look], width: int) -> RenderableType:
         parts += workers(look, width)
         if [tenant.tenant for tenant in look.queue.tenants] not in ([], [""]):
             parts += [Text(), tenants(look.queue.tenants, width)]
-    return Group(*parts)
+    return Group(*parts, Text(), legend(width))
 
 
 def trouble(message: str, since: str, last: Sequence[Look], width: int) -> Group:

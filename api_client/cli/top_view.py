@@ -40,7 +40,13 @@ def draw(look: Look, width: int) -> Group:
         parts += [Text(), tenants(look.queue.tenants, width)]
     if look.jobs:
         parts += [Text(), _jobs(look, width)]
-    return Group(*parts)
+    return Group(*parts, Text(), legend(width))
+
+
+def legend(width: int) -> Text:
+    """What the short headings of the workers' table mean."""
+    words = "TTFT time to first token · ITL time between tokens · HITS prompt share in cache"
+    return Text(words + " · q quits" if width >= WIDE else words, style="dim", overflow="ellipsis", no_wrap=True)
 
 
 # ── head ──
@@ -55,13 +61,14 @@ def _head(look: Look, width: int) -> RenderableType:
     line.add_column(no_wrap=True, overflow="ellipsis")
     line.add_column(justify="right", no_wrap=True)
     line.add_row(left, right)
-    facts = [("running", f"{queue.running:,}"), ("waiting", f"{queue.waiting:,}"), ("tokens/s", f"{pace:,.0f}")]
+    facts = [("running", f"{queue.running:,}"), ("waiting", f"{queue.waiting:,}")]
     if look.submitted_per_s is not None and look.finished_per_s is not None:
         facts += [("in/s", _rate(look.submitted_per_s)), ("out/s", _rate(look.finished_per_s))]
     facts += [("scheduled", f"{queue.scheduled:,}")] if queue.scheduled else []
     facts += [("ended", f"{sum(queue.finished.values()):,}")]
     gap = Text("   " if width >= WIDE else "  ")
-    numbers = gap.join(Text.assemble((value, "bold"), (f" {name}", "dim")) for name, value in facts)
+    jobs = gap.join(Text.assemble((value, "bold"), (f" {name}", "dim")) for name, value in facts)
+    numbers = Text.assemble((f"{pace:,.0f}", "bold"), (" tokens/s", "dim"), gap, ("jobs: ", "dim"), jobs)
     numbers.no_wrap, numbers.overflow = True, "ellipsis"
     return Group(line, numbers)
 
@@ -97,7 +104,9 @@ def grid(width: int, *columns: tuple[str, str], gives_way: str = "") -> Table:
 def _classes(look: Look, width: int) -> RenderableType:
     queue = look.queue
     most = max((one.waiting for one in queue.classes.values()), default=0)
-    table = grid(width, ("CLASS", "left"), ("WAITING", "right"), ("TOKENS", "right"), ("OLDEST", "right"), ("", "left"))
+    table = grid(
+        width, ("PRIORITY", "left"), ("WAITING", "right"), ("TOKENS", "right"), ("OLDEST", "right"), ("", "left")
+    )
     for name, one in queue.classes.items():
         style = CLASS_STYLES.get(name, "") if one.waiting else "dim"
         oldest = seconds(one.oldest_ms) if one.oldest_ms else "–"
@@ -177,7 +186,7 @@ def tenants(states: Sequence[TenantState], width: int) -> RenderableType:
 
 
 def _jobs(look: Look, width: int) -> RenderableType:
-    columns = [("JOB", "left"), ("STATUS", "left"), ("CLASS", "left"), ("TOKENS", "right"), ("AGE", "right")]
+    columns = [("JOB", "left"), ("STATUS", "left"), ("PRIORITY", "left"), ("TOKENS", "right"), ("AGE", "right")]
     columns += [("TENANT", "left"), ("WORKER", "left")] if width >= WIDE else [("TENANT", "left")]
     table = grid(width, *columns, gives_way="TENANT")
     for job in look.jobs:

@@ -54,6 +54,14 @@ async def test_a_file_that_is_not_there_becomes_no_batch(shell: Shell, tmp_path:
     assert await shell("list") == (0, "", "no batches\n")
 
 
+async def test_a_folder_that_is_not_there_is_named_and_not_made(shell: Shell, tmp_path: Path) -> None:
+    path, folder = write_many(tmp_path / "in.jsonl", 3), tmp_path / "none"
+    for paths in (("-o", folder / "o.jsonl"), ("-o", tmp_path / "o.jsonl", "--errors", folder / "e.jsonl")):
+        status, said, error = await shell("run", path, *paths)
+        assert (status, said, folder.exists()) == (1, "", False)
+        assert f"there is no folder {folder}: make it first" in error
+
+
 @pytest.mark.slow
 async def test_killed_in_the_middle_no_line_is_lost_or_told_twice(
     shell: Shell, redis_url: str, database: str, tmp_path: Path

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from api_client.bulk.answers import of_bad_line, of_result
-from api_client.bulk.batch import Batch, Totals
+from api_client.bulk.batch import Batch, Totals, now_ms
+from api_client.bulk.collector import Collector
 from api_client.bulk.files import OutputFiles, Paths
 from api_client.bulk.lines import BadLine
 from api_client.errors import ConfigurationError
@@ -19,7 +20,7 @@ BATCH = "batch_abc"
 
 @pytest.fixture
 def paths(tmp_path: Path) -> Paths:
-    return Paths.of(tmp_path / "new folder" / "out.jsonl")
+    return Paths.of(tmp_path / "out.jsonl")
 
 
 def fill(paths: Paths) -> None:
@@ -89,7 +90,6 @@ def test_one_writer_at_a_time(paths: Paths) -> None:
 
 
 def test_files_of_another_making_are_refused(paths: Paths) -> None:
-    paths.output.parent.mkdir()
     for content in ("hello\n", '{"id": "x"}\n', "[]\n"):
         paths.output.write_text(content)
         with OutputFiles(paths) as files, pytest.raises(ConfigurationError, match="none of a batch's"):
@@ -103,3 +103,11 @@ def test_a_damaged_record_and_a_folder_are_said(paths: Paths, tmp_path: Path) ->
         files.load_record()
     with pytest.raises(ConfigurationError, match="directory"):
         Paths.of(tmp_path)
+
+
+def test_a_rate_is_made_of_what_this_run_generated() -> None:
+    collector = Collector(BATCH)
+    old, new = result(BATCH, 1, finished_ms=now_ms() - 60_000), result(BATCH, 2, finished_ms=now_ms() + 1)
+    collector.take([old, new])
+    collector.take([new])
+    assert (collector.totals.output_tokens, collector.generated) == (4, 2)

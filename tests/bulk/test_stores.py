@@ -129,7 +129,7 @@ def test_the_columns_are_those_of_the_tables(database: str) -> None:
 
 def test_a_database_without_the_tables_names_the_command(redis_url: str, tmp_path: Path) -> None:
     empty = f"sqlite:///{tmp_path}/empty.db"
-    open_engine(empty).connect().close()
+    open_engine(empty, may_create=True).connect().close()
     with Client(redis_url, queue="q", database=empty) as client:
         store = open_store(client)
         with pytest.raises(ConfigurationError, match="tokenmill db upgrade"):

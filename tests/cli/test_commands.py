@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Iterator
+from importlib.metadata import EntryPoint, version
 from pathlib import Path
 from typing import cast
 
@@ -11,6 +12,7 @@ from typer.testing import CliRunner, Result
 
 from api_client import Client
 from api_client.cli import app
+from api_client.errors import ConfigurationError
 from schemas.codec import decode_request
 from schemas.keys import Keys
 from tests.record.support import failed, finished
@@ -70,6 +72,56 @@ def test_submit_prints_an_id_and_nothing_else(shell: Shell, client: Client) -> N
     assert (info.status, info.tenant, info.priority) == ("queued", "acme", "bulk")
     again = [shell("submit", "Hello", "--idempotency-key", "k").stdout for _ in range(2)]
     assert again[0] == again[1]
+
+
+def test_the_version_is_printed(shell: Shell) -> None:
+    done = shell("--version")
+    assert (done.exit_code, done.stdout) == (0, f"tokenmill {version('tokenmill')}\n")
+
+
+def test_help_tells_n_from_n(shell: Shell) -> None:
+    words = " ".join(shell("submit", "--help").stdout.replace("│", " ").split())
+    assert "Longest answer, in tokens (`--n` counts answers)." in words
+    assert "Answers to the same prompt (`-n` is --max-tokens)." in words
+
+
+def test_an_absurd_deadline_is_refused_in_a_short_sentence(shell: Shell) -> None:
+    done = shell("submit", "Hello", "--deadline", "1e300")
+    assert (done.exit_code, done.stderr) == (1, "Error: deadline is no time: 1e+300\n")
+
+
+def test_a_queue_s_name_that_is_none_is_refused_by_every_command(shell: Shell) -> None:
+    for command in (("jobs",), ("usage", "--one-queue"), ("top", "--once"), ("dead", "list"), ("bulk", "list")):
+        done = shell(*command, "--queue", "bad name")
+        assert done.exit_code == 1, command
+        assert done.stderr.startswith("Error: a queue's name must not be empty, nor contain braces"), command
+
+
+def test_a_wrong_password_is_a_wrong_setting(shell: Shell) -> None:
+    wrong = shell.redis_url.replace("redis://", "redis://nobody:wrong@")
+    done = shell("submit", "Hello", "--redis-url", wrong)
+    assert done.exit_code == 1
+    assert done.stderr.startswith("Error: Redis refuses this user: invalid username-password pair")
+    assert "redis://user:password@host:6379/0" in done.stderr
+    with Client(wrong, queue="q") as client, pytest.raises(ConfigurationError, match="refuses this user"):
+        list(client.stream("any"))
+
+
+@pytest.mark.parametrize(("missing", "is_silent"), [("pydantic_settings", True), ("worker.cli", False)])
+def test_without_the_worker_s_packages_its_commands_are_missing_without_a_word(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch, missing: str, is_silent: bool
+) -> None:
+    """A package of our own that is missing is a broken installation, and is told."""
+
+    def load(_entry: EntryPoint) -> None:
+        raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
+
+    monkeypatch.setattr(EntryPoint, "load", load)
+    done = shell("--help")
+    assert ("Warning" not in done.stderr) is is_silent
+    done = shell("worker")
+    assert done.exit_code == 1
+    assert "`tokenmill worker` needs the worker: pip install '.[worker]' in tokenmill's folder" in done.stderr
 
 
 def test_a_bias_is_json_from_token_ids_to_numbers(shell: Shell, client: Client) -> None:

@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable
 
@@ -73,6 +74,14 @@ def test_everything_fits_and_numbers_are_whole(width: int) -> None:
     assert "12345" in text  # the end of the worker's name tells it apart
     assert JOB.job_id in text
     assert ("420 ms" in text) == (width >= 120)
+
+
+def test_headings_say_what_is_counted_and_short_ones_are_explained() -> None:
+    text = shown(BUSY, 80, submitted_per_s=812.3, finished_per_s=9.5)
+    assert re.search(r"1,834 tokens/s +jobs: +120 running +1,234,579 waiting +812 in/s +9.5 out/s", text)
+    assert text.splitlines()[-1].rstrip() == (
+        "TTFT time to first token · ITL time between tokens · HITS prompt share in cache"
+    )
 
 
 def test_the_tables_say_who_uses_what() -> None:
@@ -145,6 +154,30 @@ def test_the_last_look_is_kept_and_marked_as_old() -> None:
     assert (
         text.index("NO CONNECTION") < text.index("refused") < text.index("as it was at 12:00:00") < text.index("58/64")
     )
+
+
+@pytest.mark.redis
+def test_q_leaves_and_the_terminal_is_as_it_was(make_valkey: Callable[..., ValkeyServer]) -> None:
+    ours, theirs = pty.openpty()
+    before = termios.tcgetattr(theirs)
+    command = [sys.executable, "-m", "api_client.cli", "top", "--redis-url", make_valkey().url, "--interval", "60"]
+    environment = {"PATH": "/usr/bin:/bin", "TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
+    process = subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True
+    )
+    screen = b""
+    try:
+        while b"NO WORKER IS ALIVE" not in screen:
+            assert select.select([ours], [], [], 60)[0]
+            screen += os.read(ours, 65_536)
+        os.write(ours, b"xq")
+        assert process.wait(30) == 0
+        assert termios.tcgetattr(theirs) == before
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+        os.close(theirs)
 
 
 @pytest.mark.redis

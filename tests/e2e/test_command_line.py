@@ -52,6 +52,17 @@ async def test_a_jobs_life_from_the_command_line(redis_url, shell):
         assert streamed.strip() == answer.strip()  # the same seed, the same text
 
 
+async def test_every_piece_of_several_answers_is_labelled(redis_url, shell):
+    async with running_worker(redis_url, shell.where["TOKENMILL_DATABASE_URL"]):
+        asked = ("submit", "Hello", "--max-tokens", "12", "--seed", "3", "--ignore-eos", "--n", "2")
+        status, told, error = await shell.run(*asked, "--stream")
+        assert status == 0, error
+        assert told.startswith("[0] ")
+        assert "\n[1] " in told
+        status, told, error = await shell.run("submit", "Hello", "--max-tokens", "4", "--stream")
+        assert not told.startswith("[0]")
+
+
 async def test_cancel_from_the_command_line(shell):
     _, out, _ = await shell.run("submit", "never run", "--max-tokens", "5")
     job = out.strip()
@@ -93,6 +104,41 @@ async def test_a_worker_names_every_wrong_setting_at_once(shell):
     for name in ("TOKENMILL_LEASE_SECONDS", "TOKENMILL_LEASE_SECOND ", "TOKENMILL_REDIS_URL", "--block-size"):
         assert name in error
     assert "did you mean TOKENMILL_LEASE_SECONDS" in error
+
+
+async def test_a_misspelt_database_is_named_and_not_made(tmp_path, shell):
+    path = tmp_path / "folder" / "misspelt.db"
+    status, _, error = await shell.run("worker", "--database-url", f"sqlite:///{path}", "--model", "synthetic")
+    assert (status, path.parent.exists()) == (1, False)
+    assert f"there is no database at {path}: `tokenmill db upgrade` makes it" in error
+    status, _, error = await shell.run("tasks", "--database-url", f"sqlite:///{path}")
+    assert (status, path.parent.exists()) == (1, False)
+    assert f"there is no database at {path}" in error
+
+
+async def test_a_file_that_is_no_database_ends_a_start_at_once(tmp_path, shell):
+    path = tmp_path / "notes.txt"
+    path.write_text("these are no tables\n" * 100)
+    status, _, error = await shell.run("worker", "--database-url", f"sqlite:///{path}", "--model", "synthetic")
+    assert status == 1
+    assert "file is not a database" in error
+    assert "trying for" not in error
+
+
+async def test_a_wrong_password_ends_a_start_at_once(redis_url, shell):
+    wrong = redis_url.replace("redis://", "redis://nobody:wrong@")
+    status, _, error = await shell.run("worker", "--redis-url", wrong, "--model", "synthetic")
+    assert status == 1
+    assert "Redis refuses this user: invalid username-password pair" in error
+    assert "trying for" not in error
+
+
+async def test_a_start_that_fails_says_why_and_nothing_of_draining(tmp_path, shell):
+    status, _, error = await shell.run("worker", "--model", f"{tmp_path}/none")
+    assert status == 1
+    assert error.splitlines()[-1] == f"Error: there is no folder or file {tmp_path}/none"
+    assert "draining" not in error
+    assert "shutting down" not in error
 
 
 async def test_doctor_says_what_is_missing(shell):

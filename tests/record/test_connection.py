@@ -10,6 +10,7 @@ import pytest
 from tests.support.waiting import until
 from worker.errors import StoreUnavailable
 from worker.record.connection import Threads, normalised, open_engine
+from worker.record.faults import is_misconfigured
 
 
 @pytest.mark.parametrize("url", ["postgres://u:p@h/db", "postgresql://u:p@h/db", "postgresql+psycopg://u:p@h/db"])
@@ -29,6 +30,20 @@ def test_sqlite_is_durable_and_lets_readers_read(sqlite_url: str) -> None:
         assert connection.exec_driver_sql("PRAGMA synchronous").scalar() == 2
         assert connection.exec_driver_sql("PRAGMA busy_timeout").scalar() == 10_000
     engine.dispose()
+
+
+@pytest.mark.parametrize(
+    ("words", "is_final"),
+    [
+        ('FATAL:  password authentication failed for user "tm"', True),
+        ('FATAL:  database "tokenmil" does not exist', True),
+        ('FATAL:  role "nobody" does not exist', True),
+        ("FATAL:  the database system is starting up", False),
+        ("connection refused", False),
+    ],
+)
+def test_what_no_later_try_can_help_is_told_from_what_may_come_back(words: str, is_final: bool) -> None:
+    assert is_misconfigured(OSError(words)) is is_final
 
 
 def num_threads() -> int:

@@ -154,7 +154,7 @@ class TestWithWorkers:
 
     def test_a_deadline_that_passes_is_the_exception_s_reason(self, app: Celery) -> None:
         answer = task(app).apply_async(("a b c",), {"max_tokens": 4000, "ignore_eos": True}, expires=0.7)
-        with pytest.raises(GenerationFailed, match="expired: the deadline .* passed before the answer was complete"):
+        with pytest.raises(GenerationFailed, match=r"expired: the deadline .* passed before the answer was complete"):
             answer.get(timeout=WAIT_S)
 
     def test_a_callback_gets_the_answer(self, app: Celery) -> None:

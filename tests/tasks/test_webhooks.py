@@ -80,7 +80,7 @@ def test_what_can_never_be_delivered_is_set_aside_at_once(url: str, engine: sa.E
         assert len(receiver.received) == gone
     (row,) = notices(engine)
     assert row["state"] == "dead"
-    assert ("410" if gone else "public addresses only") in row["last_error"]
+    assert ("410" if gone else "TOKENMILL_WEBHOOK_NETWORKS") in row["last_error"]
 
 
 def test_a_claim_that_nobody_began_is_due_again(url: str, engine: sa.Engine) -> None:

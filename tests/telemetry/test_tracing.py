@@ -205,7 +205,7 @@ assert open_tracing(load_settings({}, strict=False)) is None
 try:
     open_tracing(load_settings({"otel_endpoint": "http://127.0.0.1:4318"}, strict=False))
 except MissingPackage as error:
-    assert "tokenmill[otel]" in str(error)
+    assert "pip install '.[otel]'" in str(error)
 else:
     raise AssertionError("it was not missed")
 """

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import redis.asyncio
-from redis.exceptions import NoPermissionError, ResponseError
+from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
 
 from api_client.connections import SERVER_TROUBLE
 from api_client.records import QueueDepth, read_depth
@@ -294,7 +294,9 @@ class _translated:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, (*SERVER_TROUBLE, TimeoutError)) and not isinstance(error, RedisUnavailable):
-            raise RedisUnavailable(f"Redis: {type(error).__name__}: {error}") from error
+            is_refused = isinstance(error, (AuthenticationError, NoPermissionError))
+            words = f"Redis refuses this user: {error}" if is_refused else f"Redis: {type(error).__name__}: {error}"
+            raise RedisUnavailable(words, is_misconfigured=is_refused) from error
 
 
 async def check_server(client: redis.asyncio.Redis) -> None:

@@ -22,6 +22,7 @@ import msgspec
 
 from worker.engine.config import EngineConfig
 from worker.engine.cpu_slices import lengthen_slices
+from worker.engine.faults import why
 from worker.engine.mailbox import Broken, FrameError, Mailbox, Progress, Report, read_command
 from worker.engine.pipe import LENGTH_BYTES, Outlet
 
@@ -69,7 +70,7 @@ def _serve(start: _Start, mailbox: Mailbox, emit: Callable[[Report], None]) -> i
             on_progress=lambda message, fraction: emit(Progress(message, fraction)),
         )
     except Exception as error:
-        emit(Broken(f"{type(error).__name__}: {error}", at_start=True))
+        emit(Broken(why(error), at_start=True))
         return 1
     finally:
         telling.stop()

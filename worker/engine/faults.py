@@ -24,6 +24,12 @@ def refusal_event(request_id: str, error: RequestError, choice: int = 0) -> Toke
     )
 
 
+def why(error: BaseException) -> str:
+    """The words of an error; of one that is not ours its class as well, since such words alone may say nothing."""
+    is_ours = type(error).__module__.startswith("worker.") and str(error)
+    return str(error) if is_ours else f"{type(error).__name__}: {error}"
+
+
 def sentence_of(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -20,6 +20,7 @@ import msgspec
 
 from schemas.generation import FinishReason
 from worker.engine.config import EngineConfig
+from worker.engine.faults import why
 from worker.engine.mailbox import (
     Broken,
     Cancel,
@@ -274,7 +275,7 @@ class EngineThread(_Reports):
                 raise TypeError(f"load() gave {type(engine).__name__}, not an Engine")
             EngineLoop(engine, self._mailbox, emit).run()
         except Exception as error:
-            emit(Broken(f"{type(error).__name__}: {error}"))
+            emit(Broken(why(error)))
         finally:
             emit(None)
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from worker.engine.engine import Engine
-from worker.engine.faults import EngineError, StepsFailError
+from worker.engine.faults import EngineError, StepsFailError, why
 from worker.engine.mailbox import (
     Broken,
     Cancel,
@@ -57,7 +57,7 @@ class EngineLoop:
         try:
             warm_up(self._engine.runner, lambda message, fraction: self._emit(Progress(message, fraction)))
         except Exception as error:
-            self._emit(Broken(f"the first step failed: {type(error).__name__}: {error}", at_start=True))
+            self._emit(Broken(f"the first step failed: {why(error)}", at_start=True))
             self._close()
             return
         self._emit(self._ready())

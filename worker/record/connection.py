@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import sqlite3
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any, Final, TypeVar
 
 from sqlalchemy import Engine, create_engine, event, make_url
 from sqlalchemy.engine import URL
+from sqlalchemy.exc import DisconnectionError
 
 from worker.errors import StoreUnavailable, TokenmillError
 
@@ -34,19 +36,22 @@ def normalised(url: str) -> URL:
 
 
 def missing_file(url: str) -> Path | None:
-    """What SQLite would make if this were opened."""
+    """The SQLite file of this URL, where it does not exist."""
     parsed = normalised(url)
     if parsed.get_backend_name() != "sqlite" or not parsed.database or parsed.database.startswith((":", "file:")):
         return None
-    path = Path(parsed.database).expanduser()
+    path = Path(parsed.database).expanduser().absolute()
     return None if path.exists() else path
 
 
-def open_engine(url: str, *, pool_size: int = 2) -> Engine:
-    """Connects lazily; raises only for a URL that makes no sense. `pool_size`: of PostgreSQL's connections."""
+def open_engine(url: str, *, pool_size: int = 2, may_create: bool = False) -> Engine:
+    """Connects lazily; raises only for a URL that makes no sense.
+
+    `pool_size`: connections to PostgreSQL. `may_create`: make an SQLite file that does not exist; else it is an error.
+    """
     parsed = normalised(url)
     if parsed.get_backend_name() == "sqlite":
-        return _open_sqlite(parsed)
+        return _open_sqlite(parsed, may_create)
     if parsed.get_backend_name() != "postgresql":
         raise ValueError(f"the SQL store must be SQLite or PostgreSQL, not {parsed.get_backend_name()}")
     arguments: dict[str, Any] = {
@@ -62,17 +67,18 @@ def open_engine(url: str, *, pool_size: int = 2) -> Engine:
     return create_engine(parsed, connect_args=arguments, hide_parameters=True, **pool)
 
 
-def _open_sqlite(url: URL) -> Engine:
-    if url.database and url.database != ":memory:" and not url.database.startswith("file:"):
-        path = Path(url.database).expanduser()
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise TokenmillError(
-                f"the folder {path.parent} of the SQLite file cannot be made: {error.strerror}"
-            ) from error
+def _open_sqlite(url: URL, may_create: bool) -> Engine:
+    options: dict[str, Any] = {"connect_args": {"timeout": LOCK_TIMEOUT_S}}
+    path = None
+    if url.database and not url.database.startswith((":", "file:")):
+        path = Path(url.database).expanduser().absolute()
         url = url.set(database=str(path))
-    engine = create_engine(url, connect_args={"timeout": LOCK_TIMEOUT_S}, hide_parameters=True)
+        if may_create:
+            _make_folder(path.parent)
+        options = {"creator": lambda: _connect(path, may_create)}
+    engine = create_engine(url, hide_parameters=True, **options)
+    if path is not None:
+        _leave_removed_file(engine, path)
 
     @event.listens_for(engine, "connect")
     def _configure(connection: Any, _record: object) -> None:
@@ -84,6 +90,42 @@ def _open_sqlite(url: URL) -> Engine:
         cursor.close()
 
     return engine
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise TokenmillError(f"the folder {folder} of the SQLite file cannot be made: {error.strerror}") from error
+
+
+def _connect(path: Path, may_create: bool) -> sqlite3.Connection:
+    if not may_create and not path.exists():
+        raise sqlite3.OperationalError(
+            f"there is no database at {path}: `tokenmill db upgrade` makes it, TOKENMILL_DATABASE_URL names another"
+        )
+    mode = "rwc" if may_create else "rw"
+    return sqlite3.connect(f"{path.as_uri()}?mode={mode}", uri=True, timeout=LOCK_TIMEOUT_S, check_same_thread=False)
+
+
+def _leave_removed_file(engine: Engine, path: Path) -> None:
+    """Drop a connection whose file was removed or replaced: its commits would succeed, and be lost with the file."""
+
+    def identity() -> tuple[int, int] | None:
+        try:
+            found = path.stat()
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino
+
+    @event.listens_for(engine, "connect")
+    def _note(_connection: Any, record: Any) -> None:
+        record.info["file"] = identity()
+
+    @event.listens_for(engine, "checkout")
+    def _compare(_connection: Any, record: Any, _proxy: object) -> None:
+        if record.info.get("file") != identity():
+            raise DisconnectionError(f"{path} was removed or replaced")
 
 
 class Threads:

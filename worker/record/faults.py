@@ -11,6 +11,7 @@ Whatever is unknown counts as LATER: a job that waits is not lost.
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
 from typing import Final
 
@@ -33,6 +34,11 @@ _SQLSTATE_CLASSES: Final = {
     "3F": Verdict.SCHEMA,  # invalid schema name
 }
 _SQLITE_SCHEMA: Final = ("no such table", "no such column", "has no column")
+# SQLite's words, and PostgreSQL's in English: libpq gives no SQLSTATE for a connection that failed.
+_MISCONFIGURED: Final = re.compile(
+    r"there is no database at|file is not a database|password authentication failed|no password supplied"
+    r'|(database|role) ".*" does not exist'
+)
 _SQLITE_ROW: Final = ("string or blob too big", "too large to convert")
 
 
@@ -57,6 +63,11 @@ def _of_driver(error: exc.DBAPIError) -> Verdict:
     if isinstance(error, exc.DataError | exc.IntegrityError) or any(phrase in words for phrase in _SQLITE_ROW):
         return Verdict.ROW
     return Verdict.LATER
+
+
+def is_misconfigured(error: BaseException) -> bool:
+    """Is a person needed, so that no later try can help?"""
+    return _MISCONFIGURED.search(str(error)) is not None
 
 
 def sentence_of(error: BaseException) -> str:

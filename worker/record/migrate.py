@@ -66,7 +66,7 @@ def downgrade(url: str, revision: str, *, engine: Engine | None = None) -> tuple
 def _migrate(
     url: str, engine: Engine | None, change: Callable[[Connection, Config], None]
 ) -> tuple[str | None, str | None]:
-    database = engine or open_engine(url)
+    database = engine or open_engine(url, may_create=True)
     try:
         with _alone(database) as connection:
             before = _current(connection)

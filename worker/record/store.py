@@ -22,7 +22,7 @@ from schemas.result import JobResult, JobStatus
 from worker.errors import SchemaOutdated, StoreUnavailable
 from worker.jobs import Finished
 from worker.record.connection import LOCK_TIMEOUT_S, STATEMENT_TIMEOUT_S, Threads, open_engine
-from worker.record.faults import Verdict, sentence_of, verdict_of
+from worker.record.faults import Verdict, is_misconfigured, sentence_of, verdict_of
 from worker.record.rows import JobRow
 from worker.record.standing import Standing, standing
 from worker.record.tables import jobs, usage, webhooks
@@ -95,7 +95,8 @@ class ResultStore:
         except StoreUnavailable:
             raise
         except Exception as error:
-            raise StoreUnavailable(f"the SQL store cannot be reached: {sentence_of(error)}") from error
+            words = f"the SQL store cannot be used: {sentence_of(error)}"
+            raise StoreUnavailable(words, is_misconfigured=is_misconfigured(error)) from error
         if state.is_behind:
             raise SchemaOutdated(
                 f"the database is at revision {state.current or 'none'}, this version needs {state.head}: "

@@ -36,8 +36,15 @@ def resolve(host: str, port: int, allowed: Sequence[Network] = ()) -> list[str]:
     for text in texts:
         address = ipaddress.ip_address(text)
         if not is_permitted(address, allowed):
-            raise AddressRefused(f"{host} is at {address}, and webhooks go to public addresses only")
+            raise AddressRefused(
+                f"{_named(host, address)} is not public: TOKENMILL_WEBHOOK_NETWORKS of `tokenmill tasks` lists the "
+                "private networks that webhooks may reach"
+            )
     return texts
+
+
+def _named(host: str, address: Address) -> str:
+    return str(address) if host == str(address) else f"{host}'s address {address}"
 
 
 def is_permitted(address: Address, allowed: Sequence[Network] = ()) -> bool:

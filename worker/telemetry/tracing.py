@@ -70,7 +70,7 @@ class Tracing:
             from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
         except ImportError as error:
             raise MissingPackage(
-                "otel_endpoint is set, but OpenTelemetry is not installed: pip install 'tokenmill[otel]'"
+                "otel_endpoint is set, but OpenTelemetry is not installed: pip install '.[otel]' in tokenmill's folder"
             ) from error
         provider = TracerProvider(
             resource=Resource.create(dict(resource)),

@@ -23,7 +23,7 @@ def check(path: Path) -> None:
     if not path.parent.is_dir():
         raise PictureError(f"there is no folder {path.parent}")
     if importlib.util.find_spec("matplotlib") is None:
-        raise PictureError("drawing needs matplotlib: pip install 'tokenmill[bench]'")
+        raise PictureError("drawing needs matplotlib: pip install '.[bench]' in tokenmill's folder")
 
 
 def draw(record: dict[str, Any], path: Path) -> Path:
