@@ -88,11 +88,16 @@ def _watch(clients: Sequence[Client], interval: float, rows: int) -> None:
         return
 
 
+def _wait(seconds: float) -> bool:
+    time.sleep(seconds)
+    return False
+
+
 @contextmanager
 def _quit_key() -> Iterator[Callable[[float], bool]]:
     """A wait of some seconds that tells whether `q` was typed meanwhile; where no terminal is read, it only waits."""
     if not sys.stdin.isatty():
-        yield lambda seconds: bool(time.sleep(seconds))
+        yield _wait
         return
     keyboard = sys.stdin.fileno()
     before = termios.tcgetattr(keyboard)
