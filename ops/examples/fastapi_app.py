@@ -2,9 +2,9 @@
 
     python -m ops.examples.fastapi_app        # http://127.0.0.1:8000, for the worker of `tokenmill dev`
 
-It needs FastAPI, uvicorn and tokenmill with the extra `sql`, and nothing of the worker. An event's id is the number of tokens
-that its reader has then, so a browser that reconnects (Last-Event-ID) goes on where it was, on any of your servers.
-Who the user is stands in one function, `current_user`: put your own login there. Each user is a tenant of the
+It needs FastAPI, uvicorn and tokenmill with the extra `sql`, and nothing of the worker. An event's id is the number
+of tokens that its reader has then, so a browser that reconnects (Last-Event-ID) goes on where it was, on any of your
+servers. Who the user is stands in one function, `current_user`: put your own login there. Each user is a tenant of the
 queue: they share it fairly, and nobody sees another's jobs.
 """
 

@@ -1,7 +1,9 @@
 """The engine's process seen from the worker: it starts and ends, whenever it is asked to."""
 
 import asyncio
+import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -60,12 +62,31 @@ async def test_it_starts_and_stops() -> None:
     _ = [frame async for frame in host.frames()]  # ends, for it was stopped
 
 
-async def test_what_is_logged_while_it_loads_is_told(llama: Path) -> None:
-    told: list[str] = []
+@pytest.mark.parametrize("has_compiler", [True, False])
+async def test_what_its_process_logs_is_in_the_worker_s_log_with_its_level(
+    llama: Path,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    has_compiler: bool,
+) -> None:
+    if not has_compiler:
+        monkeypatch.setenv("CXX", "none-such")
+        monkeypatch.setenv("PATH", "/none")
+    caplog.set_level(logging.INFO)
     host = EngineProcess(EngineConfig(model=str(llama), dtype="float32", num_blocks=64))
-    await host.start(lambda what, _fraction: told.append(what))
+    await host.start()
     await host.stop()
-    assert any(what.startswith("weights in memory") for what in told), told
+    told = [(record.levelname, record.name, record.message.partition(":")[0]) for record in caplog.records]
+    if has_compiler:
+        where = "worker.engine.model.fused"
+        assert ("INFO", f"{where}.optimise", "weights in memory, each the same bits as in float32") in told
+        (fused,) = [record.message for record in caplog.records if record.name == f"{where}.swap"]
+        assert re.fullmatch(r"fused modules: \d+ \w+(, \d+ \w+)*", fused)
+    else:
+        optimise = "worker.engine.model.fused.optimise"
+        assert ("WARNING", optimise, "the model runs on torch's own linear layers") in told
+    assert "linear layers" not in capfd.readouterr().err
 
 
 async def test_one_that_was_killed_is_reaped_in_order(caplog: pytest.LogCaptureFixture) -> None:

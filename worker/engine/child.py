@@ -23,7 +23,7 @@ import msgspec
 from worker.engine.config import EngineConfig
 from worker.engine.cpu_slices import lengthen_slices
 from worker.engine.faults import why
-from worker.engine.mailbox import Broken, FrameError, Mailbox, Progress, Report, read_command
+from worker.engine.mailbox import Broken, FrameError, Logged, Mailbox, Progress, Report, read_command
 from worker.engine.pipe import LENGTH_BYTES, Outlet
 
 PARENT_GONE = 3  # exit status
@@ -73,7 +73,7 @@ def _serve(start: _Start, mailbox: Mailbox, emit: Callable[[Report], None]) -> i
         emit(Broken(why(error), at_start=True))
         return 1
     finally:
-        telling.stop()
+        telling.loaded()
     gc.collect()
     gc.freeze()  # the model and its libraries: every full collection would go through them, in the middle of a step
     EngineLoop(engine, mailbox, emit).run()
@@ -81,26 +81,23 @@ def _serve(start: _Start, mailbox: Mailbox, emit: Callable[[Report], None]) -> i
 
 
 class _Telling(logging.Handler):
-    """What the engine logs while it loads (kernels that are compiled, how weights lie in memory) is the worker's to
-    tell: this process has no log of its own. Warnings go where they go without it.
+    """Hands log records to the worker, which writes the log: this process has none of its own.
+
+    Warnings of any library go until the end; what the engine says of its loading (kernels that are compiled, how
+    weights lie in memory) goes until `loaded`.
     """
 
     def __init__(self, emit: Callable[[Report], None]) -> None:
         super().__init__(logging.INFO)
-        self._tell = emit
-        self._logger = logging.getLogger("worker.engine")
-        self._logger.addHandler(self)
-        self._logger.setLevel(logging.INFO)
+        self._report = emit
+        logging.getLogger().addHandler(self)
+        logging.getLogger("worker.engine").setLevel(logging.INFO)
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.levelno < logging.WARNING:
-            self._tell(Progress(record.getMessage(), 0.0))
-        elif logging.lastResort is not None:
-            logging.lastResort.handle(record)
+        self._report(Logged(record.levelno, record.name, record.getMessage()))
 
-    def stop(self) -> None:
-        self._logger.removeHandler(self)
-        self._logger.setLevel(logging.NOTSET)
+    def loaded(self) -> None:
+        logging.getLogger("worker.engine").setLevel(logging.NOTSET)
 
 
 def _receive(connection: socket.socket) -> bytes:

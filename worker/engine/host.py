@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 import sys
 import threading
@@ -26,6 +27,7 @@ from worker.engine.mailbox import (
     Cancel,
     Command,
     Frame,
+    Logged,
     Mailbox,
     Progress,
     Ready,
@@ -110,6 +112,9 @@ class _Reports:
         self._send(Cancel(request_id, reason, choice))
 
     def _take_in(self, report: Report | None) -> None:
+        if isinstance(report, Logged):
+            logging.getLogger(report.logger).log(report.level, "%s", report.message)
+            return
         self._has_reported = True
         self._reports.append(report)
         if self._arrival is not None and not self._arrival.done():

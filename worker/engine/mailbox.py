@@ -83,7 +83,15 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
     fraction: float
 
 
-Report = Ready | Frame | Broken | Progress
+class Logged(msgspec.Struct, frozen=True, tag="logged"):
+    """A log record of the engine's process, for the worker's log: this process has none of its own."""
+
+    level: int
+    logger: str
+    message: str
+
+
+Report = Ready | Frame | Broken | Progress | Logged
 
 _command_decoder: Final[msgspec.msgpack.Decoder[Command]] = msgspec.msgpack.Decoder(Command)
 _report_decoder: Final[msgspec.msgpack.Decoder[Report]] = msgspec.msgpack.Decoder(Report)

@@ -134,7 +134,7 @@ def _converted(name: str, files: list[Path], cache: Path, report: Progress) -> P
         with _beside(target) as folder:
             source = _one_file(files, folder)
             try:
-                convert.gguf_to_folder(source, folder, lambda done: report(what, done))
+                convert.gguf_to_folder(source, folder, lambda done: report(what, min(done, 0.99)))
             except Exception as error:  # readers of other people's files raise anything
                 raise ModelUnusableError(f"{source.name} cannot be converted: {error}") from error
             for leftover in folder.glob("*.gguf"):

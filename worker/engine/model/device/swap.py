@@ -48,7 +48,8 @@ def fuse_on_device(model: nn.Module) -> Counter[str]:
                 setattr(parent, name, stand_in)
                 swapped[type(stand_in).__name__] += 1
     _join(model)
-    log.info("fused modules on %s: %s", next(model.parameters()).device, dict(swapped))
+    listed = ", ".join(f"{count} {kind}" for kind, count in swapped.items()) or "none"
+    log.info("fused modules on %s: %s", next(model.parameters()).device, listed)
     return swapped
 
 

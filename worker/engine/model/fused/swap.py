@@ -42,7 +42,7 @@ def swap_modules(model: nn.Module, packing: Packing) -> Counter[str]:
                 setattr(parent, name, stand_in)
                 swapped[type(stand_in).__name__] += 1
     swapped += fuse_layers(model)
-    log.info("fused modules: %s", dict(swapped))
+    log.info("fused modules: %s", ", ".join(f"{count} {kind}" for kind, count in swapped.items()) or "none")
     return swapped
 
 
