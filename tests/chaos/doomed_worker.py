@@ -39,6 +39,11 @@ _REASON_OF = {"hand": "hand-over", "crash": "suspects", "retry": "retry"}
 _countdown: dict[str, int] = {}
 
 
+def die_at(name: str, count: int) -> None:
+    """Die at the `count`-th time that the process comes to this point."""
+    _countdown[name] = count
+
+
 def point(name: str) -> None:
     """Die here if it is time."""
     if name in _countdown:
@@ -85,7 +90,7 @@ class DoomedStore(ResultStore):
 
 
 def main(name: str, count: int, redis_url: str, database: str) -> int:
-    _countdown[name] = count
+    die_at(name, count)
     in_process = name.endswith(NEEDS_ENGINE_PROCESS)
     model = f"synthetic?step_ms={50 if name.endswith(NEEDS_DRAIN) else 4}"
     chosen = settings(

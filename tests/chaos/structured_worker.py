@@ -1,0 +1,58 @@
+"""A doomed worker that serves structured output: `POINT COUNT REDIS_URL DATABASE_URL NAME=VALUE…`.
+
+It dies by SIGKILL at the COUNT-th call of POINT (see `doomed_worker`). Its engine takes no step before every job that
+it claimed has its grammar and its adapter, so that each step before the death gives each job a token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable
+
+from tests.chaos.doomed_worker import DoomedStore, DoomedStream, die_at
+from tests.support.worker import settings
+from worker.app import Worker
+from worker.engine.config import EngineConfig
+from worker.engine.engine import Engine
+from worker.engine.host import EngineThread
+from worker.engine.types import TokenEvent
+
+SETTLED_S = 0.3  # so long no further job becomes ready
+
+
+class GatheringEngine(Engine):
+    """An engine whose first step waits until no further request has become schedulable for a moment."""
+
+    _num_ready = 0
+    _since = float("inf")
+    _is_open = False
+
+    def step(self) -> list[TokenEvent]:
+        if not self._is_open:
+            self._take_prepared()
+            num_ready, now = len(self.scheduler.request_ids()), time.monotonic()
+            if num_ready > self._num_ready:
+                self._num_ready, self._since = num_ready, now
+            if now < self._since + SETTLED_S:
+                time.sleep(0.005)
+                return []
+            self._is_open = True
+        return super().step()
+
+
+def gathering_host(config: EngineConfig) -> Callable[[], EngineThread]:
+    return lambda: EngineThread(lambda: GatheringEngine.load(config))
+
+
+def main(point: str, count: int, redis_url: str, database: str, *changes: str) -> int:
+    die_at(point, count)
+    values = dict(change.split("=", 1) for change in changes)
+    chosen = settings(redis_url, database, worker_id="doomed", lease_seconds=5.0, max_deliveries=10_000, **values)
+    worker = Worker(chosen, gathering_host(chosen.engine_config()), stream_type=DoomedStream, store_type=DoomedStore)
+    return asyncio.run(worker.serve())
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:]))

@@ -1,0 +1,160 @@
+"""Structured output survives `kill -9`: workers die at every token of jobs with JSON schemas, expressions and grammars.
+
+A worker continues a job from its log: it advances the grammar over the logged tokens and goes on at the next one.
+Each worker of a run lives for a few steps. Every job must end as it ends undisturbed: the same bytes, valid, each
+token told once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import re
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from tests.chaos.checker import Told, Wanted, violations
+from tests.chaos.test_kill_points import listen
+from tests.engine.lora.support import save_adapter
+from tests.engine.truth import tiny_models
+from tests.support.worker import client_of, database_url, running_worker
+from worker.engine.synthetic import TOKENIZER
+
+pytestmark = [pytest.mark.redis, pytest.mark.chaos, pytest.mark.timeout(1800)]
+
+ROOT = Path(__file__).parents[2]
+END = 256  # the model-free engine's tokenizer: 256 bytes, then the token that ends an answer
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 5},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["red", "green"]}, "maxItems": 2},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+FORMATS: dict[str, dict[str, Any]] = {
+    "json": {"json_schema": PERSON},
+    "regex": {"regex": r"[a-f]{4,8}-[0-9]{3}(, (yes|no)){2}"},
+    "ebnf": {"grammar": 'root ::= "(" item ("," item){2,4} ")"\nitem ::= [a-c] [0-9] | "nil"'},
+}
+EBNF_AS_REGEX = r"\((?:[a-c][0-9]|nil)(?:,(?:[a-c][0-9]|nil)){2,4}\)"
+SAMPLING: tuple[dict[str, Any], ...] = (
+    {"temperature": 0},
+    {"temperature": 1.0, "seed": 7},
+    {"temperature": 1.5, "seed": 8, "top_p": 0.9, "frequency_penalty": 0.5},
+    {"temperature": 1.0, "seed": 9, "lora": "poet"},
+)
+JOBS: list[dict[str, Any]] = [
+    {"prompt": f"Fill in: {name}", "response_format": form, "max_tokens": 120, **sampling}
+    for (name, form), sampling in itertools.product(FORMATS.items(), SAMPLING)
+] + [
+    {"prompt": f"Fill in {i}", "response_format": FORMATS["json"], "max_tokens": 120, "temperature": 1.0, "seed": i}
+    for i in range(8)
+]
+
+
+def assert_valid(job: dict[str, Any], text: str) -> None:
+    form = job["response_format"]
+    if "json_schema" in form:
+        jsonschema.validate(json.loads(text), PERSON)
+    else:
+        assert re.fullmatch(form.get("regex", EBNF_AS_REGEX), text), text
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("model")
+    base = tiny_models.save("llama", folder / "base")
+    for file in TOKENIZER.glob("tokenizer*.json"):
+        (base / file.name).write_bytes(file.read_bytes())
+    for name in ("config.json", "generation_config.json"):  # the end of an answer is that tokenizer's
+        values = json.loads((base / name).read_text())
+        (base / name).write_text(json.dumps(values | {"eos_token_id": END}))
+    adapter = save_adapter(base, folder / "poet", 1)
+    return {
+        "model": str(base), "adapters": f"poet={adapter}", "dtype": "float32", "num_threads": 1, "max_num_seqs": 32,
+        "max_num_batched_tokens": 2048,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("speculative_tokens", [0, 3])
+async def test_jobs_with_a_grammar_continue_at_every_token(
+    redis_url: str, tmp_path: Path, settings: dict[str, Any], rounds: int, speculative_tokens: int
+) -> None:
+    """In the long form (`--rounds 50` or more) a worker dies after every step, in the short one after every eighth."""
+    settings = settings | {"speculative_tokens": speculative_tokens}
+    steps = 1 if rounds >= 50 else 8
+    (tmp_path / "calm").mkdir()
+    calm = await undisturbed(redis_url, database_url(tmp_path / "calm"), settings)
+    for job, result in zip(JOBS, calm, strict=True):
+        assert result.finish_reason == "stop", (job, result.error)
+        assert_valid(job, result.text)
+    database = database_url(tmp_path)
+    died_at: dict[str, set[int]] = {}
+    async with client_of(redis_url, database) as client:
+        jobs = [await client.submit(**job) for job in JOBS]
+        told = {job: [Told(), Told()] for job in jobs}
+        early = [asyncio.create_task(listen(client, job, told[job][0])) for job in jobs]
+        wanted = {job: Wanted.of(result) for job, result in zip(jobs, calm, strict=True)}
+        lengths = {job: len(wanted[job].answer[0][0]) for job in jobs}
+
+        def are_complete() -> bool:
+            return all(told[job][0].num_tokens >= lengths[job] for job in jobs)
+
+        for number in itertools.count():
+            if are_complete():
+                break
+            moment = "before append" if number % 5 == 4 else "after append"
+            await run_doomed(moment, steps, redis_url, database, settings, are_complete)
+            await settle(told)
+            for job in jobs:
+                died_at.setdefault(job, set()).add(told[job][0].num_tokens)
+            assert number < 400, "the jobs make no progress"
+        async with running_worker(redis_url, database, worker_id="survivor", **settings):
+            await asyncio.wait_for(asyncio.gather(*early), 90)
+            for job in jobs:
+                await listen(client, job, told[job][1])
+    assert violations(database, wanted, told) == []
+    if steps == 1 and not speculative_tokens:
+        missed = {job: set(range(1, lengths[job])) - died_at[job] for job in jobs}
+        assert not any(missed.values()), f"no worker died after these tokens: {missed}"
+
+
+async def undisturbed(redis_url: str, database: str, settings: dict[str, Any]) -> list[Any]:
+    async with running_worker(redis_url, database, **settings), client_of(redis_url, database) as client:
+        jobs = [await client.submit(**job) for job in JOBS]
+        return [await client.result(job, timeout=90) for job in jobs]
+
+
+async def run_doomed(
+    point: str, count: int, redis_url: str, database: str, settings: dict[str, Any], are_complete: Callable[[], bool]
+) -> None:
+    """Run a worker until it has killed itself, or kill it when the jobs leave it nothing to generate."""
+    values = [f"{name}={value}" for name, value in settings.items()]
+    command = [sys.executable, "-m", "tests.chaos.structured_worker", point, str(count), redis_url, database, *values]
+    process = await asyncio.create_subprocess_exec(*command, cwd=ROOT)
+    try:
+        async with asyncio.timeout(120):
+            while process.returncode is None and not are_complete():  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        status = await process.wait()
+    assert status == -signal.SIGKILL, f"the worker ended with {status}"
+
+
+async def settle(told: dict[str, list[Told]]) -> None:
+    """Wait until the subscribers hear nothing more of the worker that has died."""
+    heard = -1
+    while heard != (heard := sum(subscribers[0].num_tokens for subscribers in told.values())):  # noqa: ASYNC110
+        await asyncio.sleep(0.1)
