@@ -39,6 +39,7 @@ _LONG = ("slow", "chaos", "soak")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rounds", type=int, default=3, help="how many rounds of faults the chaos tests run")
     parser.addoption("--soak-seconds", type=float, default=60.0, help="how long each soak test runs")
+    parser.addoption("--soak-jobs", type=int, default=0, help="how many jobs the soak of the service submits instead")
 
 
 def _length(item: pytest.Item) -> tuple[float, bool]:
@@ -96,6 +97,11 @@ def rounds(request: pytest.FixtureRequest) -> int:
 @pytest.fixture
 def soak_seconds(request: pytest.FixtureRequest) -> float:
     return float(request.config.getoption("--soak-seconds"))
+
+
+@pytest.fixture
+def soak_jobs(request: pytest.FixtureRequest) -> int:
+    return int(request.config.getoption("--soak-jobs"))
 
 
 @pytest.fixture(scope="session")
