@@ -1,7 +1,5 @@
 """The engine as its users call it, on the model-free runner: every answer is the one that a lone run gives."""
 
-import threading
-
 import pytest
 
 from schemas.generation import FinishReason, SamplingParams
@@ -74,8 +72,8 @@ def test_cancel_in_every_state_gives_a_result_and_frees_the_blocks(engine, steps
     request_id = engine.add_request(PROMPTS[11], GREEDY)
     for _ in range(steps):
         engine.step()
-    assert engine.cancel_request(request_id)
-    assert not engine.cancel_request(request_id)
+    assert engine.cancel(request_id)
+    assert not engine.cancel(request_id)
     output = engine.get_result(request_id)
     assert output is not None
     assert output.finish_reason is FinishReason.CANCELLED
@@ -161,15 +159,52 @@ def test_stop_without_draining_ends_everything():
     assert reasons == {FinishReason.CANCELLED}
 
 
-def test_another_thread_may_wait_for_results(engine):
-    request_id = engine.add_request(PROMPTS[0], GREEDY)
-    found = []
-    reader = threading.Thread(target=lambda: found.append(engine._outputs.take_within(request_id, 20)))
-    reader.start()
+def test_a_cancel_ends_no_later_request_of_the_same_id(engine):
+    for taken_at_once in (True, False):
+        engine.add_request(PROMPTS[0], GREEDY, "a")
+        engine.step()
+        engine.cancel("a")
+        if not taken_at_once:  # the step returns the event to whoever forwards events
+            assert [event.finish_reason for event in engine.step()] == [FinishReason.CANCELLED]
+        assert engine.get_result("a").finish_reason is FinishReason.CANCELLED
+        engine.add_request(PROMPTS[1], GREEDY, "a")
+        assert engine.get_result("a").token_ids == lone(PROMPTS[1]).token_ids
+
+
+def test_an_id_is_in_use_until_its_result_is_taken(engine):
+    engine.add_request(PROMPTS[0], GREEDY, "a")
     while engine.has_work:
         engine.step()
-    reader.join()
-    assert found[0].token_ids == lone(PROMPTS[0]).token_ids
+    with pytest.raises(RequestError, match="has not been taken"):
+        engine.add_request(PROMPTS[1], GREEDY, "a")
+    assert engine.get_result().token_ids == lone(PROMPTS[0]).token_ids
+
+
+def test_a_refused_submission_ends_no_request_of_the_same_id(engine):
+    engine.add_request(PROMPTS[0], GREEDY, "a")
+    engine.submit([GenerationRequest(request_id="a", prompt_ids=(1, 2), params=GREEDY)])
+    assert engine.get_result("a").token_ids == lone(PROMPTS[0]).token_ids
+
+
+def test_adding_requests_together_takes_a_time_that_grows_with_their_number():
+    """Each is looked up once, not once for each other one: counted, for a clock would not say."""
+    compared = 0
+
+    class Name(str):
+        __slots__ = ()
+
+        def __eq__(self, other):
+            nonlocal compared
+            compared += 1
+            return str.__eq__(self, other)
+
+        __hash__ = str.__hash__
+
+    with Engine.load(config()) as many:
+        names = [Name(f"name-{number}") for number in range(500)]
+        many.submit([GenerationRequest(request_id=name, prompt_ids=(1, 2, 3), params=GREEDY) for name in names])
+        assert compared < 20 * len(names)
+        many.stop(drain=False)
 
 
 class Broken(SyntheticRunner):

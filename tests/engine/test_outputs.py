@@ -1,6 +1,6 @@
-"""Collected outputs: complete, in order, readable from other threads."""
+"""Collected outputs: complete, in order, each token kept once."""
 
-import threading
+import sys
 
 import pytest
 
@@ -66,19 +66,28 @@ def test_an_unknown_request_is_a_key_error():
         Outputs().take("nobody")
 
 
-def test_another_thread_waits_for_the_result():
+def test_a_reader_gets_every_token_once_however_late_it_comes():
     outputs = Outputs()
-    outputs.open("a", 1, 1, wants_logprobs=False)
-    threading.Timer(0.05, outputs.deliver, [[event(tokens=[4], reason=FinishReason.STOP)]]).start()
-    output = outputs.take_within("a", timeout=60)
-    assert output is not None
-    assert output.token_ids == (4,)
+    outputs.open("a", 1, n=2, wants_logprobs=False)
+    outputs.deliver([event(tokens=[1], cached=1), event(tokens=[2]), event(choice=1, tokens=[7])])
+    cursors = {}
+    assert list(outputs.read("a", cursors)) == [event(tokens=[1, 2], cached=1), event(choice=1, tokens=[7])]
+    assert list(outputs.read("a", cursors)) == []
+    outputs.deliver([event(tokens=[3]), event(choice=1, reason=FinishReason.CANCELLED)])
+    assert list(outputs.read("a", cursors)) == [event(tokens=[3]), event(choice=1, reason=FinishReason.CANCELLED)]
+    outputs.deliver([event(tokens=[4], reason=FinishReason.LENGTH)])
+    assert list(outputs.read("a", cursors)) == [event(tokens=[4], reason=FinishReason.LENGTH)]
+    assert list(outputs.read("a", cursors)) == []
 
 
-def test_waiting_ends_at_the_timeout():
+def test_nothing_is_kept_of_an_event_but_its_tokens():
+    """A long answer that nobody streams costs a list of integers."""
     outputs = Outputs()
     outputs.open("a", 1, 1, wants_logprobs=False)
-    assert outputs.take_within("a", timeout=0.01) is None
+    said = event(tokens=[1])
+    for _ in range(100):
+        outputs.deliver([said])
+    assert sys.getrefcount(said) == 2  # the name, and the argument of this call
 
 
 def test_a_result_taken_by_its_name_leaves_nothing_behind():

@@ -42,6 +42,29 @@ def test_a_deadline_passes_while_a_grammar_is_compiled(preparing):
     assert preparing.request_ids() == ["early"]
 
 
+def test_one_choice_is_cancelled_while_a_grammar_is_compiled(preparing):
+    params = SamplingParams(max_tokens=5, n=3, response_format=ResponseFormat(regex="a"))
+    preparing.submit([GenerationRequest(request_id="x", prompt_ids=(1, 2), params=params)])
+    assert preparing.cancel("x", choice=1)
+    assert not preparing.cancel("x", choice=1)
+    events = preparing.step()
+    assert [(event.choice, event.finish_reason) for event in events] == [(1, FinishReason.CANCELLED)]
+    assert preparing.request_ids() == ["x"]
+    assert preparing.cancel("x")
+    events = preparing.step()
+    assert [(event.choice, event.finish_reason) for event in events] == [
+        (0, FinishReason.CANCELLED), (2, FinishReason.CANCELLED),
+    ]  # fmt: skip
+    assert preparing.request_ids() == []
+
+
+def test_a_refused_group_leaves_those_that_waited_before(preparing):
+    preparing.add_request([1, 2], STRUCTURED, "first")
+    with pytest.raises(RequestError, match="in use"):
+        preparing.add_requests([[1, 2], [1, 2]], STRUCTURED, ["second", "first"])
+    assert preparing.request_ids() == ["first"]
+
+
 def test_requests_added_together_are_taken_all_or_none(preparing):
     with pytest.raises(RequestError, match="vocabulary"):
         preparing.add_requests([[1, 2], [10**9]], STRUCTURED)

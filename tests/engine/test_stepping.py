@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 
@@ -26,12 +26,16 @@ def holds(plan: StepPlan, *names: str) -> bool:
 class Faulty(SyntheticRunner):
     """`fails(plan)` says whether a step raises, `spoils(plan)` whether none of its logits are finite."""
 
-    __slots__ = ("fails", "num_failed", "spoils")
+    fails: Callable[[StepPlan], bool]
+    spoils: Callable[[StepPlan], bool]
+    num_failed: int
 
     @classmethod
-    def make(cls, fails: Any = lambda plan: False, spoils: Any = lambda plan: False, **changes: Any) -> Faulty:
-        values = {"model": "synthetic", "num_blocks": 4096, "max_num_seqs": 64} | changes
-        runner = cls.load(EngineConfig(**values))
+    def make(
+        cls, fails: Callable[[StepPlan], bool] = lambda _plan: False,
+        spoils: Callable[[StepPlan], bool] = lambda _plan: False,
+    ) -> Faulty:  # fmt: skip
+        runner = cls.load(EngineConfig(model="synthetic", num_blocks=4096, max_num_seqs=64))
         assert isinstance(runner, cls)
         runner.fails, runner.spoils, runner.num_failed = fails, spoils, 0
         return runner
@@ -55,7 +59,7 @@ def requests(*names: str) -> list[GenerationRequest]:
 
 def run(engine: Engine) -> dict[str, TokenEvent]:
     """The last event of each request."""
-    ends = {}
+    ends: dict[str, TokenEvent] = {}
     while engine.has_work:
         ends |= {event.request_id: event for event in engine.step() if event.finish_reason is not None}
     return ends

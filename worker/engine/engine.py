@@ -71,11 +71,11 @@ class Engine:
 
     def submit(self, requests: Iterable[GenerationRequest]) -> None:
         """Admit requests together, so that shared prefixes meet; the next step's events answer the refused ones."""
-        batch: list[Sequence] = []
+        batch: dict[str, list[Sequence]] = {}
         for request in requests:
             try:
                 self._enqueue(request, batch)
-            except RequestError as error:
+            except RequestError as error:  # not delivered: a request of the same id may be under way
                 self._early.append(refusal_event(request.request_id, error))
         self._schedule(batch)
 
@@ -98,23 +98,24 @@ class Engine:
         """Add requests together, ordered for prefix hits; ids in the order given. All or none: RequestError."""
         shared = params if isinstance(params, SamplingParams) else SamplingParams()
         each = [shared] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
-        names = list(request_ids) if request_ids is not None else [None] * len(prompts)
-        if not len(prompts) == len(each) == len(names):
-            raise ValueError(
-                f"{len(prompts)} prompts, {len(each)} sampling parameters and {len(names)} ids do not match"
-            )
+        ids = list(request_ids) if request_ids is not None else [None] * len(prompts)
+        if not len(prompts) == len(each) == len(ids):
+            raise ValueError(f"{len(prompts)} prompts, {len(each)} sampling parameters and {len(ids)} ids do not match")
         requests = [
             GenerationRequest(request_id=name or self._new_id(), prompt_ids=tuple(prompt), params=sampling, **fields)
-            for prompt, sampling, name in zip(prompts, each, names, strict=True)
+            for prompt, sampling, name in zip(prompts, each, ids, strict=True)
         ]
-        batch: list[Sequence] = []
-        num_preparing = len(self._preparing)
+        names = {request.request_id for request in requests}
+        known = names.intersection(self._preparing.request_ids())
+        batch: dict[str, list[Sequence]] = {}
         try:
             for request in requests:
                 self._enqueue(request, batch)
+                if request.request_id in self._outputs:
+                    raise RequestError(f"the result of request id {request.request_id!r} has not been taken yet")
             self._schedule(batch, strict=True)
         except RequestError:
-            self._preparing.cut(num_preparing)
+            self._preparing.drop(names - known)
             raise
         for request in requests:
             choices = request.params.n
@@ -123,19 +124,20 @@ class Engine:
 
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED, choice: int | None = None) -> bool:
         """End a request (or one choice) in any state; its blocks are free at once. False if it is unknown or over."""
-        events = self._preparing.cancel(request_id, reason)
+        events = self._preparing.cancel(request_id, reason, choice)
         events += self.scheduler.cancel(request_id, reason, choice)
-        self._early += events
-        self._outputs.deliver(events)
+        self._tell_early(events)
         return bool(events)
 
-    cancel_request = cancel
+    def _tell_early(self, events: list[TokenEvent]) -> None:
+        """Deliver events now; the next step returns them, and delivers them no second time."""
+        self._outputs.deliver(events)
+        self._early += events
 
-    def _enqueue(self, request: GenerationRequest, batch: list[Sequence]) -> None:
+    def _enqueue(self, request: GenerationRequest, batch: dict[str, list[Sequence]]) -> None:
         sequences = self._intake.admit(request)
         request_id = request.request_id
-        is_known = self.scheduler.knows(request_id) or self._preparing.knows(request_id)
-        if is_known or any(sequence.request_id == request_id for sequence in batch):
+        if request_id in batch or self.scheduler.knows(request_id) or self._preparing.knows(request_id):
             raise RequestError(f"request id {request.request_id!r} is already in use")
         params = request.params
         needs = Needs(
@@ -144,26 +146,26 @@ class Engine:
         )
         if needs.are_met:
             needs.settle(sequences)
-            batch += sequences
+            batch[request_id] = sequences
         else:
             self._preparing.add(needs, sequences)
 
-    def _schedule(self, batch: list[Sequence], strict: bool = False) -> None:
+    def _schedule(self, batch: dict[str, list[Sequence]], strict: bool = False) -> None:
         if not batch:
             return
         try:
-            self.scheduler.add(batch)
+            self.scheduler.add([sequence for sequences in batch.values() for sequence in sequences])
         except RequestError:
             if strict:
                 raise
-            for _, group in itertools.groupby(batch, key=lambda sequence: sequence.request_id):
-                self._schedule_one(list(group))
+            for sequences in batch.values():
+                self._schedule_one(sequences)
 
     def _schedule_one(self, sequences: list[Sequence]) -> None:
         try:
             self.scheduler.add(sequences)
         except RequestError as error:
-            self._early += [refusal_event(s.request_id, error, s.choice) for s in sequences]
+            self._tell_early([refusal_event(s.request_id, error, s.choice) for s in sequences])
 
     def _new_id(self) -> str:
         return f"request-{next(self._ids)}"
@@ -186,40 +188,39 @@ class Engine:
     def step(self) -> list[TokenEvent]:
         """Run one iteration and return its events; with nothing to do, return at once.
 
-        Raises EngineError when the device is lost.
+        Raises EngineError when the engine is broken.
         """
         started = time.perf_counter()
         self._take_prepared()
-        events, self._early = self._early, []
-        events += self.scheduler.expire()
+        early, self._early = self._early, []
+        events = self.scheduler.expire()
         events += self._steps.next()
         self._outputs.deliver(events)
         self._busy_s += time.perf_counter() - started
-        return events
+        return early + events
 
     def _take_prepared(self) -> None:
         """Grammars compile and adapters load off the step's path; their requests join when they are done."""
         if self._preparing:
             ready, ends = self._preparing.take()
             for sequences in ready:
-                self._schedule(sequences)
-            self._early += ends
+                self._schedule_one(sequences)
+            self._tell_early(ends)
 
     # ── reading ──
 
     def stream(self, request_id: str) -> Iterator[TokenEvent]:
-        """The request's events as they come, stepping the engine meanwhile; ends after its last choice ended."""
+        """The request's tokens as they come, stepping the engine meanwhile; ends after its last choice ended.
+
+        What came before the call is one event for each choice.
+        """
+        cursors: dict[int, int] = {}
         while True:
-            event = self._outputs.next_event(request_id)
-            if event is not None:
-                yield event
-            elif self._outputs.is_finished(request_id):
+            yield from self._outputs.read(request_id, cursors)
+            if self._outputs.is_finished(request_id):
                 self._outputs.discard(request_id)
                 return
-            else:
-                self._step_or_wait()
-
-    request_id_iter = stream
+            self._step_or_wait()
 
     def get_result(self, request_id: str | None = None, timeout: float | None = None) -> GenerationOutput | None:
         """Step until this request (None: any) is finished and return it; None after `timeout` seconds."""

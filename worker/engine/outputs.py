@@ -1,15 +1,16 @@
 """What users of the engine object see of its events: growing outputs, streams, finished results.
 
 Only requests added through the engine's own calls are collected; a host that forwards events keeps its
-own books. It knows nothing of scheduling.
+own books. Each token is kept once, in its choice's output, whether anybody streams it or not. It knows
+nothing of scheduling.
 """
 
 from __future__ import annotations
 
-import threading
-import time
-from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+
+import msgspec
 
 from schemas.generation import FinishReason, TokenLogprob
 from worker.engine.types import GenerationOutput, TokenEvent
@@ -20,8 +21,10 @@ class _Choice:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     num_cached_tokens: int = 0
+    preemptions: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None
+    error_code: str | None = None
 
 
 @dataclass(slots=True)
@@ -29,7 +32,6 @@ class _Collected:
     num_prompt_tokens: int
     choices: list[_Choice]
     wants_logprobs: bool
-    events: deque[TokenEvent] = field(default_factory=deque)
 
     @property
     def is_finished(self) -> bool:
@@ -37,35 +39,31 @@ class _Collected:
 
 
 class Outputs:
-    """Events by request, until their result is taken. Safe for one producer and many reading threads."""
+    """Tokens by request, until their result is taken. Not thread-safe, as the engine is not."""
 
     def __init__(self) -> None:
         self._requests: dict[str, _Collected] = {}
         self._finished: dict[str, None] = {}  # in the order of their ends
-        self._changed = threading.Condition()
 
     def open(self, request_id: str, num_prompt_tokens: int, n: int, wants_logprobs: bool) -> None:
-        with self._changed:
-            choices = [_Choice() for _ in range(n)]
-            self._requests[request_id] = _Collected(num_prompt_tokens, choices, wants_logprobs)
+        choices = [_Choice() for _ in range(n)]
+        self._requests[request_id] = _Collected(num_prompt_tokens, choices, wants_logprobs)
 
     def discard(self, request_id: str) -> None:
-        with self._changed:
-            self._forget(request_id)
+        self._requests.pop(request_id, None)
+        self._finished.pop(request_id, None)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
 
     def deliver(self, events: list[TokenEvent]) -> None:
-        """Called by whoever steps the engine; events of requests that nobody collects are passed over."""
+        """Take events in; those of requests that nobody collects are passed over."""
         if not self._requests:
             return
-        with self._changed:
-            for event in events:
-                collected = self._requests.get(event.request_id)
-                if collected is not None:
-                    self._apply(collected, event)
-            self._changed.notify_all()
+        for event in events:
+            collected = self._requests.get(event.request_id)
+            if collected is not None:
+                self._apply(collected, event)
 
     def _apply(self, collected: _Collected, event: TokenEvent) -> None:
         choice = collected.choices[event.choice]
@@ -74,50 +72,49 @@ class Outputs:
         choice.token_ids += event.token_ids
         choice.logprobs += event.logprobs or ()
         choice.num_cached_tokens = choice.num_cached_tokens or event.num_cached_tokens
-        choice.finish_reason, choice.error = event.finish_reason, event.error
-        collected.events.append(event)
-        if collected.is_finished:
+        choice.preemptions = event.preemptions
+        choice.finish_reason, choice.error, choice.error_code = event.finish_reason, event.error, event.error_code
+        if event.finish_reason is not None and collected.is_finished:
             self._finished[event.request_id] = None
 
     def is_finished(self, request_id: str) -> bool:
         return self._requests[request_id].is_finished
 
-    def next_event(self, request_id: str) -> TokenEvent | None:
-        """The oldest unread event of a request; None while there is none. Raises KeyError if unknown."""
-        events = self._requests[request_id].events
-        return events.popleft() if events else None
+    def read(self, request_id: str, cursors: dict[int, int]) -> Iterator[TokenEvent]:
+        """What has come since the last call with these cursors, which it moves: one event for each choice.
 
-    def wait(self, timeout: float) -> None:
-        """Until something was delivered, or the timeout (seconds)."""
-        with self._changed:
-            self._changed.wait(timeout)
+        A cursor is the number of tokens read, or -1 behind the end. Raises KeyError if the request is unknown.
+        """
+        collected = self._requests[request_id]
+        for index, choice in enumerate(collected.choices):
+            first, stop = cursors.get(index, 0), len(choice.token_ids)
+            has_ended = choice.finish_reason is not None
+            if first < 0 or (first == stop and not has_ended):
+                continue
+            cursors[index] = -1 if has_ended else stop
+            yield TokenEvent(
+                request_id=request_id,
+                choice=index,
+                token_ids=tuple(choice.token_ids[first:]),
+                logprobs=tuple(choice.logprobs[first:]) if collected.wants_logprobs else None,
+                finish_reason=choice.finish_reason,
+                error=choice.error,
+                error_code=choice.error_code,
+                num_cached_tokens=0 if first else choice.num_cached_tokens,
+                preemptions=choice.preemptions,
+            )
 
     def take(self, request_id: str | None = None) -> GenerationOutput | None:
         """A finished result, removed from the books: of this request, or of whichever finished first."""
-        with self._changed:
-            if request_id is None:
-                if not self._finished:
-                    return None
-                request_id = next(iter(self._finished))
-            elif not self._requests[request_id].is_finished:
+        if request_id is None:
+            if not self._finished:
                 return None
-            collected = self._requests[request_id]
-            self._forget(request_id)
-            return self._build(request_id, collected)
-
-    def take_within(self, request_id: str | None, timeout: float | None) -> GenerationOutput | None:
-        """Like take, waiting up to `timeout` seconds (None: for ever) for another thread's steps."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while True:
-            found = self.take(request_id)
-            left = 1.0 if deadline is None else deadline - time.monotonic()
-            if found is not None or left <= 0:
-                return found
-            self.wait(min(left, 1.0))
-
-    def _forget(self, request_id: str) -> None:
-        self._requests.pop(request_id, None)
-        self._finished.pop(request_id, None)
+            request_id = next(iter(self._finished))
+        elif not self._requests[request_id].is_finished:
+            return None
+        collected = self._requests[request_id]
+        self.discard(request_id)
+        return self._build(request_id, collected)
 
     def _build(self, request_id: str, collected: _Collected) -> GenerationOutput:
         outputs = tuple(
@@ -132,16 +129,4 @@ class Outputs:
             )
             for choice in collected.choices
         )
-        if len(outputs) == 1:
-            return outputs[0]
-        first = outputs[0]
-        return GenerationOutput(
-            request_id=request_id,
-            token_ids=first.token_ids,
-            finish_reason=first.finish_reason,
-            num_prompt_tokens=first.num_prompt_tokens,
-            num_cached_tokens=first.num_cached_tokens,
-            logprobs=first.logprobs,
-            error=first.error,
-            choices=outputs,
-        )
+        return outputs[0] if len(outputs) == 1 else msgspec.structs.replace(outputs[0], choices=outputs)

@@ -7,7 +7,7 @@ passes meanwhile ends; the others go on. It knows neither grammars nor adapters,
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -42,41 +42,41 @@ class Needs:
 
 
 class Preparing:
-    """Each entry holds all choices of one request."""
+    """Requests by id, each with its choices that have not ended."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock  # of the deadlines
-        self._entries: list[tuple[Needs, list[Sequence]]] = []
+        self._requests: dict[str, tuple[Needs, list[Sequence]]] = {}
 
     def __len__(self) -> int:
-        return len(self._entries)
-
-    def cut(self, length: int) -> None:
-        """Take back what was added behind the first `length`."""
-        del self._entries[length:]
+        return len(self._requests)
 
     def add(self, needs: Needs, sequences: list[Sequence]) -> None:
-        self._entries.append((needs, sequences))
+        self._requests[sequences[0].request_id] = (needs, sequences)
+
+    def drop(self, request_ids: Iterable[str]) -> None:
+        """Forget requests without an event."""
+        for request_id in request_ids:
+            self._requests.pop(request_id, None)
 
     def knows(self, request_id: str) -> bool:
-        return any(sequences[0].request_id == request_id for _, sequences in self._entries)
+        return request_id in self._requests
 
     def request_ids(self) -> list[str]:
-        return [sequences[0].request_id for _, sequences in self._entries]
+        return list(self._requests)
 
     def take(self) -> tuple[list[list[Sequence]], list[TokenEvent]]:
         """Requests whose needs are met, and the ends of those whose cannot be or which it is too late for."""
         now = self._clock()
         ready: list[list[Sequence]] = []
         ends: list[TokenEvent] = []
-        for entry in list(self._entries):
-            needs, sequences = entry
+        for request_id, (needs, sequences) in list(self._requests.items()):
             deadline = sequences[0].deadline
             if deadline is not None and deadline <= now:
-                self._entries.remove(entry)
+                del self._requests[request_id]
                 ends += _ends(sequences, FinishReason.EXPIRED)
             elif needs.are_met:
-                self._entries.remove(entry)
+                del self._requests[request_id]
                 try:
                     needs.settle(sequences)
                 except RequestError as refusal:
@@ -85,13 +85,18 @@ class Preparing:
                     ready.append(sequences)
         return ready, ends
 
-    def cancel(self, request_id: str, reason: FinishReason) -> list[TokenEvent]:
-        events: list[TokenEvent] = []
-        for entry in list(self._entries):
-            if entry[1][0].request_id == request_id:
-                self._entries.remove(entry)
-                events += _ends(entry[1], reason)
-        return events
+    def cancel(self, request_id: str, reason: FinishReason, choice: int | None) -> list[TokenEvent]:
+        """End a request, or one choice of it; the other choices go on waiting."""
+        if request_id not in self._requests:
+            return []
+        needs, sequences = self._requests[request_id]
+        ended = [s for s in sequences if choice is None or s.choice == choice]
+        left = [s for s in sequences if s not in ended]
+        if left:
+            self._requests[request_id] = (needs, left)
+        else:
+            del self._requests[request_id]
+        return _ends(ended, reason)
 
 
 def _ends(sequences: list[Sequence], reason: FinishReason) -> list[TokenEvent]:
