@@ -1,7 +1,7 @@
 """Generation as a Celery task, for backends that speak Celery already.
 
     from api_client.celery import generation_task
-    generate = generation_task(app, queue="smollm2-135m-instruct", url="redis://localhost:6379/0")
+    generate = generation_task(app, queue="smollm2-135m-instruct", url="redis://localhost:6379/0", chat=True)
 
     generate.delay("Why is the sky blue?", max_tokens=64).get(timeout=60)["text"]
     chain(generate.s("Name a fruit."), generate.s(template="Praise this fruit: {text}")).delay()
@@ -54,7 +54,8 @@ class GenerationTask(_BaseTask):  # type: ignore[misc]
 
     `defaults` are fields of the job and its sampling parameters that calls may override. `wait_s` is how long a
     Celery worker's slot may wait for a job before it is put off; `pauses_s` for how long then, time after time.
-    `returns`: "result", a dictionary with text, usage and all, or "text" alone.
+    `returns`: "result", a dictionary with text, usage and all, or "text" alone. `chat`: a text is a user's message,
+    as a model that was tuned for chats expects it, and not the beginning of what it is to continue.
     """
 
     url = "redis://localhost:6379/0"
@@ -63,6 +64,7 @@ class GenerationTask(_BaseTask):  # type: ignore[misc]
     prefix = "tm:"
     defaults: Mapping[str, Any] = {}
     returns: Literal["result", "text"] = "result"
+    chat = False
     wait_s = 1.0
     pauses_s = (0.2, 0.5, 1.0, 2.0, 5.0)
 
@@ -137,7 +139,7 @@ class GenerationTask(_BaseTask):  # type: ignore[misc]
         return GenerationResult(task_id, task=self, backend=self.backend, task_name=self.name, app=self._get_app())
 
     def _submit(self, task_id: str, args: Any, kwargs: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-        fields = fields_of(args, {**self.defaults, **kwargs})
+        fields = fields_of(args, {**self.defaults, **kwargs}, chat=self.chat)
         countdown = options.get("countdown")
         if options.get("eta"):
             fields["not_before"] = self._moment(options["eta"])
@@ -234,7 +236,7 @@ def _revoked(job_id: str) -> Exception:
 
 
 def generation_task(app: Any, *, queue: str, name: str = "tokenmill.generate", **attributes: Any) -> GenerationTask:
-    """A registered task. `attributes`: url, database, prefix, defaults, wait_s, or any of Celery's own."""
+    """A registered task. `attributes`: url, database, prefix, defaults, chat, wait_s, or any of Celery's own."""
     kind = type(
         "GenerationTask", (GenerationTask,), {"job_queue": queue, "name": name, "abstract": False, **attributes}
     )

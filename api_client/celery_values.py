@@ -44,11 +44,11 @@ def value_of(result: JobResult, returns: str) -> Any:
     }
 
 
-def fields_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def fields_of(args: Sequence[Any], kwargs: Mapping[str, Any], *, chat: bool = False) -> dict[str, Any]:
     """The arguments of a call as those of `Client.submit`. Raises InvalidRequest.
 
     The one positional argument is a prompt, messages, or what a task before this one gave: a text, a result, or a
-    list of either. `template` is what to make of it, with {text} in its place.
+    list of either. `template` is what to make of it, with {text} in its place. `chat`: the text is a user's message.
     """
     fields = {name: value for name, value in kwargs.items() if name != "template"}
     template = kwargs.get("template")
@@ -60,7 +60,8 @@ def fields_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     if _is_chat(given) and template is None:
         return {**fields, "messages": given}
     text = _text(given)
-    return {**fields, "prompt": text if template is None else str(template).replace("{text}", text)}
+    text = text if template is None else str(template).replace("{text}", text)
+    return {**fields, **({"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text})}
 
 
 def _is_chat(given: Any) -> bool:

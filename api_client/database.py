@@ -60,8 +60,8 @@ class Database:
             raise QueueUnavailable(f"the database cannot be read: {words}") from error
 
     def _why_not_open(self) -> str:
-        path = str(self._engine.url.database).removeprefix("file:")
-        if not Path(path).exists():
+        path = Path(str(self._engine.url.database).removeprefix("file:")).absolute()
+        if not path.exists():
             return f"there is no database at {path}"
         return f"the database {path} cannot be opened: it must be a file, in a folder that this user may write to"
 

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -78,6 +78,8 @@ class Provisioner:
             if self.stamp.exists() and self.stamp.read_text(encoding="utf-8") == wanted:
                 return  # another setup did it while we waited
             self.stamp.unlink(missing_ok=True)
+            for line in notes(os.environ):
+                self._progress.show(line, whole=True)
             self.log.write_text("", encoding="utf-8")
             self._make_environment()
             self._install_all()
@@ -91,7 +93,7 @@ class Provisioner:
 
     def _install_all(self) -> None:
         # The largest first: while it fails or waits, nothing else has been done in vain.
-        self._pip("installing torch (the largest part)", "torch", "setuptools")
+        self._pip("installing torch (the largest part)", os.environ.get("TORCH_WHEEL") or "torch", "setuptools")
         self._pip("installing the other packages", f"{self.root}[{EXTRAS[self.level]}]", is_editable=True)
         if not self._torch_brings_triton() and sys.platform == "linux" and self.level == "dev":
             self._pip("installing triton", "triton", has_requirements=False)  # runs our kernels in its interpreter
@@ -145,7 +147,7 @@ class Provisioner:
             "-c",
             str(self.root / "ops" / "constraints.txt"),
         ]
-        if wanted[0] != "torch" and not self._torch_brings_triton():
+        if "setuptools" not in wanted and not self._torch_brings_triton():
             command += ["-c", str(self.root / "ops" / "constraints-cpu.txt")]
         command += [] if has_requirements else ["--no-deps"]
         command += ["--no-build-isolation", "--editable"] if is_editable else []
@@ -200,6 +202,19 @@ class Provisioner:
                     self._progress.show(f"waiting for another setup ({time.monotonic() - started:.0f} s)")
                     time.sleep(0.2)
             yield
+
+
+def notes(environment: Mapping[str, str]) -> list[str]:
+    """What to know before a download of gigabytes: its size, and what this machine lacks."""
+    path = environment.get("PATH", os.defpath)
+    told = []
+    if not environment.get("TORCH_WHEEL"):
+        told.append("downloads about 3 GB: pip's torch for Linux comes with CUDA, and .venv takes 5 GB")
+        if not shutil.which("nvidia-smi", path=path):
+            told.append("no GPU here: TORCH_WHEEL=/path/to/torch…+cpu….whl ops/setup saves 2 GB")
+    if not any(shutil.which(name, path=path) for name in ("g++", "c++")):
+        told.append("no g++ here: the CPU kernels cannot be compiled, and generating is several times slower without")
+    return told
 
 
 def _has_node(path: str) -> bool:

@@ -55,21 +55,30 @@ def dev(flags: dict[str, object]) -> None:
     with _sentences():
         if "redis_url" in flags:
             raise SettingsError(["--redis-url: this command starts a server of its own; `tokenmill worker` takes one"])
+        port = _port(flags.pop("port", None))
         settings = load_settings(flags)
         from worker.dev import run
 
         with _database(settings):
-            status = run(settings)
+            status = run(settings, port)
         raise typer.Exit(status)
 
 
-def _register(command: Callable[[dict[str, object]], None]) -> None:
-    app.command(command.__name__, cls=SettingsCommand, epilog=variables_epilog())(with_settings(command))
+def _port(text: object) -> int | None:
+    if text is None:
+        return None
+    if not str(text).isdecimal() or not 0 < int(str(text)) < 65_536:
+        raise SettingsError([f"--port must be a whole number from 1 to 65535, not {text!r}"])
+    return int(str(text))
+
+
+def _register(command: Callable[[dict[str, object]], None], **others: Any) -> None:
+    app.command(command.__name__, cls=SettingsCommand, epilog=variables_epilog())(with_settings(command, others))
 
 
 _register(worker)
 _register(tasks)
-_register(dev)
+_register(dev, port="Port of the private Valkey (default: 6379, or any other when that is taken)")
 
 
 @db.command()
@@ -82,7 +91,7 @@ def upgrade(database_url: DatabaseUrl = None) -> None:
         with _database(settings):
             before, after = migrate(settings.database_url)
         words = f"is at revision {after} already" if before == after else f"{before or 'new'} → {after}"
-        out().print(f"{settings.public()['database_url']}: {words}")
+        out().print(f"{_place(settings)}: {words}")
 
 
 @db.command()
@@ -108,7 +117,7 @@ def downgrade(
         with _database(settings):
             before, after = migrate(settings.database_url, revision)
         words = "nothing to take back" if before == after else f"{before} → {after or 'no tables'}"
-        out().print(f"{settings.public()['database_url']}: {words}")
+        out().print(f"{_place(settings)}: {words}")
 
 
 @db.command()
@@ -216,6 +225,13 @@ def _complain_of_settings(problems: tuple[str, ...] | list[str]) -> None:
         typer.echo(f"  {problem}", err=True)
 
 
+def _place(settings: Settings) -> str:
+    """Where the database is: an SQLite file by its whole path, since its URL may be relative to this folder."""
+    from worker.record.connection import sqlite_file
+
+    return str(sqlite_file(settings.database_url) or settings.public()["database_url"])
+
+
 @contextmanager
 def _database(settings: Settings) -> Iterator[None]:
     import sqlalchemy.exc
@@ -225,7 +241,7 @@ def _database(settings: Settings) -> Iterator[None]:
     try:
         yield
     except sqlalchemy.exc.SQLAlchemyError as error:
-        complain(f"{settings.public()['database_url']}: {sentence_of(error)}")
+        complain(f"{_place(settings)}: {sentence_of(error)}")
         raise typer.Exit(1) from error
 
 

@@ -23,6 +23,7 @@ from rich.text import Text
 
 from api_client import Client, TokenmillError
 from worker.embedded import EmbeddedServerError, EmbeddedValkey
+from worker.record.connection import sqlite_file
 from worker.record.migrate import upgrade
 from worker.settings import Settings, child_environment
 from worker.tether import tethered
@@ -32,19 +33,20 @@ DATA: Final = Path(".tokenmill") / "valkey"
 _DRAIN_MARGIN_S: Final = 10.0
 
 
-def run(settings: Settings) -> int:
-    """Until Ctrl-C, or until the worker ends by itself; its exit status."""
+def run(settings: Settings, port: int | None = None) -> int:
+    """Until Ctrl-C, or until the worker ends by itself; its exit status. `port`: the server's, and no other."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     stop = threading.Event()
     with contextlib.ExitStack() as undo:
         undo.enter_context(_signals(stop))
-        server = _start_server()
+        server = _start_server(port)
         undo.callback(server.stop)
         is_usual = server.port == USUAL_PORT and settings.redis_url == Settings.model_fields["redis_url"].default
         settings = settings.model_copy(update={"redis_url": server.url})
         console.print(f"[bold]queue[/bold]     {server.url} (Valkey, data in {DATA})")
         _, revision = upgrade(settings.database_url)
-        console.print(f"[bold]database[/bold]  {settings.public()['database_url']} (revision {revision})")
+        place = sqlite_file(settings.database_url) or settings.public()["database_url"]
+        console.print(f"[bold]database[/bold]  {place} (revision {revision})")
         console.print(f"[bold]worker[/bold]    {settings.engine_config().model}, loading …")
         worker = _start_worker(settings)
         undo.callback(_end, worker, settings.drain_seconds, console)
@@ -56,8 +58,10 @@ def run(settings: Settings) -> int:
         return _status_of(worker)
 
 
-def _start_server() -> EmbeddedValkey:
-    """On the usual port, or any other when somebody has it."""
+def _start_server(port: int | None) -> EmbeddedValkey:
+    """On `port`; without one on the usual port, or any other when that is taken."""
+    if port is not None:
+        return EmbeddedValkey(Path.cwd() / DATA, port=port).start()
     try:
         return EmbeddedValkey(Path.cwd() / DATA, port=USUAL_PORT).start()
     except EmbeddedServerError:

@@ -10,7 +10,8 @@ import copy
 import inspect
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
@@ -40,8 +41,9 @@ def _with_its_no(parameter: Any) -> Any:
     return shown
 
 
-def with_settings(command: Command) -> Callable[..., None]:
-    """`command` gets the flags that were given, by the names of their settings."""
+def with_settings(command: Command, others: Mapping[str, str] = MappingProxyType({})) -> Callable[..., None]:
+    """`command` gets the flags that were given, by the names of their settings. `others`: further flags, which are no
+    settings, with their help texts."""
 
     def run(**flags: object) -> None:
         command({name: value for name, value in flags.items() if value is not None})
@@ -51,7 +53,8 @@ def with_settings(command: Command) -> Callable[..., None]:
     described: Any = run
     described.__name__ = command.__name__
     described.__doc__ = command.__doc__
-    described.__annotations__ = {name: _annotation(name, field) for name, field in fields.items()}
+    described.__annotations__ = {name: _own(name, words) for name, words in others.items()}
+    described.__annotations__ |= {name: _annotation(name, field) for name, field in fields.items()}
     described.__signature__ = inspect.Signature(
         [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
@@ -59,6 +62,10 @@ def with_settings(command: Command) -> Callable[..., None]:
         ]
     )
     return run
+
+
+def _own(name: str, words: str) -> Any:
+    return Annotated[str | None, typer.Option(f"--{name}", metavar="TEXT", help=words)]
 
 
 def _annotation(name: str, field: FieldInfo) -> Any:

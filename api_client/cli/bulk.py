@@ -31,7 +31,7 @@ from api_client.bulk.batch import DEFAULT_WINDOW
 from api_client.bulk.pacing import WINDOW
 from api_client.cli.bulk_progress import bulk_progress
 from api_client.cli.output import ago, clock, complain, count, emit, err, out, say, table
-from api_client.cli.target import MOST, Json, Target, connected
+from api_client.cli.target import MOST, Json, Target, connected, why_no_database
 from api_client.client import Client
 from api_client.errors import ConfigurationError
 
@@ -182,6 +182,9 @@ def list_batches(
 @contextmanager
 def _open(target: Target) -> Iterator[tuple[Client, BatchStore]]:
     with target.client() as client:
+        if client.database is None:
+            where = "--database-url or TOKENMILL_DATABASE_URL names one"
+            complain(f"{why_no_database()}: batches are kept in Redis ({where})", "note")
         store = open_store(client)
         try:
             yield client, store

@@ -63,7 +63,7 @@ class Target:
     @contextmanager
     def client(self) -> Iterator[Client]:
         """Looks results up in SQL as well, when a database was named."""
-        database = self.database_url if self.database_url != DEFAULT_DATABASE or _has_sql() else None
+        database = self.database_url if self.database_url != DEFAULT_DATABASE or not why_no_database() else None
         options = ClientOptions(on_trouble=_tell_trouble)
         client = Client(
             self.redis_url, queue=self.queue_name, database=database, prefix=self.key_prefix, options=options
@@ -94,12 +94,15 @@ def _tell_trouble(trouble: TokenmillError) -> None:
     complain(f"{trouble}; waiting up to {ClientOptions().patience_s:.0f} s (Ctrl-C ends this, the job goes on)", "note")
 
 
-def _has_sql() -> bool:
-    """The default database is looked at only where it is: a client without the extra `sql` works all the same."""
+def why_no_database() -> str:
+    """Why the default database is not used, or "" when it is: a client without the extra `sql` works all the same."""
     from importlib.util import find_spec
     from pathlib import Path
 
-    return find_spec("sqlalchemy") is not None and Path(DEFAULT_DATABASE.removeprefix("sqlite:///")).exists()
+    path = Path(DEFAULT_DATABASE.removeprefix("sqlite:///")).absolute()
+    if find_spec("sqlalchemy") is None:
+        return "SQLAlchemy is not installed"
+    return "" if path.exists() else f"there is no database at {path}"
 
 
 def connected(command: Callable[..., None]) -> Callable[..., None]:

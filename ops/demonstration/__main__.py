@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from api_client import AsyncClient
 from api_client.sql import SqlResults
@@ -126,7 +127,7 @@ def notices(console: Console) -> Iterator[Notice]:
     """A line that says what is waited for: a spinner on a terminal, a line now and then elsewhere."""
     if console.is_terminal:
         with console.status("") as status:
-            yield status.update
+            yield lambda text: status.update(Text(text, overflow="ellipsis", no_wrap=True))
         return
     last_at, last_topic = 0.0, ""
 

@@ -4,6 +4,7 @@ Each is a real process with its own log, tied to this one: none can outlive it, 
 """
 
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -111,6 +112,6 @@ class DemoStack:
 
 
 def _last_words(log: str) -> str:
-    """What the last line says, without its time and place."""
-    lines = log.strip().splitlines()
-    return lines[-1].rsplit(": ", 1)[-1][:60] if lines else ""
+    """What the last whole line says, without its time, level and place."""
+    lines = [line for line in log.splitlines(keepends=True) if line.endswith("\n") and line.strip()]
+    return re.sub(r"^\d\d:\d\d:\d\d\.\d+ \w+ +[\w.]+: ", "", lines[-1].rstrip()) if lines else ""

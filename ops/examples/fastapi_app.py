@@ -10,8 +10,10 @@ queue: they share it fairly, and nobody sees another's jobs.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
+import logging
 import os
 import secrets
 from collections.abc import AsyncIterator, Sequence
@@ -29,25 +31,29 @@ from pydantic import BaseModel, Field
 
 from api_client import (
     AsyncClient,
+    ConfigurationError,
     InvalidRequest,
     JobNotFound,
     QueueFull,
     QueueUnavailable,
     RateLimited,
+    ResultTimeout,
     TokenmillError,
 )
 from api_client.errors import IdempotencyConflict
 from api_client.sql import SqlResults
 from schemas import Chunk
 
+log = logging.getLogger("uvicorn.error")
 PAGE = Path(__file__).parent / "static"
 TITLE_CHARS = 200
 MONTH_S = 30 * 24 * 3600
+SILENCE_S, RETRY_S = 3.0, 1.0  # so soon a reader learns that the queue is away; so often it is tried again
+AWAY = "The service is away."
 # Scripts and styles come from here and nowhere else, whatever a model may write.
 SECURITY_HEADERS = {"Content-Security-Policy": "default-src 'self'", "X-Content-Type-Options": "nosniff"}
 STATUS_CODES: dict[type[TokenmillError], int] = {
     InvalidRequest: 422, IdempotencyConflict: 409, JobNotFound: 404, RateLimited: 429, QueueFull: 503,
-    QueueUnavailable: 503,
 }  # fmt: skip
 
 
@@ -123,12 +129,20 @@ def add_job_routes(app: FastAPI) -> None:
     async def events(
         job: OwnJob, parts: Parts, last_event_id: Annotated[int, Header(ge=0)] = 0
     ) -> AsyncIterator[ServerSentEvent]:
-        """A break, here or anywhere behind, only ends the response: the browser comes back with the id it has."""
-        stream = parts.jobs.stream(job, starting_after=last_event_id)
-        with contextlib.suppress(QueueUnavailable):
-            async with contextlib.aclosing(stream):
-                async for chunk in stream:
-                    yield as_event(chunk)
+        """Goes on by itself when the queue comes back; a browser that lost us comes back with the id that it has."""
+        told, is_over = last_event_id, False
+        while not is_over:
+            try:
+                stream = parts.jobs.stream(job, starting_after=told, timeout=SILENCE_S)
+                async with contextlib.aclosing(stream):
+                    async for chunk in stream:
+                        told, is_over = chunk.end, chunk.is_last
+                        yield as_event(chunk)
+            except ResultTimeout:  # it waits for its turn: the queue was reached, or the next try finds that it is not
+                yield ServerSentEvent(event="notice", data="")
+            except (QueueUnavailable, ConfigurationError):
+                yield ServerSentEvent(event="notice", data=f"{AWAY} Your answer goes on as soon as it is back.")
+                await asyncio.sleep(RETRY_S)
 
 
 def as_event(chunk: Chunk) -> ServerSentEvent:
@@ -166,7 +180,10 @@ def add_page(app: FastAPI) -> None:
 
 
 async def explain(_: Request, error: Exception) -> JSONResponse:
-    """Each error of the client as the status that says whose move it is."""
+    """Each error of the client as the status that says who must act; the operator's are logged."""
+    if isinstance(error, QueueUnavailable | ConfigurationError):
+        log.error("the queue or the database cannot be used: %s", error)
+        return JSONResponse({"detail": f"{AWAY} Try again in a moment."}, 503)
     code = next((code for kind, code in STATUS_CODES.items() if isinstance(error, kind)), 500)
     wait = {"Retry-After": str(int(error.retry_after) + 1)} if isinstance(error, RateLimited) else {}
     return JSONResponse({"detail": str(error)}, code, wait)

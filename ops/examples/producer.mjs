@@ -1,25 +1,24 @@
 // A producer in another language than Python: submits a job, streams its tokens, ends with its result.
 // It is ops/guides/protocol.md in code, for one standalone server; copy it, or follow it in your own language.
 //
+//   npm install ioredis @msgpack/msgpack
 //   node ops/examples/producer.mjs --queue smollm2-135m-instruct --max-tokens 64 "Why is the sky blue?"
 import { createHash, randomBytes } from "node:crypto";
 import { readFileSync } from "node:fs";
-import { pathToFileURL } from "node:url";
+import { join } from "node:path";
+import { fileURLToPath, pathToFileURL } from "node:url";
 import { parseArgs } from "node:util";
 import { decode, encode } from "@msgpack/msgpack";
 import Redis from "ioredis";
 
-// A script's text: the shared helpers and its own file, joined by one line feed. Take both from the tokenmill release
-// that your workers run, or the SHA-1 is another one and the server keeps two scripts.
-const LUA = new URL("../../api_client/lua/", import.meta.url);
-const script = (name) => ["common", name].map((part) => readFileSync(new URL(`${part}.lua`, LUA), "utf8")).join("\n");
-const SUBMIT = script("submit");
-const CANCEL = script("cancel");
+const LUA = process.env.TOKENMILL_LUA ?? fileURLToPath(new URL("../../api_client/lua", import.meta.url));
 const SILENCE_MS = 5_000; // after so long without a message, look at the log: pub/sub may have lost it
 const PAGE = 1_000;
 
 export class Producer {
-  constructor(url, queue) {
+  /** `lua`: the folder with the scripts, api_client/lua of tokenmill. */
+  constructor(url, queue, lua = LUA) {
+    [this.submitScript, this.cancelScript] = [script(lua, "submit"), script(lua, "cancel")];
     this.base = `tm:{${queue}}:`;
     this.redis = new Redis(url, { maxRetriesPerRequest: 3 });
     this.redis.on("error", () => {}); // each command that fails says so itself
@@ -30,7 +29,7 @@ export class Producer {
   /** `request` has the fields of JobRequest but for job_id and created_ms. Returns the job's id. */
   async submit(request, { queueLimit = 0, idempotencyTtlMs = 0 } = {}) { // 0: as the queue has it
     const job = { job_id: newJobId(), ...request, created_ms: Date.now() };
-    const reply = await this.#run(SUBMIT, queueLimit, idempotencyTtlMs,
+    const reply = await this.#run(this.submitScript, queueLimit, idempotencyTtlMs,
       job.job_id, job.priority ?? "standard", job.tenant ?? "", fingerprint(job), job.idempotency_key ?? "",
       Buffer.from(encode(job)), job.created_ms, job.deadline_ms ?? 0, job.not_before_ms ?? 0, estimatedTokens(job));
     const [word, ...rest] = reply.map(String);
@@ -43,7 +42,7 @@ export class Producer {
   }
 
   async cancel(job) {
-    const [outcome] = await this.#run(CANCEL, job);
+    const [outcome] = await this.#run(this.cancelScript, job);
     return String(outcome); // cancelled, cancelling, the state it ended in, or unknown
   }
 
@@ -106,6 +105,17 @@ export class Producer {
       if (!String(error.message).startsWith("NOSCRIPT")) throw error;
       return await this.redis.evalBuffer(text, ...call);
     }
+  }
+}
+
+/** A script's text: the shared helpers and its own file, joined by one line feed. Take both from the tokenmill release
+ * that your workers run, or the SHA-1 is another one and the server keeps two scripts. */
+function script(folder, name) {
+  try {
+    return ["common", name].map((part) => readFileSync(join(folder, `${part}.lua`), "utf8")).join("\n");
+  } catch (error) {
+    throw new Error(`needs tokenmill's scripts common.lua, submit.lua and cancel.lua: name their folder (api_client/lua) `
+      + `with --lua or TOKENMILL_LUA; ${folder}: ${error.code}`);
   }
 }
 
@@ -206,6 +216,17 @@ function count(name, text) {
   return Number(text);
 }
 
+const USAGE = `usage: producer.mjs --queue QUEUE [options] PROMPT
+  --url URL              of Redis (redis://localhost:6379/0)
+  --queue QUEUE          the queue, by default of a worker its model's name
+  --max-tokens N         longest answer (64)
+  --idempotency-key KEY  sent twice with one key, it is one job
+  --stream JOB           follow this job instead of submitting one
+  --starting-after N     tokens of it that you have already (0)
+  --lua FOLDER           with tokenmill's scripts, api_client/lua (TOKENMILL_LUA)
+  --json                 print one JSON object a line
+  --help                 print this`;
+
 async function main() {
   const { values, positionals } = parseArgs({
     allowPositionals: true,
@@ -213,11 +234,13 @@ async function main() {
       url: { type: "string", default: "redis://localhost:6379/0" }, queue: { type: "string" },
       "max-tokens": { type: "string", default: "64" }, "idempotency-key": { type: "string" },
       stream: { type: "string" }, "starting-after": { type: "string", default: "0" }, json: { type: "boolean" },
+      lua: { type: "string" }, help: { type: "boolean", short: "h" },
     },
   });
+  if (values.help) return console.log(USAGE);
   if (!values.queue) throw new Error("name the queue: --queue smollm2-135m-instruct");
   const [maxTokens, startingAfter] = ["max-tokens", "starting-after"].map((name) => count(name, values[name]));
-  const producer = new Producer(values.url, values.queue);
+  const producer = new Producer(values.url, values.queue, values.lua);
   const request = { messages: [{ role: "user", content: positionals.join(" ") }], params: { max_tokens: maxTokens } };
   if (values["idempotency-key"]) request.idempotency_key = values["idempotency-key"];
   const job = values.stream ?? (await producer.submit(request));

@@ -97,6 +97,25 @@ def test_a_queue_s_name_that_is_none_is_refused_by_every_command(shell: Shell) -
         assert done.stderr.startswith("Error: a queue's name must not be empty, nor contain braces"), command
 
 
+def test_without_a_database_its_whole_path_is_said_and_batches_are_kept_in_redis(
+    shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The default is relative: in another folder there is none."""
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    default = {"TOKENMILL_DATABASE_URL": ""}
+    done = shell("jobs", environment=default)
+    assert f"there is no database at {folder}/tokenmill.db" in done.stderr
+    done = shell("bulk", "list", environment=default)
+    assert done.exit_code == 0
+    assert f"Note: there is no database at {folder}/tokenmill.db: batches are kept in Redis" in done.stderr
+    assert list(folder.iterdir()) == []
+    done = shell("db", "upgrade", environment=default)
+    assert done.stdout.startswith(f"{folder}/tokenmill.db: new → ")
+    assert "kept in Redis" not in shell("bulk", "list", environment=default).stderr
+
+
 def test_a_wrong_password_is_a_wrong_setting(shell: Shell) -> None:
     wrong = shell.redis_url.replace("redis://", "redis://nobody:wrong@")
     done = shell("submit", "Hello", "--redis-url", wrong)

@@ -124,7 +124,7 @@ def test_usage_sums_are_those_of_the_jobs(url: str, results: SqlResults) -> None
 
 def test_nothing_is_made_where_there_is_no_database(tmp_path: Path) -> None:
     results = SqlResults(f"sqlite:///{tmp_path}/none.db")
-    with pytest.raises(ConfigurationError, match="there is no database"):
+    with pytest.raises(ConfigurationError, match="there is no database at /"):
         results.get("a")
     results.close()
     assert not list(tmp_path.iterdir())

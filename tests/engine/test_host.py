@@ -71,7 +71,6 @@ async def test_what_its_process_logs_is_in_the_worker_s_log_with_its_level(
     has_compiler: bool,
 ) -> None:
     if not has_compiler:
-        monkeypatch.setenv("CXX", "none-such")
         monkeypatch.setenv("PATH", "/none")
     caplog.set_level(logging.INFO)
     host = EngineProcess(EngineConfig(model=str(llama), dtype="float32", num_blocks=64))

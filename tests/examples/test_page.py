@@ -2,12 +2,15 @@
 
 import asyncio
 import signal
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from playwright.async_api import Browser, Page, Route, expect
 
 from tests.examples.conftest import Backend
+from tests.support.valkey import ValkeyServer
 from tests.support.worker import client_of, running_worker
 
 pytestmark = pytest.mark.redis
@@ -29,7 +32,7 @@ async def open_page(browser: Browser, backend: Backend, **options: Any) -> Page:
 async def ask(page: Page, prompt: str, max_tokens: int) -> str:
     """Returns the job's id, once the first tokens are there."""
     await page.get_by_label("Prompt").fill(prompt)
-    await page.get_by_label("Tokens").fill(str(max_tokens))
+    await page.get_by_label("Max tokens").fill(str(max_tokens))
     before = page.url
     await page.get_by_role("button", name="Send").click()
     await page.wait_for_url(lambda url: url != before)
@@ -119,6 +122,36 @@ async def test_a_restarted_backend_goes_on_where_the_browser_was(
         assert text.startswith(before)
         assert sum(url.endswith("/events") for url in requested) >= 2
         await expect(page.locator("#notice")).to_have_text("")
+
+
+@pytest.mark.slow
+async def test_while_the_queue_is_away_the_page_says_so_until_the_next_token(
+    make_valkey: Callable[..., ValkeyServer], database: str, browser: Browser, tmp_path: Path
+) -> None:
+    server = make_valkey(directory=tmp_path / "valkey")
+    backend = Backend(server.url, database, tmp_path / "backend.log")
+    await backend.start()
+    try:
+        async with running_worker(server.url, database, model=SLOW):
+            page = await open_page(browser, backend)
+            job = await ask(page, "Go away", 600)
+            await asyncio.to_thread(server.stop)
+            away = "The service is away. Your answer goes on as soon as it is back."
+            await expect(page.locator("#notice")).to_have_text(away, timeout=WAIT_MS)
+            await page.reload()
+            await expect(page.locator("#notice")).to_have_text(away, timeout=WAIT_MS)
+            await page.get_by_label("Prompt").fill("Hello?")
+            async with page.expect_response("**/api/jobs") as refused:
+                await page.get_by_role("button", name="Send").click()
+            assert (await refused.value).status == 503
+            await expect(page.locator("#notice")).to_contain_text("The service is away.")
+            await asyncio.to_thread(server.start)
+            text = await ends(page, "succeeded")
+            await expect(page.locator("#notice")).to_have_text("")
+            await expect(page.locator("#error")).to_be_hidden()
+            assert text == await recorded(server.url, backend, job)
+    finally:
+        await asyncio.to_thread(backend.stop)
 
 
 @pytest.mark.slow

@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import os
 import subprocess
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -74,6 +76,36 @@ async def test_it_submits_streams_and_ends_as_python_does(redis_url: str, databa
         _, rest, _ = await collect(*url, "--stream", job, "--starting-after", "70")
         assert tuple(token_ids(rest)) == ours.token_ids[70:]
         assert text_of(chunks[:70]) + text_of(rest) == ours.text
+
+
+def run_producer(script: Path, *arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+    try:
+        command = [node(), str(script), *arguments]
+    except NodeUnavailable as error:
+        missing(str(error))
+    environment = {**os.environ, **variables}  # noqa: TID251 - the child's
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, env=environment)
+
+
+def test_its_help_names_every_option() -> None:
+    done = run_producer(EXAMPLES / "producer.mjs", "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    for option in ("--url", "--queue", "--max-tokens", "--idempotency-key", "--stream", "--lua", "--json"):
+        assert f"  {option}" in done.stdout
+
+
+def test_a_copy_says_what_it_needs_and_runs_with_it(tmp_path: Path, redis_url: str, allowed_keys: list[str]) -> None:
+    allowed_keys.append("tm:{q}:*")
+    copy, wanted = tmp_path / "producer.mjs", ("--url", redis_url, "--queue", QUEUE, "--stream", "none")
+    copy.write_bytes((EXAMPLES / "producer.mjs").read_bytes())
+    (tmp_path / "node_modules").symlink_to(EXAMPLES / "node_modules")
+    done = run_producer(copy, *wanted)
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1
+    assert "needs tokenmill's scripts common.lua, submit.lua and cancel.lua: name their folder" in done.stderr
+    lua = str(EXAMPLES.parents[1] / "api_client" / "lua")
+    for done in (run_producer(copy, *wanted, "--lua", lua), run_producer(copy, *wanted, TOKENMILL_LUA=lua)):
+        assert "no job none" in done.stderr
 
 
 @pytest.mark.parametrize("option", ["--max-tokens", "--starting-after"])

@@ -4,11 +4,13 @@ everything else running in one.)"""
 import fcntl
 import subprocess
 import sys
+import tomllib
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
 
-from ops.provision import Progress, Provisioner, SetupError
+from ops.provision import Progress, Provisioner, SetupError, notes
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,6 +31,16 @@ def run_setup(checkout: Path, *arguments: str, **environment: str) -> "subproces
     return subprocess.run(
         command, env={"PATH": "/usr/bin:/bin", **environment}, capture_output=True, text=True, cwd="/", check=False
     )
+
+
+def test_the_celery_extras_bring_what_a_redis_broker_imports() -> None:
+    """`celery` alone lacks what kombu's transport imports: it is in the requirements of `celery[redis]`."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    asked = [line for lines in extras.values() for line in lines if line.startswith("celery")]
+    assert len(asked) == 2
+    assert all(line.startswith("celery[redis]") for line in asked)
+    transport = [line for line in requires("kombu") or [] if 'extra == "redis"' in line]
+    assert any(line.startswith("packaging") for line in transport)
 
 
 def test_an_unknown_level_is_refused(checkout: Path) -> None:
@@ -66,6 +78,20 @@ def test_a_finished_environment_is_left_alone_at_once(checkout: Path) -> None:
         file.write("# changed\n")
     assert run_setup(checkout, "demo", PYTHON=str(recorder)).returncode == 0
     assert (checkout / "wanted").exists(), "a change must be noticed"
+
+
+def test_what_is_downloaded_and_what_is_missing_is_said_first(tmp_path: Path) -> None:
+    def said(**environment: str) -> str:
+        return "\n".join(notes({"PATH": str(tmp_path), **environment}))
+
+    assert "about 3 GB" in said()
+    assert "no GPU here: TORCH_WHEEL=" in said()
+    assert "no g++ here" in said()
+    assert "GB" not in said(TORCH_WHEEL="/wheels/torch.whl")
+    for name in ("g++", "nvidia-smi"):
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    assert said() == "downloads about 3 GB: pip's torch for Linux comes with CUDA, and .venv takes 5 GB"
 
 
 def test_pip_s_failure_is_one_sentence(checkout: Path) -> None:

@@ -35,13 +35,18 @@ def normalised(url: str) -> URL:
     return parsed
 
 
-def missing_file(url: str) -> Path | None:
-    """The SQLite file of this URL, where it does not exist."""
+def sqlite_file(url: str) -> Path | None:
+    """The absolute path of this URL's SQLite file; None for another database."""
     parsed = normalised(url)
     if parsed.get_backend_name() != "sqlite" or not parsed.database or parsed.database.startswith((":", "file:")):
         return None
-    path = Path(parsed.database).expanduser().absolute()
-    return None if path.exists() else path
+    return Path(parsed.database).expanduser().absolute()
+
+
+def missing_file(url: str) -> Path | None:
+    """The SQLite file of this URL, where it does not exist."""
+    path = sqlite_file(url)
+    return None if path is None or path.exists() else path
 
 
 def open_engine(url: str, *, pool_size: int = 2, may_create: bool = False) -> Engine:

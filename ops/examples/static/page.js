@@ -10,9 +10,12 @@ let pending = null; // the submission under way: [what, its idempotency key]
 let numListed = 0;
 
 async function call(path, options = {}) {
-  const response = await fetch(path, options).catch(() => { throw new Error("The server cannot be reached."); });
+  const response = await fetch(path, options).catch(() => { throw Object.assign(new Error("The server cannot be reached."), { isAway: true }); });
   const body = await response.json().catch(() => ({}));
-  if (!response.ok) throw new Error(typeof body.detail === "string" ? body.detail : `The server answered ${response.status}.`);
+  if (!response.ok) {
+    const words = typeof body.detail === "string" ? body.detail : `The server answered ${response.status}.`;
+    throw Object.assign(new Error(words), { isAway: response.status === 503 });
+  }
   return body;
 }
 
@@ -68,7 +71,10 @@ async function show(job) {
     if (!OVER.includes(info.status)) setStatus(info.cancelling ? "cancelling" : info.status); // else: its end says so
     follow(job);
   } catch (error) {
-    if (job === current()) fail(error.message);
+    if (job !== current()) return;
+    if (!error.isAway) return fail(error.message);
+    say("The service is away. Your answer goes on as soon as it is back.");
+    setTimeout(() => { if (job === current() && source === null) show(job); }, 2000);
   }
 }
 
@@ -81,6 +87,7 @@ function follow(job) {
   source.addEventListener("open", () => say(""));
   source.addEventListener("token", (event) => {
     $("answer").append(JSON.parse(event.data));
+    say("");
     if ($("status").dataset.status !== "cancelling") setStatus("running");
     told = Number(event.lastEventId);
     first ??= [performance.now(), told];
@@ -88,9 +95,11 @@ function follow(job) {
     const rate = seconds > 0.5 ? ` · ${((told - first[1]) / seconds).toFixed(1)} a second` : "";
     $("facts").textContent = `${count(told, "token")}${rate}`;
   });
+  source.addEventListener("notice", (event) => say(JSON.parse(event.data)));
   source.addEventListener("end", (event) => {
     mine.close();
     const end = JSON.parse(event.data);
+    say("");
     $("answer").append(end.text);
     setStatus(end.status);
     fail(end.error?.message ?? "");
@@ -103,7 +112,7 @@ function follow(job) {
     refresh();
   });
   source.addEventListener("error", () => {
-    if (mine.readyState === EventSource.CLOSED) fail("The stream was refused; reload the page to try again.");
+    if (mine.readyState === EventSource.CLOSED) show(job); // refused: it says why, or tries again
     else if (performance.now() - began > 500) say("Connection lost, reconnecting …");
   });
 }
