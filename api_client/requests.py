@@ -1,6 +1,7 @@
 """From the keyword arguments of `submit` to a JobRequest: checked, named, fingerprinted, its cost estimated.
 
-It knows no connection; what makes a request bad is decided in schemas/validation.py, as it is for the worker.
+OpenAI's shapes are read in openai_forms.py; what makes a request bad is decided in schemas/validation.py, as it is for
+the worker. It knows no connection.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import msgspec
 
 from api_client.errors import InvalidRequest
+from api_client.openai_forms import read_forms
 from schemas.codec import encode, plain
 from schemas.generation import SamplingParams
 from schemas.job import JobRequest
@@ -31,6 +33,7 @@ _REQUEST = frozenset(JobRequest.__struct_fields__) - {
     "not_before_ms",
     "v",
 }
+_OTHER_NAMES = frozenset({"job_id", "deadline", "not_before", "max_completion_tokens"})
 _GUESSED_ANSWER_TOKENS = 256
 _CHARS_PER_TOKEN = 4
 
@@ -78,20 +81,23 @@ def new_job_id() -> str:
 
 def build_request(arguments: Mapping[str, Any]) -> JobRequest:
     """Raises InvalidRequest, with everything that is wrong."""
-    unknown = sorted(set(arguments) - _SAMPLING - _REQUEST - {"job_id", "deadline", "not_before"})
+    unknown = sorted(set(arguments) - _SAMPLING - _REQUEST - _OTHER_NAMES)
     if unknown:
         raise InvalidRequest([f"{name} is neither a job field nor a sampling parameter" for name in unknown])
     now_ms = round(time.time() * 1000)
-    given = {name: value for name, value in arguments.items() if value is not None}
-    params = {name: value for name, value in given.items() if name in _SAMPLING}
-    if isinstance(params.get("stop"), str):
-        params["stop"] = (params["stop"],)
-    fields = {name: value for name, value in given.items() if name in _REQUEST}
-    fields |= {"job_id": given.get("job_id") or new_job_id(), "created_ms": now_ms, "params": params}
+    moments = {name: arguments.get(name) for name in ("deadline", "not_before")}
     try:
+        given = _plain({name: arguments[name] for name in arguments if name not in moments})
+        read_forms(given)
+        given = {name: value for name, value in given.items() if value is not None}
+        params = {name: value for name, value in given.items() if name in _SAMPLING}
+        fields = {name: value for name, value in given.items() if name in _REQUEST}
+        fields |= {"job_id": given.get("job_id") or new_job_id(), "created_ms": now_ms, "params": params}
         for name, origin_ms in (("deadline", now_ms), ("not_before", 0)):
-            fields[f"{name}_ms"] = _moment_ms(name, given.get(name), now_ms, origin_ms)
-        request = msgspec.convert(_plain(fields), JobRequest, str_keys=True)
+            fields[f"{name}_ms"] = _moment_ms(name, moments[name], now_ms, origin_ms)
+        request = msgspec.convert(fields, JobRequest)
+    except InvalidRequest:
+        raise
     except (TypeError, ValueError, OverflowError, RecursionError) as error:  # msgspec's ValidationError is a ValueError
         raise InvalidRequest([str(error)]) from error
     return checked(request, is_decoded=True)

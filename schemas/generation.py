@@ -31,9 +31,10 @@ class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Per-request sampling. The defaults draw from the model's own distribution.
 
-    `temperature=0` is greedy. `top_k=0` and `-1` both mean "off". `max_tokens=None` means "up to the
-    model's length". `logprobs=True` returns the sampled token's log-probability; an integer k, or
-    `top_logprobs=k`, returns the k most likely ones with it. `seed=None` draws a seed at admission.
+    `temperature=0` is greedy. `top_p=0` keeps the most likely token alone. `top_k=0` and `-1` both mean "off".
+    `max_tokens=None` means "up to the model's length". `logprobs=True` returns the sampled token's
+    log-probability; an integer k, or `top_logprobs=k`, returns the k most likely ones with it. `seed=None`
+    draws a seed at admission.
     """
 
     max_tokens: int | None = None

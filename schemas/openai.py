@@ -1,7 +1,7 @@
 """OpenAI's formats: the lines of batch files, the bodies of requests and answers, and the batch object.
 
-Names and nulls are theirs, so that whoever reads their files reads ours. Requests are decoded as far as their
-envelope here; what a body may hold is decided where it becomes a job (api_client/bulk/bodies.py). Times are Unix
+Names and nulls are theirs: a program that reads their files reads ours. Requests are decoded as far as their
+envelope here; a body becomes a job in api_client/bulk/bodies.py and api_client/openai_forms.py. Times are Unix
 seconds.
 """
 

@@ -34,6 +34,7 @@ MAX_ID: Final = 2**31 - 1
 MAX_MS: Final = 2**53
 WEEK_MS: Final = 7 * 24 * 3_600_000
 
+_ENVELOPE: Final = frozenset({"name", "schema", "strict"})
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _URL = re.compile(r"https?://[^\s/]+(/\S*)?")
@@ -200,7 +201,7 @@ def _ranges(params: SamplingParams) -> tuple[tuple[str, bool, str], ...]:
         ("max_tokens", p.max_tokens is None or 1 <= p.max_tokens <= MAX_ID, f"must be from 1 to {MAX_ID}"),
         ("min_tokens", 0 <= p.min_tokens <= MAX_ID, f"must be from 0 to {MAX_ID}"),
         ("temperature", 0.0 <= p.temperature <= 100.0, "must be from 0 to 100"),
-        ("top_p", 0.0 < p.top_p <= 1.0, "must be above 0 and at most 1"),
+        ("top_p", 0.0 <= p.top_p <= 1.0, "must be from 0 to 1"),
         ("top_k", -1 <= p.top_k <= MAX_ID, "must be -1 (off), 0 (off) or a positive count"),
         ("min_p", 0.0 <= p.min_p <= 1.0, "must be from 0 to 1"),
         ("presence_penalty", -2.0 <= p.presence_penalty <= 2.0, "must be from -2 to 2"),
@@ -249,6 +250,12 @@ def _format_problems(wanted: ResponseFormat | None) -> Iterator[str]:
 
 
 def _schema_problems(schema: dict[str, object]) -> Iterator[str]:
+    if _is_envelope(schema):
+        yield (
+            "response_format.json_schema holds OpenAI's envelope (name, strict, schema) in place of a JSON schema:"
+            ' send what stands under its key "schema"'
+        )
+        return
     if _too_deep(schema, MAX_FORMAT_DEPTH):
         yield f"response_format.json_schema is nested deeper than {MAX_FORMAT_DEPTH} levels"
         return
@@ -257,6 +264,11 @@ def _schema_problems(schema: dict[str, object]) -> Iterator[str]:
         yield "response_format.json_schema holds a number beyond 64 bits"
     elif size > MAX_FORMAT_CHARS:
         yield f"response_format.json_schema may have {MAX_FORMAT_CHARS} bytes, not {size}"
+
+
+def _is_envelope(schema: dict[str, object]) -> bool:
+    """None of its keys but `description` is a keyword of JSON Schema: as a schema it would admit anything."""
+    return not _ENVELOPE.isdisjoint(schema) and _ENVELOPE.union(("description",)).issuperset(schema)
 
 
 def _too_deep(value: object, levels: int) -> bool:

@@ -8,6 +8,7 @@ first; blank lines are no requests. It knows no queue and no output.
 from __future__ import annotations
 
 import hashlib
+import re
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,8 +18,9 @@ from typing import IO, Any, Final
 
 import msgspec
 
-from api_client.bulk.bodies import BodyError, fields_of
+from api_client.bulk.bodies import fields_of
 from api_client.errors import ConfigurationError, InvalidRequest
+from api_client.openai_forms import FormError
 from api_client.requests import build_request
 from schemas.codec import MAX_PAYLOAD_BYTES
 from schemas.generation import SamplingParams
@@ -263,7 +265,7 @@ def to_request(line: GoodLine, order: Order) -> JobRequest | BadLine:
                 "metadata": {"custom_id": line.custom_id, "endpoint": line.url},
             }
         )
-    except BodyError as error:
+    except FormError as error:
         return BadLine(line.line, line.custom_id, error.code, str(error), error.param, 400)
     except InvalidRequest as error:
         return BadLine(line.line, line.custom_id, "invalid_value", str(error), _param(error), 400)
@@ -272,5 +274,5 @@ def to_request(line: GoodLine, order: Order) -> JobRequest | BadLine:
 
 def _param(error: InvalidRequest) -> str | None:
     """The queue's sentences begin with the field they are about."""
-    word = error.problems[0].split(" ")[0].split("[")[0]
+    word = re.split(r"[ .\[]", error.problems[0], maxsplit=1)[0]
     return word if word in SamplingParams.__struct_fields__ or word in ("messages", "prompt", "model") else None

@@ -56,7 +56,9 @@ def submit(
     ] = None,
     min_tokens: Annotated[int | None, _sampling("Shortest answer.")] = None,
     temperature: Annotated[float | None, _sampling("0 is greedy.", "--temperature", "-t")] = None,
-    top_p: Annotated[float | None, _sampling("Draw from the likeliest tokens that make up this probability.")] = None,
+    top_p: Annotated[
+        float | None, _sampling("Draw from the likeliest tokens that make up this probability; 0: the likeliest alone.")
+    ] = None,
     top_k: Annotated[int | None, _sampling("Draw from this many of the likeliest tokens; 0: from all.")] = None,
     min_p: Annotated[float | None, _sampling("Share of the likeliest token's probability.")] = None,
     seed: Annotated[int | None, _sampling("Same seed, same text.")] = None,
@@ -73,6 +75,7 @@ def submit(
     json_schema: Annotated[str | None, _sampling("The answer is JSON of this schema (or @FILE).")] = None,
     regex: Annotated[str | None, _sampling("The answer matches.")] = None,
     grammar: Annotated[str | None, _sampling("The answer follows this EBNF (or @FILE).")] = None,
+    response_format: Annotated[str | None, _sampling("OpenAI's response_format as JSON (or @FILE).")] = None,
     priority: Annotated[Priority, _order("Priority class.")] = Priority.STANDARD,
     tenant: Annotated[str | None, _order("Whose job it is.")] = None,
     idempotency_key: Annotated[str | None, _order("Submitting twice gives one job.")] = None,
@@ -97,8 +100,8 @@ def submit(
     arguments |= _prompt(prompt, chat or system is not None, system, messages, prompt_ids)
     if logit_bias is not None:
         arguments["logit_bias"] = _from_json(logit_bias, "--logit-bias")
-    if response_format := _response_format(json_schema, regex, grammar):
-        arguments["response_format"] = response_format
+    if wanted := _response_format(json_schema, regex, grammar, response_format):
+        arguments["response_format"] = wanted
     if metadata:
         arguments["metadata"] = dict(_pair(item) for item in metadata)
     if delay is not None:
@@ -181,7 +184,8 @@ def _within_bounds(text: str, what: str) -> str:
     return text
 
 
-def _response_format(json_schema: str | None, regex: str | None, grammar: str | None) -> dict[str, Any]:
+def _response_format(json_schema: str | None, regex: str | None, grammar: str | None, whole: str | None) -> Any:
+    """`whole` is OpenAI's object; the client reads it."""
     parts: dict[str, Any] = {}
     if json_schema is not None:
         parts["json_schema"] = _from_json(json_schema, "--json-schema")
@@ -189,7 +193,11 @@ def _response_format(json_schema: str | None, regex: str | None, grammar: str | 
         parts["regex"] = regex
     if grammar is not None:
         parts["grammar"] = _text(grammar, "--grammar")
-    return parts
+    if whole is None:
+        return parts
+    if parts:
+        raise InvalidRequest(["give --response-format, or one of --json-schema, --regex and --grammar"])
+    return _from_json(whole, "--response-format")
 
 
 def _text(value: str, option: str) -> str:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from api_client.bulk.bodies import BodyError, fields_of
+from api_client.bulk.bodies import fields_of
 from api_client.bulk.lines import BadLine, Order, parse, to_request
 from schemas.generation import ResponseFormat
 from schemas.job import JobRequest, Message, Priority
@@ -79,7 +79,7 @@ def test_what_asks_for_nothing_is_let_pass() -> None:
         ({"type": "json_object"}, ResponseFormat(json_schema={})),
         (
             {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}},
-            ResponseFormat(json_schema={"type": "object"}),
+            ResponseFormat(json_schema={"type": "object"}, strict=False),
         ),
     ],
 )
@@ -119,13 +119,13 @@ def test_log_probabilities_of_a_chat() -> None:
         ({"logprobs": 3}, "logprobs", "invalid_value"),
         ({"top_logprobs": 3}, "top_logprobs", "invalid_value"),
         ({"logprobs": True, "top_logprobs": 99}, "top_logprobs", "invalid_value"),
-        ({"stop": ["a"] * 5}, "stop", "invalid_value"),
+        ({"stop": ["a"] * 17}, "stop", "invalid_value"),
         ({"stop": {"a": 1}}, "stop", "invalid_value"),
         ({"logit_bias": {"dog": 1}}, "logit_bias", "invalid_value"),
         ({"logit_bias": [1]}, "logit_bias", "invalid_value"),
         ({"logit_bias": {"5": 10**400}}, "logit_bias", "invalid_value"),
-        ({"response_format": {"type": "poem"}}, "response_format", "invalid_value"),
-        ({"response_format": {"type": []}}, "response_format", "invalid_value"),
+        ({"response_format": {"type": "poem"}}, "response_format.type", "invalid_value"),
+        ({"response_format": {"type": []}}, "response_format.type", "invalid_value"),
         ({"response_format": "json"}, "response_format", "invalid_value"),
         ({"temperature": -1}, "temperature", "invalid_value"),
         ({"n": "many"}, None, "invalid_value"),
@@ -143,8 +143,9 @@ def test_a_refusal_names_what_is_refused(body: dict[str, Any], param: str | None
     "body", [{"echo": True}, {"suffix": "x"}, {"best_of": 3}, {"prompt": ["a", "b"]}, {"prompt": 5}, {"prompt": []}]
 )
 def test_what_completions_cannot_do(body: dict[str, Any]) -> None:
-    with pytest.raises(BodyError):
-        fields_of(COMPLETIONS_URL, {"model": "m", "prompt": "x"} | body)
+    refused = job_of(completion("a", **body))
+    assert isinstance(refused, BadLine)
+    assert (refused.status, refused.param) == (400, next(iter(body)))
 
 
 def test_the_queues_own_model_may_stand_in() -> None:

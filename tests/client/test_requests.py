@@ -54,7 +54,7 @@ def test_token_ids_may_come_as_json_has_them() -> None:
     assert from_json.params.logit_bias == plain.params.logit_bias == {5: 1.5}
     assert fingerprint(from_json) == fingerprint(plain)
     for key in ("x", "5.0", " 5", 5.0, True):
-        with pytest.raises(InvalidRequest, match=r"Expected `int`, got .* in `\$\.params\.logit_bias`"):
+        with pytest.raises(InvalidRequest, match="logit_bias must be a map from token ids to numbers"):
             build_request({"prompt": "x", "logit_bias": {key: 1.5}})
 
 

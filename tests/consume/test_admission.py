@@ -208,7 +208,7 @@ async def test_a_worker_may_take_less_than_the_wire_does():
         ({"params": SamplingParams(temperature=float("nan"))}, "temperature must be from 0 to 100, not nan"),
         ({"params": SamplingParams(temperature=float("inf"))}, "not inf"),
         ({"params": SamplingParams(n=10_000)}, "n must be from 1 to 128, not 10000"),
-        ({"params": SamplingParams(top_p=0.0)}, "top_p must be above 0"),
+        ({"params": SamplingParams(top_p=-0.5)}, "top_p must be from 0 to 1"),
         ({"params": SamplingParams(stop=("",))}, "stop[0] must have 1 to"),
     ],
 )

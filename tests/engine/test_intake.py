@@ -23,7 +23,7 @@ def admit(prompt=(1, 2, 3), **params):
         ((1,), {"max_tokens": 0}, "invalid_request", "max_tokens must be at least 1, not 0"),
         ((1,), {"temperature": -0.1}, "invalid_request", "temperature"),
         ((1,), {"temperature": float("nan")}, "invalid_request", "temperature"),
-        ((1,), {"top_p": 0.0}, "invalid_request", "top_p"),
+        ((1,), {"top_p": -0.1}, "invalid_request", "top_p"),
         ((1,), {"top_k": -2}, "invalid_request", "top_k"),
         ((1,), {"min_p": 1.5}, "invalid_request", "min_p"),
         ((1,), {"n": 0}, "invalid_request", "n must"),

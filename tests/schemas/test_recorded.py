@@ -13,7 +13,8 @@ import schemas.generation
 import schemas.job
 import schemas.result
 from schemas import codec
-from schemas.codec import encode
+from schemas.codec import DecodeError, decode_request, encode
+from schemas.generation import SamplingParams
 from schemas.job import JobRequest
 from tests.schemas.recording import FOLDER, differences, enumerations, meaning
 from tests.schemas.samples import SAMPLES
@@ -148,3 +149,20 @@ def variant(changes: dict[str, Any], without: str = "") -> type[msgspec.Struct]:
 def test_a_field_removed_renamed_retyped_or_newly_required_is_noticed(careless, says):
     value, _ = SAMPLES["request"]
     assert any(says in line for line in differences("request", encode(value), careless, meaning(value)))
+
+
+@pytest.mark.parametrize("keys", [(5, 7), ("5", "7"), ("5", 7)])
+def test_biases_have_whole_numbers_or_their_texts_as_keys(keys):
+    """Text keys are what an object of JavaScript becomes."""
+    biases = dict(zip(keys, (1.5, -1), strict=True))
+    packed = msgspec.msgpack.encode({"job_id": "a", "prompt": "x", "params": {"logit_bias": biases}, "later": 1})
+    assert decode_request(packed) == JobRequest(
+        job_id="a", prompt="x", params=SamplingParams(logit_bias={5: 1.5, 7: -1.0})
+    )
+
+
+@pytest.mark.parametrize("key", ["dog", "5.0", " 5", "", 5.5, True])
+def test_biases_of_other_keys_are_refused_with_the_decoders_words(key):
+    packed = msgspec.msgpack.encode({"job_id": "a", "prompt": "x", "params": {"logit_bias": {key: 1}}})
+    with pytest.raises(DecodeError, match=r"`\$\.params\.logit_bias`"):
+        decode_request(packed)

@@ -77,7 +77,7 @@ def test_each_problem_of_a_request_is_said(fields, sentence):
         ({"min_tokens": -1}, "min_tokens must be from 0"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens (5) must not exceed max_tokens (4)"),
         *(({"temperature": value}, f"not {value}") for value in (-0.1, 101.0, NAN, INF, -INF)),
-        *(({"top_p": value}, "top_p must be above 0 and at most 1") for value in (0.0, 1.1, -1.0, NAN)),
+        *(({"top_p": value}, "top_p must be from 0 to 1") for value in (1.1, -1.0, NAN)),
         *(({"top_k": value}, "top_k must be -1") for value in (-2, 2**31)),
         *(({"min_p": value}, "min_p must be from 0 to 1") for value in (-0.1, 1.5, NAN)),
         *(({"presence_penalty": value}, "presence_penalty must be from -2 to 2") for value in (-2.1, 3.0, NAN, INF)),
@@ -101,6 +101,14 @@ def test_each_problem_of_a_request_is_said(fields, sentence):
         ({"response_format": ResponseFormat(regex="")}, "response_format.regex must have 1 to"),
         ({"response_format": ResponseFormat(json_schema={"a": "x" * 300_000})}, "json_schema may have 262144 bytes"),
         ({"response_format": ResponseFormat(json_schema={"a": 2**70})}, "a number beyond 64 bits"),
+        *(
+            ({"response_format": ResponseFormat(json_schema=envelope)}, "json_schema holds OpenAI's envelope")
+            for envelope in (
+                {"name": "n", "strict": True, "schema": {"type": "object"}},
+                {"schema": {"type": "object"}},
+                {"name": "n", "description": "d"},
+            )
+        ),
     ],
 )
 def test_each_problem_of_the_parameters_is_said(fields, sentence):

@@ -105,7 +105,7 @@ def engine_problems(params: SamplingParams, vocab_size: int) -> list[str]:
         (params.max_tokens is None or params.max_tokens >= 1, "max_tokens", "must be at least 1", params.max_tokens),
         (params.min_tokens >= 0, "min_tokens", "must not be negative", params.min_tokens),
         (0.0 <= params.temperature <= 1e4, "temperature", "must be in [0, 10000]", params.temperature),
-        (0.0 < params.top_p <= 1.0, "top_p", "must be in (0, 1]", params.top_p),
+        (0.0 <= params.top_p <= 1.0, "top_p", "must be in [0, 1]", params.top_p),
         (params.top_k >= -1, "top_k", "must be -1, 0 or more", params.top_k),
         (0.0 <= params.min_p <= 1.0, "min_p", "must be in [0, 1]", params.min_p),
         (1 <= params.n <= 128, "n", "must be from 1 to 128", params.n),

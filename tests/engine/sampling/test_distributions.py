@@ -63,6 +63,7 @@ CASES = {
     "top_k": SamplingParams(top_k=7),
     "top_k of the whole vocabulary": SamplingParams(top_k=10_000),
     "top_p": SamplingParams(top_p=0.8),
+    "top_p of zero": SamplingParams(top_p=0.0),
     "top_p small": SamplingParams(top_p=0.05),
     "top_p nearly all": SamplingParams(top_p=0.999),
     "min_p": SamplingParams(min_p=0.1),

@@ -97,7 +97,7 @@ class RowTable:
             self.held_back[row] = np.array(sorted(i for i in ids if 0 <= i < self.vocab_size), np.int64)
 
     def _traits(self, params: SamplingParams, top_k: int) -> int:
-        greedy = params.temperature < GREEDY_BELOW or top_k == 1
+        greedy = params.temperature < GREEDY_BELOW or top_k == 1 or params.top_p == 0.0
         penalised = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
         traits = (
             (greedy, Trait.GREEDY),
