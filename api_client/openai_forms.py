@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, TypeGuard
 
 from api_client.errors import InvalidRequest
-from schemas.codec import WHOLE_NUMBER
+from schemas.bounds import WHOLE_NUMBER
 
 _ROLES: Final = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _MESSAGE_KEYS: Final = frozenset({"role", "content", "refusal"})

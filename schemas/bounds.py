@@ -2,10 +2,12 @@
 
 A large request is taken apart without being decoded (skipping needs no memory); what holds more parts than any
 request may is refused by its header's count, with the sentence that a smaller one gets. It knows only shapes.
+Keys of `logit_bias` that are texts are mended here as well, for the same reason: nothing else is built.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 import msgspec
@@ -21,6 +23,8 @@ MAX_FORMAT_CHARS: Final = 256 * 1024
 HARMLESS_BYTES: Final = 256 * 1024  # at up to 64 bytes of objects for one, whatever is in it
 
 Parts = dict[str, msgspec.Raw]
+WHOLE_NUMBER: Final = re.compile(r"-?[0-9]{1,10}")
+_read_biases: Final = msgspec.msgpack.Decoder(dict[int | str, float]).decode
 _take_apart: Final = msgspec.msgpack.Decoder(Parts).decode
 _put_together: Final = msgspec.msgpack.Encoder().encode
 # the first byte of a long array or map → how many bytes its count has
@@ -35,6 +39,24 @@ def without_bombs(request: bytes) -> bytes:
     _limit(fields, "metadata", MAX_METADATA, "entries")
     if _is_map(fields.get("params")):
         fields["params"] = msgspec.Raw(_params(bytes(fields["params"])))
+    return _put_together(fields)
+
+
+def with_whole_keys(request: bytes) -> bytes | None:
+    """The same request, with the texts among the keys of its `logit_bias` as the whole numbers they are: the keys of a
+    map from JavaScript are texts. None if no key is such a text.
+    """
+    try:
+        fields = _take_apart(request)
+        params = _take_apart(bytes(fields["params"]))
+        biases = _read_biases(bytes(params["logit_bias"]))
+    except (ValueError, RecursionError, KeyError):  # msgspec's errors are ValueErrors
+        return None
+    if not all(isinstance(key, int) or WHOLE_NUMBER.fullmatch(key) for key in biases):
+        return None
+    whole = {int(key): bias for key, bias in biases.items()}
+    params["logit_bias"] = msgspec.Raw(_put_together(whole))
+    fields["params"] = msgspec.Raw(_put_together(params))
     return _put_together(fields)
 
 

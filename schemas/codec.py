@@ -4,18 +4,16 @@ Depth and size are bounded before decoding: a payload is refused above `MAX_PAYL
 whose parts are too many before they are built.
 """
 
-import re
 from typing import Final, TypeVar
 
 import msgspec
 
-from schemas.bounds import HARMLESS_BYTES, without_bombs
+from schemas.bounds import HARMLESS_BYTES, with_whole_keys, without_bombs
 from schemas.chunk import Chunk
 from schemas.control import ControlMessage, WorkerStatus
 from schemas.job import JobRequest
 from schemas.result import JobResult
 
-WHOLE_NUMBER: Final = re.compile(r"-?[0-9]{1,10}")
 MAX_PAYLOAD_BYTES: Final = 8 * 1024 * 1024
 
 T = TypeVar("T")
@@ -61,25 +59,10 @@ def decode_request(data: bytes, limit: int = MAX_PAYLOAD_BYTES) -> JobRequest:
     try:
         return _decode(_request_decoder, data, "job request", limit)
     except DecodeError:
-        request = _with_whole_keys(data) if len(data) <= limit else None
-        if request is None:
+        mended = with_whole_keys(data) if len(data) <= limit else None
+        if mended is None:
             raise
-        return request
-
-
-def _with_whole_keys(data: bytes) -> JobRequest | None:
-    """A request whose `logit_bias` has its token ids as texts, as maps of JavaScript have; None if it is no such."""
-    try:
-        plain = msgspec.msgpack.decode(data)
-        biases = plain["params"]["logit_bias"]
-        plain["params"]["logit_bias"] = {int(key) if _is_whole(key) else key: bias for key, bias in biases.items()}
-        return msgspec.convert(plain, JobRequest)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, KeyError, TypeError, AttributeError):
-        return None
-
-
-def _is_whole(key: object) -> bool:
-    return isinstance(key, str) and WHOLE_NUMBER.fullmatch(key) is not None
+        return _decode(_request_decoder, mended, "job request", len(mended))
 
 
 def decode_result(data: bytes) -> JobResult:

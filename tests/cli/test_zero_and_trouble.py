@@ -28,7 +28,6 @@ def where(url: str) -> dict[str, str]:
     [
         ("--max-tokens", "max_tokens must be from 1"),
         ("--n", "n must be from 1"),
-        ("--top-p", "top_p must be above 0"),
         ("--repetition-penalty", "repetition_penalty must be above 0"),
     ],
 )

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.redis
 Body = Mapping[str, Any]
 Entrance = Callable[[str, Body], JobRequest]  # raises InvalidRequest with the sentence
 QUEUE = "q"
-SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+SCHEMA: dict[str, object] = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
 _FLAGS = {"max_tokens": "--max-tokens", "top_p": "--top-p"}
 _JSON_FLAGS = {"messages": "--messages", "response_format": "--response-format", "logit_bias": "--logit-bias"}
@@ -301,8 +301,8 @@ def test_a_worker_refuses_the_envelope_of_an_older_client(type_name: str | None)
     assert sentence.startswith("response_format.json_schema holds OpenAI's envelope")
 
 
-def test_a_schema_of_which_a_property_is_called_schema_is_none() -> None:
-    schema = {"type": "object", "properties": {"schema": {}, "name": {}, "strict": {}}}
+def test_a_schema_with_a_property_called_schema_is_no_envelope() -> None:
+    schema: dict[str, object] = {"type": "object", "properties": {"schema": {}, "name": {}, "strict": {}}}
     request = JobRequest(
         job_id="a", prompt="x", params=SamplingParams(response_format=ResponseFormat(json_schema=schema))
     )

@@ -14,6 +14,11 @@ from schemas.job import JobRequest, Message, RetryPolicy
 from schemas.validation import params_problems, problems
 
 NAN, INF = math.nan, math.inf
+ENVELOPES: list[dict[str, object]] = [
+    {"name": "n", "strict": True, "schema": {"type": "object"}},
+    {"schema": {"type": "object"}},
+    {"name": "n", "description": "d"},
+]
 
 
 def request(**fields: Any) -> JobRequest:
@@ -103,11 +108,7 @@ def test_each_problem_of_a_request_is_said(fields, sentence):
         ({"response_format": ResponseFormat(json_schema={"a": 2**70})}, "a number beyond 64 bits"),
         *(
             ({"response_format": ResponseFormat(json_schema=envelope)}, "json_schema holds OpenAI's envelope")
-            for envelope in (
-                {"name": "n", "strict": True, "schema": {"type": "object"}},
-                {"schema": {"type": "object"}},
-                {"name": "n", "description": "d"},
-            )
+            for envelope in ENVELOPES
         ),
     ],
 )
