@@ -135,7 +135,7 @@ class Client(ClientBase):
         self._run(queue_programs.set_limits(self._view, tenant, limits))
 
     def set_queue_limit(self, limit: int) -> None:
-        """Submit refuses above so many waiting jobs; 0: no limit."""
+        """Submit refuses above so many waiting jobs, scheduled ones not counted; 0: no limit."""
         self._run(queue_programs.set_queue_limit(self._view, limit))
 
     def close(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,8 +16,10 @@ from api_client.records import JobInfo, QueueDepth, questions, read_depth, read_
 from api_client.scripts import REDRIVE
 from schemas.codec import DecodeError, decode_status
 from schemas.control import WorkerStatus
-from schemas.job import PRIORITY_ORDER
+from schemas.job import PRIORITY_ORDER, Priority
 from schemas.result import JobStatus
+
+MAX_DUE = 1_000  # looked at for the backlog
 
 
 class DeadJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,9 +31,53 @@ class DeadJob(msgspec.Struct, frozen=True, kw_only=True):
     history: tuple[str, ...]
 
 
+class DueJob(msgspec.Struct, frozen=True, kw_only=True):
+    """A job whose time has come while no worker has moved it into its lane yet. `is_counted`: the queue's counters have
+    it already, as those of an older version do.
+    """
+
+    priority: str
+    cost: float
+    due_ms: int
+    is_counted: bool
+
+
 def depth(view: QueueView) -> Program[QueueDepth]:
-    (meta,) = yield Commands((("HGETALL", view.keys.meta),))
-    return read_depth(meta)
+    meta, delayed = yield Commands((("HGETALL", view.keys.meta), ("ZCARD", view.keys.delayed)))
+    due = yield from due_jobs(view)
+    read = read_depth(meta)
+    queued, tokens = dict(read.queued), read.queued_tokens
+    for job in due:
+        if not job.is_counted:
+            queued[job.priority] = queued.get(job.priority, 0) + 1
+            tokens += job.cost
+    return QueueDepth(queued, tokens, read.running, max(0, int(delayed) - len(due)))
+
+
+def due_jobs(view: QueueView) -> Program[list[DueJob]]:
+    """MAX_DUE of them at most. With a living worker there are few; without one they must count, or none is started."""
+    keys, now_ms = view.keys, round(time.time() * 1000)
+    (ids,) = yield Commands((("ZRANGEBYSCORE", keys.delayed, "-inf", now_ms, "LIMIT", 0, MAX_DUE),))
+    fields = ("class", "cost", "uncounted", "due_ms", "created_ms", "state")
+    names = [keys.job(job_id.decode("utf-8", "surrogateescape")).encode("utf-8", "surrogateescape") for job_id in ids]
+    replies = yield Commands(tuple(("HMGET", name, *fields) for name in names), tolerant=True)
+    return [_due_job(values) for values in replies if not isinstance(values, Exception) and values[-1] == b"scheduled"]
+
+
+def _due_job(values: Sequence[bytes | None]) -> DueJob:
+    priority, cost, uncounted, due, created = ((value or b"").decode("utf-8", "replace") for value in values[:5])
+    known = priority if priority in {each.value for each in PRIORITY_ORDER} else Priority.STANDARD.value
+    since_ms = round(max(number_of(due), number_of(created)))
+    return DueJob(priority=known, cost=number_of(cost), due_ms=since_ms, is_counted=not uncounted)
+
+
+def number_of(value: bytes | str) -> float:
+    """0 for what is no finite number."""
+    try:
+        found = float(value)
+    except ValueError:
+        return 0.0
+    return found if math.isfinite(found) else 0.0
 
 
 def workers(view: QueueView) -> Program[list[WorkerStatus]]:

@@ -1,8 +1,8 @@
 """A queue at a glance: what waits in each class and for how long, what each tenant has, which workers live.
 
-For `tokenmill top`, the exporter and autoscaling. Five round trips, whatever the backlog; nothing is written, and the
-`reader` of ops/redis/users.acl may do it. What is asked of a lane may be gone when the answer comes: then it counts
-as empty.
+For `tokenmill top`, the exporter and autoscaling. Seven round trips at most, whatever the backlog; nothing is written,
+and the `reader` of ops/redis/users.acl may do it. What is asked of a lane may be gone when the answer comes: then it
+counts as empty.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import msgspec
 
 from api_client.effects import Commands, Program
 from api_client.programs import QueueView
-from api_client.queue_programs import workers
+from api_client.queue_programs import DueJob, due_jobs, number_of, workers
 from api_client.scripts import Argument
 from schemas.control import WorkerStatus
 from schemas.job import PRIORITY_ORDER, Priority
@@ -42,7 +42,9 @@ class TenantState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QueueState(msgspec.Struct, frozen=True, kw_only=True):
-    """`unrecorded` jobs ended while they waited, and are to be written down. Counters are of the queue's whole life."""
+    """`scheduled` jobs wait for their time or their next attempt, and count as waiting from then on. `unrecorded` jobs
+    ended while they waited, and are to be written down. Counters are of the queue's whole life.
+    """
 
     queue: str
     classes: dict[str, ClassState]
@@ -81,8 +83,10 @@ def overview(view: QueueView) -> Program[QueueState]:
     lanes = yield from _lanes(view, rest[len(returned) :])
     since = _oldest_returned(rest[: len(returned)])
     yield from _oldest_in_lanes(view, lanes, since)
+    due = yield from due_jobs(view)
     living = yield from workers(view)
-    return _state(view, meta, (int(scheduled), int(unrecorded), int(dead)), lanes, since, living)
+    counts_now = (max(0, int(scheduled) - len(due)), int(unrecorded), int(dead))
+    return _state(view, meta, counts_now, lanes, since, living, due)
 
 
 def _first_returned(view: QueueView, priority: Priority) -> tuple[Argument, ...]:
@@ -150,10 +154,12 @@ def _state(
     meta: Mapping[bytes, bytes],
     counts: tuple[int, int, int],
     lanes: Sequence[_Lane],
-    since: Mapping[Priority, int],
+    since: dict[Priority, int],
     living: Sequence[WorkerStatus],
+    due: Sequence[DueJob],
 ) -> QueueState:
-    numbers = {_text(name): _number(value) for name, value in meta.items()}
+    numbers: Counter[str] = Counter({_text(name): number_of(value) for name, value in meta.items()})
+    _count_due(due, numbers, since)
     now_ms = int(time.time() * 1000)
     classes = {
         priority.value: ClassState(
@@ -182,6 +188,15 @@ def _state(
     )
 
 
+def _count_due(due: Sequence[DueJob], numbers: Counter[str], since: dict[Priority, int]) -> None:
+    for job in due:
+        priority = Priority(job.priority)
+        since[priority] = min(job.due_ms, since.get(priority, job.due_ms))
+        if not job.is_counted:
+            numbers[f"queued:{job.priority}"] += 1
+            numbers[f"queued_tokens:{job.priority}"] += job.cost
+
+
 def _tenants(lanes: Sequence[_Lane], living: Sequence[WorkerStatus]) -> list[TenantState]:
     """The busiest first. Running jobs and tokens are as the workers told them last."""
     waiting: Counter[str] = Counter()
@@ -205,10 +220,3 @@ def _tenants(lanes: Sequence[_Lane], living: Sequence[WorkerStatus]) -> list[Ten
 
 def _text(value: Any) -> str:
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
-
-
-def _number(value: Any) -> float:
-    try:
-        return float(value)
-    except ValueError:
-        return 0.0

@@ -50,11 +50,14 @@ class JobInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 @dataclass(frozen=True, slots=True)
 class QueueDepth:
-    """Jobs that wait, per class and in estimated tokens, and those in workers' hands."""
+    """Jobs that wait for a worker, per class and in estimated tokens; those in workers' hands; and those that wait for
+    their time or their next attempt, which are no backlog before they are due.
+    """
 
     queued: dict[str, int] = field(default_factory=dict)
     queued_tokens: float = 0.0
     running: int = 0
+    scheduled: int = 0
 
     @property
     def num_queued(self) -> int:

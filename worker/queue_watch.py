@@ -81,7 +81,7 @@ def _by_class(known: Mapping[str, QueueState]) -> Iterator[Reading]:
             tokens[queue, name] = one.waiting_tokens
             ages[queue, name] = one.oldest_ms / 1000
     labels = ("queue", "priority")
-    yield Reading("queue_jobs", "Jobs that wait to be claimed", jobs, labels)
+    yield Reading("queue_jobs", "Jobs that wait to be claimed, due ones included", jobs, labels)
     yield Reading("queue_tokens", "Tokens that those jobs are estimated to cost", tokens, labels)
     yield Reading("queue_oldest_seconds", "How long the oldest of them has waited", ages, labels)
 

@@ -146,6 +146,12 @@ end
 
 local function count_queued(class, jobs, cost) add_queued(class, jobs, jobs * cost) end
 
+-- A scheduled job counts as backlog from its due time on; until then its hash has `uncounted`. (Jobs of older versions
+-- have counted since they were submitted, and lack it.)
+local function count_due(id, class, cost)
+  if redis.call('HDEL', job_key(id), 'uncounted') == 1 then count_queued(class, 1, cost) end
+end
+
 -- A lane joins the sharing at the present virtual time, or where it left it if that is later:
 -- being idle earns nothing, and leaving for a moment costs nothing.
 local function activate(class, tenant)
@@ -200,6 +206,6 @@ local function end_waiting(id, state, code, message, now)
   redis.call('ZREM', base .. 'deadlines', id)
   redis.call('HSET', key, 'state', state, 'finished_ms', whole(now), 'error_code', code or '', 'error', message or '')
   redis.call('ZADD', base .. 'ended', whole(now), id)
-  count_queued(class, -1, number(job[4], 0))
+  if redis.call('HDEL', key, 'uncounted') == 0 then count_queued(class, -1, number(job[4], 0)) end
   publish_chunk(id, pack_end(id, end_of_log(id), state, code, message))
 end

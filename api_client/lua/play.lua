@@ -13,8 +13,9 @@ local key, now = job_key(id), clock_ms()
 if move == 'promote' then  -- every job whose time has come
   for _, due in ipairs(redis.call('ZRANGEBYSCORE', base .. 'delayed', '-inf', whole(now))) do
     redis.call('ZREM', base .. 'delayed', due)
-    local job = redis.call('HMGET', job_key(due), 'class', 'tenant')
+    local job = redis.call('HMGET', job_key(due), 'class', 'tenant', 'cost')
     redis.call('HSET', job_key(due), 'state', 'queued')
+    count_due(due, job[1], number(job[3], 0))
     enter_lane(due, job[1], job[2])
   end
   return redis.status_reply('OK')

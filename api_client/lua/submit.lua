@@ -5,7 +5,7 @@
 -- reply: {'ok', id, 'new'|'known', ...} or {'conflict', id, place} or {'large', size, limit} or {'full', depth, limit}
 --        or {'rate', tenant, wait ms} or {'name', place}, or the error INVALID, which names an argument
 -- A repeated call finds its own ids and answers the same.
-local FIELDS, FIRST = 10, 5
+local FIELDS, FIRST, MAX_DUE = 10, 5, 1000
 check_groups(FIRST, FIELDS)
 local limit, idempotency_ttl = amount(3, 'backlog limit', 0, MOST), amount(4, 'idempotency TTL', 0, MOST)
 if refusal then return refusal end
@@ -61,7 +61,9 @@ end
 
 if own_limit > 0 and (limit == 0 or own_limit < limit) then limit = own_limit end
 if limit > 0 and num_new > 0 then
-  local depth = 0
+  local depth
+  -- Due jobs that no worker has moved into their lanes yet wait as well.
+  depth = #redis.call('ZRANGEBYSCORE', base .. 'delayed', '-inf', whole(now), 'LIMIT', 0, MAX_DUE)
   for _, class in ipairs(CLASSES) do depth = depth + number(redis.call('HGET', meta, 'queued:' .. class), 0) end
   if depth + num_new > limit then return {'full', whole(depth), whole(limit)} end
 end
@@ -108,17 +110,18 @@ for _, job in ipairs(jobs) do
     redis.call('HSET', job_key(job.id), 'request', job.request, 'state', waits and 'scheduled' or 'queued',
       'class', job.class, 'tenant', job.tenant, 'fingerprint', job.fingerprint, 'created_ms', whole(job.created),
       'deadline_ms', whole(job.deadline), 'cost', whole(job.cost), 'due_ms', whole(job.due))
-    local sum = queued[job.class] or {jobs = 0, cost = 0}
-    sum.jobs, sum.cost = sum.jobs + 1, sum.cost + job.cost
-    queued[job.class] = sum
     if job.idem ~= '' then  -- for as long as the job lives; its end starts the clock
       redis.call('SET', job.idem, job.fingerprint .. ' ' .. job.id)
       redis.call('HSET', job_key(job.id), 'idem', job.idem_name, 'idem_ms', whole(idempotency_ttl))
     end
     if job.deadline > 0 then redis.call('ZADD', base .. 'deadlines', whole(job.deadline), job.id) end
     if waits then
+      redis.call('HSET', job_key(job.id), 'uncounted', '1')
       redis.call('ZADD', base .. 'delayed', whole(job.due), job.id)
     else
+      local sum = queued[job.class] or {jobs = 0, cost = 0}
+      sum.jobs, sum.cost = sum.jobs + 1, sum.cost + job.cost
+      queued[job.class] = sum
       enter_lane(job.id, job.class, job.tenant)
       num_entered = num_entered + 1
       if job.class == CLASSES[1] then num_urgent = num_urgent + 1 end

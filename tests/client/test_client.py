@@ -211,7 +211,7 @@ async def test_lists_of_jobs_and_workers(client: Any, queue: Queue) -> None:
     assert [info.job_id for info in await client.list(JobStatus.RUNNING, limit=1)] == [running]
     assert [(status.worker_id, status.model, status.running) for status in await client.workers()] == [("w1", "m", 1)]
     depth = await client.depth()
-    assert (depth.queued["bulk"], depth.queued["standard"], depth.running) == (1, 1, 2)
+    assert (depth.queued["bulk"], depth.num_queued, depth.running, depth.scheduled) == (1, 1, 2, 1)
 
 
 async def test_many_streams_of_an_event_loop_share_one_connection(queue: Queue, redis_url: str) -> None:

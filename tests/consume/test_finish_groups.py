@@ -50,7 +50,7 @@ async def test_a_job_that_stops_a_claim_leaves_what_was_claimed_counted(queue, a
     await queue.redis.set(queue.keys.job("broken"), "no hash")
     with pytest.raises(RedisUnavailable):
         await worker.claim(credits=2)
-    depth = await worker.depth()
+    depth = await queue.client.depth()
     assert (depth.running, depth.queued["standard"]) == (1, 1)
     (good,) = await worker.claim(credits=1)  # what that call's reply did not tell
     assert (good.job_id, good.deliveries) == ("good", 1)

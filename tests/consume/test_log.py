@@ -121,7 +121,7 @@ async def test_finish_leaves_the_result_and_nothing_else(queue: Queue) -> None:
     assert packed is not None
     assert decode_result(packed).token_ids == (0,)
     assert await queue.field(job.job_id, "request") is None
-    depth = await worker.depth()
+    depth = await queue.client.depth()
     assert (depth.num_queued, depth.running, depth.queued_tokens) == (0, 0, 0.0)
 
 
@@ -194,7 +194,7 @@ async def test_a_server_that_forgot_its_scripts_gets_them_again(queue: Queue) ->
     await queue.redis.script_flush()
     assert await appended(worker, [token(job, 0)]) == [(OK, 1)]
     await queue.redis.script_flush()
-    results = await asyncio.gather(worker.finish([end_of(job, 1)]), worker.depth())
+    results = await asyncio.gather(worker.finish([end_of(job, 1)]), queue.client.depth())
     assert results[0] == [True]
 
 

@@ -315,8 +315,10 @@ class QueueMachine(RuleBasedStateMachine):
     @invariant()
     def counters_agree(self) -> None:
         depth = self.run(self.queue.client.depth())
-        waiting = (JobStatus.QUEUED, JobStatus.SCHEDULED)
-        assert depth.num_queued == sum(job.state in waiting for job in self.jobs.values())
+        scheduled = [job for job in self.jobs.values() if job.state is JobStatus.SCHEDULED]
+        num_queued = sum(job.state is JobStatus.QUEUED for job in self.jobs.values())
+        assert depth.num_queued == num_queued + sum(job.due for job in scheduled)
+        assert depth.scheduled == sum(not job.due for job in scheduled)
         assert depth.running == sum(job.holder is not None for job in self.jobs.values())
 
     @invariant()

@@ -18,7 +18,6 @@ import redis.asyncio
 from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
 
 from api_client.connections import SERVER_TROUBLE
-from api_client.records import QueueDepth, read_depth
 from api_client.scripts import Argument, Script, call_async, in_parts
 from schemas.codec import encode
 from schemas.control import WorkerStatus
@@ -236,12 +235,6 @@ class JobStream:
         """Give up everything, unsuspected: the end of a drain, or of a freeze that outlasted the lease."""
         self._held.clear()
         return int(await self._call(scripts.RESIGN, self.worker_id, "hand"))
-
-    async def depth(self) -> QueueDepth:
-        """The backlog, for metrics and autoscaling: one command."""
-        with _translated():
-            raw = cast("dict[bytes, bytes]", await self._client.hgetall(self.keys.meta))
-        return read_depth(raw)
 
     def _forget(self, job_id: str, token: int) -> None:
         self._appends.forget(job_id)

@@ -51,6 +51,18 @@ local function list(name, room)
   end
 end
 
+-- Where no job waits in a class, its counters are 0, whatever a damaged job or another version has left in them.
+local function settle_backlog()
+  if redis.call('ZCARD', base .. 'returned') > 0 then return end
+  for _, class in ipairs(CLASSES) do
+    local counts = redis.call('HMGET', meta, 'queued:' .. class, 'queued_tokens:' .. class)
+    local is_settled = (counts[1] or '0') == '0' and (counts[2] or '0') == '0'
+    if not is_settled and redis.call('ZCARD', lanes_key(class)) == 0 then
+      redis.call('HSET', meta, 'queued:' .. class, '0', 'queued_tokens:' .. class, '0')
+    end
+  end
+end
+
 local is_whole, trouble = pcall(function()
   sweep(now, sweep_ms, lease_ms, returns)
   if audit == '1' then take_strays() end
@@ -62,4 +74,5 @@ local is_whole, trouble = pcall(function()
   if is_full then redis.call(announce, base .. 'control:' .. worker, CALL) end  -- more waits than fits a reply
 end)
 write_counts()
+if is_whole then settle_backlog() end
 return is_whole and deliveries or as_reply(trouble)

@@ -50,7 +50,6 @@ local function give_back(id, now, how, alone, delay_ms, note)
     return
   end
   leave_lane(id, class, tenant, job[5])
-  count_queued(class, 1, number(job[8], 0))
   if how == 'crash' or (how == 'orphan' and end_of_log(id) <= number(job[7], 0)) then
     count_up(key, 'crashes')
     if alone then count_up(key, 'solo_crashes') end
@@ -62,10 +61,11 @@ local function give_back(id, now, how, alone, delay_ms, note)
   if how == 'dead' then redis.call('HSET', key, 'doomed', note) end
   if how == 'retry' then
     redis.call('HSET', key, 'attempt', whole(number(redis.call('HGET', key, 'attempt'), 1) + 1))
-    redis.call('HSET', key, 'state', 'scheduled', 'worker', '')
+    redis.call('HSET', key, 'state', 'scheduled', 'worker', '', 'uncounted', '1')
     redis.call('ZADD', base .. 'delayed', whole(now + delay_ms), id)
   else
     redis.call('HSET', key, 'state', 'queued', 'worker', '')
+    count_queued(class, 1, number(job[8], 0))
     to_front(id, class, number(job[6], now))
   end
 end
@@ -85,9 +85,10 @@ end
 local function promote(now)
   for _, id in ipairs(redis.call('ZRANGEBYSCORE', base .. 'delayed', '-inf', whole(now), 'LIMIT', 0, 200)) do
     redis.call('ZREM', base .. 'delayed', id)
-    local job = redis.call('HMGET', job_key(id), 'state', 'class', 'tenant', 'attempt', 'created_ms')
+    local job = redis.call('HMGET', job_key(id), 'state', 'class', 'tenant', 'attempt', 'created_ms', 'cost')
     if job[1] == 'scheduled' then
       redis.call('HSET', job_key(id), 'state', 'queued')
+      count_due(id, class_of(job[2]), number(job[6], 0))
       if number(job[4], 1) > 1 then  -- a retry has queued once already
         to_front(id, class_of(job[2]), number(job[5], now))
       else

@@ -35,14 +35,14 @@ local function read_job(id)
   if not is_name(id) then return nil end
   local raw = redis.call('HMGET', job_key(id), 'state', 'settled', 'request', 'token', 'deliveries', 'crashes',
     'solo_crashes', 'attempt', 'created_ms', 'started_ms', 'deadline_ms', 'cancel', 'doomed', 'class', 'tenant', 'cost',
-    'orphaned', 'entry')
+    'orphaned', 'entry', 'uncounted')
   if not raw[1] or raw[2] or not raw[3] then return nil end
   return {
     state = raw[1], request = raw[3], token = number(raw[4], 0), deliveries = number(raw[5], 0),
     crashes = number(raw[6], 0), solo = number(raw[7], 0), attempt = number(raw[8], 1),
     created = number(raw[9], 0), started = number(raw[10], 0), deadline = number(raw[11], 0),
     cancel = raw[12], doomed = raw[13], class = class_of(raw[14]), tenant = raw[15] or '',
-    cost = number(raw[16], 0), orphaned = number(raw[17], 0), entry = raw[18],
+    cost = number(raw[16], 0), orphaned = number(raw[17], 0), entry = raw[18], uncounted = raw[19],
   }
 end
 
@@ -87,11 +87,14 @@ local function take(id, job, again)
     job.deliveries = job.deliveries + 1
     redis.call('SADD', held, id)
     taken[job.tenant], num_taken = (taken[job.tenant] or 0) + 1, num_taken + 1
-    if state == 'queued' then
+    if job.uncounted then  -- a worker of an older version has moved it into its lane
+      redis.call('HDEL', job_key(id), 'uncounted')
+    elseif state == 'queued' then
       local sum = left[job.class] or {jobs = 0, cost = 0}
       sum.jobs, sum.cost = sum.jobs + 1, sum.cost + job.cost
-      left[job.class], state = sum, 'running'
+      left[job.class] = sum
     end
+    if state == 'queued' then state = 'running' end
   end
   redis.call('HSET', job_key(id), 'token', whole(token), 'worker', worker, 'started_ms', whole(started),
     'mark', whole(index), 'deliveries', whole(job.deliveries), 'state', state)
