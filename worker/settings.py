@@ -95,9 +95,7 @@ class Settings(_EngineFields):
         86_400, gt=0, description="its key is remembered so long after a job's end"
     )
     # limits
-    queue_limit: int = Field(
-        0, ge=0, description="submit refuses above this many waiting jobs, scheduled ones not counted; 0: no limit"
-    )
+    queue_limit: int = Field(0, ge=0, description="submit refuses above this many jobs that wait and are due; 0: none")
     max_payload_bytes: int = Field(MAX_PAYLOAD_BYTES, ge=1024, le=MAX_PAYLOAD_BYTES, description="largest job request")
     default_max_tokens: int | None = Field(None, ge=1, description="for jobs that set none (default: model's length)")
     tenant_max_running: int = Field(0, ge=0, description="jobs of one tenant that run at once; 0: no limit")
