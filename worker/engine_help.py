@@ -45,4 +45,5 @@ ENGINE_HELP: Final[dict[str, str]] = {
     "num_threads": "threads of the engine on a CPU (default: all cores)",
     "tensor_parallel": "split the model over the ranks of torchrun",
     "trust_remote_code": "run code that comes with the model",
+    "verify_model": "compare the engine's logits with the model's own at the start; a difference ends it",
 }

@@ -77,6 +77,7 @@ class EngineConfig:
     num_threads: int | None = None
     tensor_parallel: bool = False  # under torchrun
     trust_remote_code: bool = False
+    verify_model: bool = True  # at the start: compare the logits of a few steps with the model's own
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "policy", SchedulingPolicy(self.policy))

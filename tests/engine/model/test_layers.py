@@ -6,27 +6,38 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from transformers.masking_utils import (
+    causal_mask_function,
+    chunked_causal_mask_function,
+    sliding_window_causal_mask_function,
+)
 
 from worker.engine.attention import AttentionShape
 from worker.engine.config import EngineConfigError
-from worker.engine.model.layers import describe_layers, group_layers
+from worker.engine.model import probe as probing
+from worker.engine.model.layers import LayerKind, describe_layers, group_layers
 from worker.engine.model.paged import LayerTrait, Probe
 
-SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25)
+CAUSAL, NOT_CAUSAL = -1.0, 1.0
 
 
-def trait(window: int | None = None, extras: tuple[str, ...] = (), value_dim: int = 16, heads: int = 2) -> LayerTrait:
-    shape = AttentionShape(4, heads, 16, 0.25)
-    return LayerTrait(shape, value_dim, window, frozenset(extras))
+def kind(window: int | None = None, heads: int = 2) -> LayerKind:
+    return LayerKind(AttentionShape(4, heads, 16, 0.25), window)
 
 
-def describe(traits: list[LayerTrait], **config: Any) -> list[LayerTrait]:
+def trait(code: float | None = CAUSAL, extras: tuple[str, ...] = (), value_dim: int = 16) -> LayerTrait:
+    return LayerTrait(AttentionShape(4, 2, 16, 0.25), value_dim, code, frozenset(extras))
+
+
+def describe(traits: list[LayerTrait], length: int = 100, **config: Any) -> list[LayerKind]:
     settings = SimpleNamespace(**{"num_hidden_layers": len(traits), **config})
-    return describe_layers(Probe(layers=dict(enumerate(traits))), settings, "some-model")
+    return describe_layers(Probe(layers=dict(enumerate(traits))), settings, "some-model", length)
 
 
 def test_layers_that_keep_their_cache_alike_share_a_group() -> None:
-    groups = group_layers([trait(8), trait(8), trait(), trait(8), trait(), trait(heads=1)])
+    groups = group_layers([kind(8), kind(8), kind(), kind(8), kind(), kind(heads=1)])
     assert [(group.layers, group.window, group.num_kv_heads) for group in groups] == [
         ((0, 1, 3), 8, 2),
         ((2, 4), None, 2),
@@ -34,11 +45,54 @@ def test_layers_that_keep_their_cache_alike_share_a_group() -> None:
     ]
 
 
-def test_a_window_that_only_the_configuration_knows_is_taken_from_it() -> None:
+def test_a_window_is_what_the_layers_mask_has() -> None:
     types = ["full_attention", "sliding_attention"]
-    assert [t.window for t in describe([trait(), trait()], sliding_window=9, layer_types=types)] == [None, 9]
-    assert [t.window for t in describe([trait(), trait()], sliding_window=9)] == [9, 9]
-    assert [t.window for t in describe([trait()], sliding_window=9, use_sliding_window=False)] == [None]
+    found = describe([trait(), trait(-10.0)], sliding_window=9, layer_types=types)
+    assert [layer.window for layer in found] == [None, 9]
+    assert [layer.window for layer in describe([trait()], sliding_window=9, use_sliding_window=False)] == [None]
+
+
+def test_a_window_that_no_mask_has_bounds_the_context() -> None:
+    assert [layer.window for layer in describe([trait()], length=9, sliding_window=9)] == [None]
+    with pytest.raises(EngineConfigError, match="window of 9 tokens that layer 0 does not build: set max_model_len to"):
+        describe([trait(), trait()], length=10, sliding_window=9)
+
+
+@pytest.mark.parametrize("window", [1, 2, 7, 4096])
+def test_the_window_of_a_mask_is_found(window: int) -> None:
+    sliding = sliding_window_causal_mask_function(window)
+    mask = probing._coded_mask(1, 2, 2, sliding, local_size=window)
+    code = probing.mask_code(nn.Module(), mask[:, :, :1])
+    assert code is not None
+    assert probing.is_served(code)
+    assert probing.window_of(code) == window
+    full = probing.mask_code(nn.Module(), probing._coded_mask(1, 2, 2, causal_mask_function))
+    assert full is not None
+    assert probing.is_served(full)
+    assert probing.window_of(full) is None
+
+
+@pytest.mark.parametrize(
+    ("mask_function", "size"),
+    [
+        (lambda _batch, _head, query, key: key >= 0 * query, None),
+        (lambda _batch, _head, query, key: (key <= query) | (query == 1), None),
+        (chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int64)), 4),
+        (sliding_window_causal_mask_function(5), 4),
+    ],
+)
+def test_other_masks_are_not_served(mask_function: Any, size: int | None) -> None:
+    code = probing.mask_code(nn.Module(), probing._coded_mask(1, 2, 2, mask_function, local_size=size))
+    assert code is not None
+    assert not probing.is_served(code)
+
+
+def test_a_mask_of_the_models_own_is_told_from_those_it_was_given() -> None:
+    own = torch.zeros(1, 1, 2, 2)
+    own[..., 0, 1] = torch.finfo(torch.float32).min
+    given = probing._coded_mask(1, 2, 2, causal_mask_function)
+    for mask in (own, own[..., :1], own.bool(), given + torch.rand(2), given * 0.5):
+        assert probing.mask_code(nn.Module(), mask) is None
 
 
 @pytest.mark.parametrize(
@@ -47,8 +101,11 @@ def test_a_window_that_only_the_configuration_knows_is_taken_from_it() -> None:
         ([trait(extras=("position_bias",))], {}, "layer 0 needs a bias on attention logits"),
         ([trait(), trait(value_dim=8)], {}, "layer 1 has keys of size 16 but values of size 8"),
         ([trait()], {"num_hidden_layers": 3}, "2 of its 3 layers do not go through"),
-        ([trait(7)], {"sliding_window": 9}, "asks for a window of 7 tokens, its configuration says 9"),
+        ([trait()] * 3, {"num_hidden_layers": 2}, "3 layers attend, its configuration says 2"),
+        ([trait(), trait(NOT_CAUSAL)], {}, "layer 1 has an attention mask that is neither causal nor a sliding window"),
+        ([trait(None)], {}, "layer 0 makes an attention mask of its own"),
         ([trait()], {"layer_types": ["linear_attention"]}, "layers are of type linear_attention"),
+        ([trait()], {"attn_temperature_tuning": True}, "attn_temperature_tuning scales queries by positions"),
     ],
 )
 def test_what_the_cache_cannot_keep_is_refused_in_one_sentence(
@@ -60,7 +117,13 @@ def test_what_the_cache_cannot_keep_is_refused_in_one_sentence(
     assert "some-model" in str(caught.value)
 
 
+def test_one_reason_is_given_once() -> None:
+    with pytest.raises(EngineConfigError) as caught:
+        describe([trait(None)] * 4)
+    assert caught.value.problems == ["some-model cannot be served: layer 0 makes an attention mask of its own"]
+
+
 def test_a_layer_whose_attention_runs_twice_is_refused() -> None:
     probe = Probe(layers={0: trait()}, repeated={0})
     with pytest.raises(EngineConfigError, match="layer 0 runs its attention more than once"):
-        describe_layers(probe, SimpleNamespace(num_hidden_layers=1), "some-model")
+        describe_layers(probe, SimpleNamespace(num_hidden_layers=1), "some-model", 100)

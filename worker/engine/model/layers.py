@@ -6,10 +6,13 @@ keep is refused here, in one sentence.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
+from worker.engine.attention import AttentionShape
 from worker.engine.config import EngineConfigError, LayerGroup
 from worker.engine.model.paged import LayerTrait, Probe
+from worker.engine.model.probe import is_served, window_of
 
 _UNSUPPORTED = {
     "position_bias": "a bias on attention logits",
@@ -20,66 +23,85 @@ _UNSUPPORTED = {
 }
 
 
-def describe_layers(probe: Probe, config: Any, name: str) -> list[LayerTrait]:
-    """The layers' traits by index, their windows completed from the configuration. Raises EngineConfigError."""
-    num_layers = int(config.num_hidden_layers)
+@dataclass(frozen=True, slots=True)
+class LayerKind:
+    """What the cache and the attention backend have to know of one layer."""
+
+    shape: AttentionShape
+    window: int | None
+
+
+def describe_layers(probe: Probe, config: Any, name: str, length: int) -> list[LayerKind]:
+    """The layers by index, for sequences of up to `length` tokens.
+
+    Raises EngineConfigError with one sentence for each reason that they cannot be served.
+    """
+    num_layers = int(getattr(config, "decoder_layers", None) or config.num_hidden_layers)
     problems = []
     if sorted(probe.layers) != list(range(num_layers)):
-        missing = num_layers - len(probe.layers)
+        missing = len(set(range(num_layers)) - probe.layers.keys())
         problems.append(
-            f"{name} cannot be served: {missing} of its {num_layers} layers do not go through Transformers' "
-            "AttentionInterface"
+            f"{missing} of its {num_layers} layers do not go through Transformers' AttentionInterface"
+            if missing
+            else f"{len(probe.layers)} layers attend, its configuration says {num_layers}"
         )
     if probe.repeated:
-        problems.append(f"{name} cannot be served: layer {min(probe.repeated)} runs its attention more than once")
+        problems.append(f"layer {min(probe.repeated)} runs its attention more than once")
+    problems += _config_problems(config)
+    first: dict[str, int] = {}
     for index, trait in sorted(probe.layers.items()):
-        problems += [f"{name} cannot be served: layer {index} {reason}" for reason in _reasons(trait)]
-    problems = problems or _window_problems(probe, config, name)
+        for reason in _reasons(trait):
+            first.setdefault(reason, index)
+    problems += [f"layer {index} {reason}" for reason, index in first.items()]
+    layers = []
+    if not problems:
+        layers = [
+            LayerKind(trait.shape, window_of(trait.mask_code or 0.0)) for _, trait in sorted(probe.layers.items())
+        ]
+        problems = _window_problems(layers, config, length)
     if problems:
-        raise EngineConfigError(problems[:3])
-    return [_with_window(probe.layers[i], _configured_window(config, i)) for i in range(num_layers)]
+        raise EngineConfigError([f"{name} cannot be served: {problem}" for problem in problems[:3]])
+    return layers
 
 
-def group_layers(traits: list[LayerTrait]) -> tuple[LayerGroup, ...]:
+def group_layers(layers: list[LayerKind]) -> tuple[LayerGroup, ...]:
     """In the order of their first layers."""
     members: dict[tuple[int, int, int | None], list[int]] = {}
-    for index, trait in enumerate(traits):
-        key = (trait.shape.num_kv_heads, trait.shape.head_dim, trait.window)
+    for index, layer in enumerate(layers):
+        key = (layer.shape.num_kv_heads, layer.shape.head_dim, layer.window)
         members.setdefault(key, []).append(index)
-    return tuple(LayerGroup(tuple(layers), heads, dim, window) for (heads, dim, window), layers in members.items())
+    return tuple(LayerGroup(tuple(indices), heads, dim, window) for (heads, dim, window), indices in members.items())
 
 
 def _reasons(trait: LayerTrait) -> list[str]:
     found = [f"needs {what}" for extra, what in _UNSUPPORTED.items() if extra in trait.extras]
     if trait.value_dim != trait.shape.head_dim:
         found.append(f"has keys of size {trait.shape.head_dim} but values of size {trait.value_dim}")
+    if trait.mask_code is None:
+        found.append("makes an attention mask of its own")
+    elif not is_served(trait.mask_code):
+        found.append("has an attention mask that is neither causal nor a sliding window")
     return found
 
 
-def _window_problems(probe: Probe, config: Any, name: str) -> list[str]:
-    types = set(getattr(config, "layer_types", None) or ())
-    unknown = types - {"full_attention", "sliding_attention"}
-    if unknown:
-        return [f"{name} cannot be served: its layers are of type {', '.join(sorted(unknown))}"]
-    return [
-        f"{name} cannot be served: layer {index} asks for a window of {trait.window} tokens, its configuration says "
-        f"{configured}"
-        for index, trait in sorted(probe.layers.items())
-        if (configured := _configured_window(config, index)) != trait.window and None not in (configured, trait.window)
-    ]
+def _config_problems(config: Any) -> list[str]:
+    """What no probing pass sees: states beside the attention, and factors that change at long contexts only."""
+    unknown = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    found = [f"its layers are of type {', '.join(sorted(unknown))}"] if unknown else []
+    if getattr(config, "attn_temperature_tuning", False):
+        found.append("attn_temperature_tuning scales queries by positions that the model counts over the whole step")
+    return found
 
 
-def _configured_window(config: Any, index: int) -> int | None:
-    """Some families pass no window to the attention function and would only build it into their mask."""
+def _window_problems(layers: list[LayerKind], config: Any, length: int) -> list[str]:
+    """Transformers' cache forgets what is behind the configured window, whether or not a layer's mask has it."""
     window = getattr(config, "sliding_window", None)
-    types = getattr(config, "layer_types", None)
-    if window is None or getattr(config, "use_sliding_window", True) is False:
-        return None
-    if types is None:
-        return int(window)
-    return int(window) if types[index] == "sliding_attention" else None
-
-
-def _with_window(trait: LayerTrait, configured: int | None) -> LayerTrait:
-    window = trait.window if trait.window is not None else configured
-    return LayerTrait(trait.shape, trait.value_dim, window, trait.extras)
+    if window is None or window >= length or getattr(config, "use_sliding_window", True) is False:
+        return []
+    types = getattr(config, "layer_types", None) or ["sliding_attention"] * len(layers)
+    return [
+        f"its configuration has a window of {window} tokens that layer {index} does not build: "
+        f"set max_model_len to at most {window}"
+        for index, (layer, kind) in enumerate(zip(layers, types, strict=False))
+        if kind == "sliding_attention" and layer.window is None
+    ][:1]

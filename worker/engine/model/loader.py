@@ -1,14 +1,16 @@
 """Load a causal language model of Transformers and learn what the engine has to know about it.
 
-Instead of interpreting the configuration of every family, one probing pass records how each layer calls
-the attention function. A model that cannot be served (its attention does not go through
-AttentionInterface, or needs what the cache does not keep) is refused with one sentence.
+Instead of interpreting the configuration of every family, one probing pass records how each layer calls the attention
+function, and the model's own logits are compared with those of the engine's steps. A model that cannot be served is
+refused with one sentence.
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +19,21 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging as progress_bars
 
-from worker.engine.attention import AttentionShape
+from worker.engine.attention import AttentionShape, choose
 from worker.engine.config import EngineConfig, EngineConfigError, LayerGroup
+from worker.engine.model import probe, verify
 from worker.engine.model.device import fuse_where_possible
 from worker.engine.model.fused import DirectForward, find_direct, optimise
-from worker.engine.model.layers import describe_layers, group_layers
-from worker.engine.model.paged import IMPLEMENTATION, AttentionStep, Probe, register
+from worker.engine.model.layers import LayerKind, describe_layers, group_layers
+from worker.engine.model.paged import AttentionStep, Probe, register
+
+log = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class FusedPassError(Exception):
+    """The model can be served, but not with its modules replaced by fused ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,48 +79,98 @@ def load_model(path: Path, config: EngineConfig) -> LoadedModel:
     device = pick_device(config.device)
     if device.index is not None and device.type == "cuda":
         torch.cuda.set_device(device)  # kernels of our own are launched on this thread's device
-    remote = config.trust_remote_code
-    full_config = AutoConfig.from_pretrained(path, trust_remote_code=remote)
+    full_config = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
     dtype = pick_dtype(config.dtype, device, getattr(full_config, "dtype", None))
-    resolve_length(full_config.get_text_config(), config.max_model_len)  # refuses before the weights are read
+    resolve_length(_text_config(full_config, config.model), config.max_model_len)  # before the weights are read
     progress_bars.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
+        return describe_model(_read(path, config, device, dtype), path, config)
+    except FusedPassError as error:
+        if config.quantization is not None:
+            raise EngineConfigError([f"{config.model} cannot be quantised: {error}"]) from error
+        log.warning("%s runs on Transformers' own modules, which is slower: %s", config.model, error)
+        return describe_model(_read(path, config, device, dtype), path, config.replace(fuse=False))
+
+
+def _read(path: Path, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> Any:
+    """The model on its device, as Transformers makes it. Raises EngineConfigError."""
+    try:
         model: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation=IMPLEMENTATION, trust_remote_code=remote, **_split(config)
-        )
-    except ValueError as error:
-        raise EngineConfigError([f"{config.model} cannot be loaded as a causal language model: {error}"]) from error
-    if not config.tensor_parallel:  # a split model is on its devices already
-        model = model.to(device)
-    return describe_model(model, path, config)
+            path, dtype=dtype, attn_implementation=probe.OWN, trust_remote_code=config.trust_remote_code,
+            **_split(config),
+        )  # fmt: skip
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        first = str(error).strip().splitlines()[0][:200] if str(error).strip() else ""
+        if first.startswith("Unrecognized configuration class"):
+            first = "Transformers has no causal language model for this configuration"
+        raise EngineConfigError([f"{config.model} cannot be loaded as a causal language model: {first}"]) from error
+    return model if config.tensor_parallel else model.to(device)  # a split model is on its devices already
 
 
 def describe_model(model: Any, path: Path, config: EngineConfig) -> LoadedModel:
-    """A model of Transformers that is on its device, with our attention; `path` holds its configuration.
+    """A model of Transformers that is on its device; `path` holds its configuration.
 
-    Raises EngineConfigError where it cannot be served.
+    Raises EngineConfigError where it cannot be served, FusedPassError where only its fused modules cannot.
     """
     weight = next(model.parameters())
     device, dtype = weight.device, weight.dtype
-    text_config = model.config.get_text_config()
-    model = optimise(model.eval().requires_grad_(False), config)
-    fuse_where_possible(model, config)
+    text_config = _text_config(model.config, config.model)
+    model = model.eval().requires_grad_(False)
     keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
-    probe = _probe(model, keeps_rows, device, config.model)
-    traits = describe_layers(probe, text_config, config.model)
-    return LoadedModel(
+    length = resolve_length(text_config, config.max_model_len)
+    layers = describe_layers(probe.probe_layers(model, config.model), text_config, config.model, length)
+    probe.check_positions(model, config.model)
+    expected: tuple[verify.Expected, ...] = ()
+    if config.verify_model:
+        plain = partial(_logits, model, keeps_rows)
+        expected = verify.verify(model, plain, layers, config.model, length)
+    model = optimise(model, config)
+    fuse_where_possible(model, config)
+    loaded = LoadedModel(
         model=model,
         config=text_config,
         path=path,
         device=device,
         dtype=dtype,
-        shapes=tuple(trait.shape for trait in traits),
-        groups=group_layers(traits),
+        shapes=tuple(layer.shape for layer in layers),
+        groups=group_layers(layers),
         eos_token_ids=eos_token_ids(path, text_config),
-        max_model_len=resolve_length(text_config, config.max_model_len),
+        max_model_len=length,
         keeps_rows=keeps_rows,
         direct=find_direct(model),
     )
+    if config.fuse or config.quantization is not None:
+        _check_fused(loaded, layers, expected, config)
+    return loaded
+
+
+def _check_fused(
+    loaded: LoadedModel, layers: list[LayerKind], expected: tuple[verify.Expected, ...], config: EngineConfig
+) -> None:
+    """The fused pass has to run and, where it is exact, to give the expected logits. Raises FusedPassError."""
+    try:
+        tokens = torch.zeros(2, dtype=torch.int64, device=loaded.device)
+        loaded.logits(tokens, torch.arange(2, device=loaded.device), tokens[:1] + 1, Probe())
+        if config.quantization is not None or loaded.dtype != torch.float32 or not expected:
+            return
+        backend = choose(
+            config.attention, loaded.device, loaded.dtype, list(loaded.shapes), config.block_size, config.amx
+        )
+        found = [verify.difference(one, loaded.logits, layers, backend, config.block_size) for one in expected]
+    except EngineConfigError:
+        raise
+    except Exception as error:
+        raise FusedPassError(f"with fused modules its pass fails ({type(error).__name__}: {error})") from error
+    if all(found):
+        raise FusedPassError(f"with fused modules its logits differ: {found[0]}")
+
+
+def _text_config(config: Any, name: str) -> Any:
+    """The part that describes the language model. Raises EngineConfigError."""
+    try:
+        return config.get_text_config()
+    except ValueError:
+        raise EngineConfigError([f"{name} cannot be served: its configuration describes several decoders"]) from None
 
 
 def _split(config: EngineConfig) -> dict[str, Any]:
@@ -196,15 +255,3 @@ def _logits(
         return logits[0]
     logits = model(**inputs).logits
     return logits[0, rows]
-
-
-def _probe(model: nn.Module, keeps_rows: bool, device: torch.device, name: str) -> Probe:
-    probe = Probe()
-    tokens = torch.zeros(2, dtype=torch.int64, device=device)
-    rows = torch.tensor([1], device=device)
-    try:
-        with torch.inference_mode():
-            _logits(model, keeps_rows, tokens, torch.arange(2, device=device), rows, probe)
-    except Exception as error:
-        raise EngineConfigError([f"{name} cannot be served: {type(error).__name__}: {error}"]) from error
-    return probe

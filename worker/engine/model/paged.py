@@ -3,7 +3,6 @@
 The model's own code calls it in every layer with packed queries, keys and values; the step travels to it
 as the keyword argument `paged`. It writes the keys and values to the layer group's pool and attends
 through the backend. It is not registered as a mask function on purpose: Transformers then builds no mask.
-It knows no requests and no scheduling.
 """
 
 from __future__ import annotations
@@ -42,12 +41,43 @@ def paged_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """query `[1, num_heads, num_tokens, head_dim]`, as Transformers calls it; heads and tokens swapped back."""
-    step: AttentionStep | None = kwargs.pop("paged", None)
-    if step is None:
-        raise RuntimeError(f"{type(module).__name__} does not pass keyword arguments on to its attention")
+    step = step_of(module, kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     query, key, value = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
     return step.attend(module, query, key, value, scale, kwargs).unsqueeze(0), None
+
+
+class StepNotPassedError(RuntimeError):
+    """A layer's attention was called without its step."""
+
+
+class StepHolder:
+    """Holds a step for attention modules whose callers do not hand keyword arguments on."""
+
+    def __init__(self) -> None:
+        self.step: AttentionStep | None = None
+
+    @classmethod
+    def attach(cls, model: nn.Module) -> None:
+        """From now on each call of the model keeps its step here, and its attention modules look here."""
+        holder = cls()
+        model.register_forward_pre_hook(holder._keep, with_kwargs=True)
+        for module in model.modules():
+            if hasattr(module, "layer_idx"):
+                module.step_holder = holder  # type: ignore[assignment]
+
+    def _keep(self, _module: nn.Module, _arguments: Any, kwargs: dict[str, Any]) -> None:
+        self.step = kwargs.get("paged")
+
+
+def step_of(module: nn.Module, kwargs: dict[str, Any]) -> AttentionStep:
+    """Takes the step out of the keyword arguments, or finds it in the module's holder. Raises StepNotPassedError."""
+    step: AttentionStep | None = kwargs.pop("paged", None)
+    if step is None and (holder := getattr(module, "step_holder", None)) is not None:
+        step = holder.step
+    if step is None:
+        raise StepNotPassedError(f"{type(module).__name__} does not pass keyword arguments on to its attention")
+    return step
 
 
 def register() -> None:
@@ -129,16 +159,17 @@ class LayerTrait:
 
     shape: AttentionShape
     value_dim: int
-    window: int | None
+    mask_code: float | None  # of the mask it was given (probe.py); None: one that the model made itself
     extras: frozenset[str]  # names of further keyword arguments that were not None
 
 
 @dataclass(slots=True)
 class Probe:
-    """Records how each layer calls the attention function, so that no family's config has to be interpreted."""
+    """Records how each layer calls the attention function."""
 
     layers: dict[int, LayerTrait] = field(default_factory=dict)
     repeated: set[int] = field(default_factory=set)  # layers whose attention ran more than once
+    rows: list[Tensor] | None = None  # queries, keys and values of every layer, where they are kept
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float, extras: dict[str, Any]
@@ -148,7 +179,9 @@ class Probe:
             raise RuntimeError(f"{type(module).__name__} has no layer_idx")
         if index in self.layers:
             self.repeated.add(index)
-        softcap = extras.get("softcap")
+        if self.rows is not None:
+            self.rows += [query, key, value]
+        softcap, code = extras.get("softcap"), extras.pop("mask_code", None)
         shape = AttentionShape(
             num_heads=query.shape[1],
             num_kv_heads=key.shape[1],
@@ -157,5 +190,5 @@ class Probe:
             softcap=None if softcap is None else float(softcap),
         )
         given = frozenset(name for name, extra in extras.items() if extra is not None)
-        self.layers[index] = LayerTrait(shape, value.shape[2], extras.get("sliding_window"), given)
+        self.layers[index] = LayerTrait(shape, value.shape[2], code, given)
         return torch.zeros(*query.shape[:2], value.shape[2], dtype=query.dtype, device=query.device)

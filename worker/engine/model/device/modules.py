@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from worker.engine.model.device.launches import HeadNorms, Heads, Target, add_and_norm, gate, rotate_and_write
 from worker.engine.model.fused.modules import rotate
-from worker.engine.model.paged import PagedStep
+from worker.engine.model.paged import PagedStep, StepHolder, step_of
 
 Tables = tuple[Tensor, Tensor]
 
@@ -73,6 +73,7 @@ class DeviceAttention(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         self.o_proj: nn.Linear = source.o_proj
         self.heads, self.norms, self.extras = heads, norms, extras
+        self.step_holder: StepHolder | None = getattr(source, "step_holder", None)
 
     def forward(
         self,
@@ -83,7 +84,8 @@ class DeviceAttention(nn.Module):
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
-        return self.attend(rows, flat(position_embeddings), kwargs["paged"]).view(hidden_states.shape), None
+        attended = self.attend(rows, flat(position_embeddings), step_of(self, kwargs))
+        return attended.view(hidden_states.shape), None
 
     def attend(self, rows: Tensor, tables: Tables, step: Any) -> Tensor:
         packed = functional.linear(rows, self.weight, self.bias)

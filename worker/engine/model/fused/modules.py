@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from worker.engine.kernels.linear import Epilogue, LinearKernels, PackedWeight, Packer, pack_gated
+from worker.engine.model.paged import StepHolder, step_of
 
 
 class PackedLinear(nn.Module):
@@ -85,11 +86,12 @@ class FusedAttention(nn.Module):
         sinks = extras.get("s_aux")
         self.sinks: Tensor | None = None if sinks is None else sinks.float().contiguous()
         self._extras = extras
+        self.step_holder: StepHolder | None = getattr(source, "step_holder", None)
 
     def forward(
         self,
         hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
+        position_embeddings: tuple[Tensor, Tensor] | None,
         attention_mask: Tensor | None = None,
         past_key_values: Any = None,
         **kwargs: Any,
@@ -99,8 +101,11 @@ class FusedAttention(nn.Module):
         query, key, value = torch.split(packed, [self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
+        step: Any = step_of(self, kwargs)
+        if position_embeddings is None:
+            attended = step.attend(self, query, key, value, self.scaling, self._extras | kwargs)
+            return self.out(attended.reshape(rows.shape[0], -1)).view(hidden_states.shape), None
         cos, sin = (table.reshape(rows.shape[0], -1) for table in position_embeddings)
-        step = kwargs.pop("paged")
         if getattr(step, "can_rotate", False):
             attended = step.rotate_and_attend(self, query, key, value, (cos, sin), self.sinks)
         else:

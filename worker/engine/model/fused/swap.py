@@ -8,6 +8,7 @@ so a family with a twist of its own is slower, never wrong.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -37,6 +38,8 @@ def swap_modules(model: nn.Module, packing: Packing) -> Counter[str]:
     swapped: Counter[str] = Counter()
     for build in (_attention, _mlp, _norm, _linear):
         for parent, name, module in list(_children(model)):
+            if _reads_weight_of(parent, name):
+                continue
             stand_in = build(_for(packing, model, module), module)
             if stand_in is not None:
                 setattr(parent, name, stand_in)
@@ -48,6 +51,14 @@ def swap_modules(model: nn.Module, packing: Packing) -> Counter[str]:
 
 def _children(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
     return [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
+
+
+def _reads_weight_of(parent: nn.Module, child: str) -> bool:
+    """Does its forward read the child's weight itself, as some routers do? A stand-in has none."""
+    try:
+        return f"self.{child}.weight" in inspect.getsource(type(parent).forward)
+    except (OSError, TypeError):  # its source is not at hand
+        return False
 
 
 def _for(packing: Packing, model: nn.Module, module: nn.Module) -> Packing:

@@ -1,0 +1,54 @@
+"""`ops/families`: how the engine serves each causal family of the installed Transformers."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from ops.model_families import small, table, trial
+from ops.model_families.trial import Trial
+
+GUIDE = Path(__file__).parents[1] / "guides" / "models.md"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """1 where a family answers other tokens than `generate`, or crashes."""
+    parser = argparse.ArgumentParser(prog="ops/families", description=__doc__)
+    parser.add_argument("families", nargs="*", help="model types, e.g. llama gemma2; none: all of them")
+    parser.add_argument("--jobs", type=int, default=1, help="families tried at the same time (default 1)")
+    parser.add_argument("--time-limit", type=float, default=trial.TIME_LIMIT_S, help="seconds for each (default 120)")
+    parser.add_argument("--write", action="store_true", help="write the table of ops/guides/models.md")
+    parser.add_argument("--no-fuse", action="store_true", help="run on Transformers' own modules")
+    options = parser.parse_args(arguments)
+    if options.write and options.families:
+        parser.error("--write needs a run of all families")
+    results = []
+    for result in run_all(options.families or small.families(), options.jobs, options.time_limit, not options.no_fuse):
+        results.append(result)
+        print(f"{result.verdict:9}  {result.name}{': ' if result.reason else ''}{result.reason}", flush=True)
+    counts = Counter(result.verdict for result in results)
+    print(", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items())))
+    if options.write:
+        GUIDE.write_text(table.replaced(GUIDE.read_text(), table.rendered(results)))
+    return 1 if counts["wrong"] + counts["crashed"] else 0
+
+
+def run_all(families: list[str], jobs: int, time_limit_s: float, fuse: bool) -> Iterator[Trial]:
+    """In the order of the families, each with the settings that it can be built with."""
+    trials = [(family, setting) for family in families for setting in small.settings_of(family)]
+
+    def tried(one: tuple[str, str]) -> Trial:
+        return trial.run(one[0], one[1], time_limit_s, fuse=fuse)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        for found in pool.map(tried, trials):
+            if not (found.setting and found.verdict == "not built"):
+                yield found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

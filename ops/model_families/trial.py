@@ -1,0 +1,149 @@
+"""One family with one setting: greedy answers of the engine, in ragged batches, held against `generate`'s.
+
+Each trial has a process of its own, so that one that crashes or takes too long ends alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import random
+import tempfile
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import GenerationConfig
+from transformers.utils import logging as transformers_logging
+
+from ops.model_families import small
+from schemas.generation import SamplingParams
+from worker.engine.config import EngineConfig, EngineConfigError
+from worker.engine.engine import Engine
+
+Verdict = Literal["equal", "refused", "wrong", "crashed", "not built"]
+
+PROMPT_LENGTHS = (5, 23, 40)  # the longer ones cross a small window, and arrive in chunks
+MAX_TOKENS = 8
+NEAR_TIE = 2e-3  # of the logits' lead; float noise is some 1e-5
+TIME_LIMIT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Trial:
+    family: str
+    setting: str  # "": the family's defaults
+    verdict: Verdict
+    reason: str = ""  # the engine's sentence, or what went wrong
+
+    @property
+    def name(self) -> str:
+        return f"{self.family}, {self.setting}" if self.setting else self.family
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+    leads: tuple[float, ...]  # of each answered token's logit over the next
+
+
+def run(family: str, setting: str = "", time_limit_s: float = TIME_LIMIT_S, **engine: Any) -> Trial:
+    """In a process of its own. `engine`: settings that differ from the engine's defaults."""
+    context = multiprocessing.get_context("fork")  # libraries are imported already
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_report, args=(theirs, lambda: _try(family, setting, engine)), daemon=True)
+    process.start()
+    theirs.close()
+    verdict: Verdict = "crashed"
+    reason = f"took more than {time_limit_s:.0f} seconds"
+    if ours.poll(time_limit_s):
+        try:
+            verdict, reason = ours.recv()
+        except EOFError:
+            process.join(5)
+            reason = f"the process ended with status {process.exitcode}"
+    process.kill()
+    process.join()
+    return Trial(family, setting, verdict, reason)
+
+
+def _report(pipe: Connection, attempt: Callable[[], tuple[Verdict, str]]) -> None:
+    with (
+        Path(os.devnull).open("w") as nowhere,
+        contextlib.redirect_stderr(nowhere),
+        contextlib.redirect_stdout(nowhere),
+    ):
+        warnings.simplefilter("ignore")
+        logging.disable()
+        transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+        torch.set_num_threads(1)
+        pipe.send(attempt())
+
+
+def _try(family: str, setting: str, engine: dict[str, Any]) -> tuple[Verdict, str]:
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            model = small.build(family, setting)
+            model.save_pretrained(folder)
+            wanted = _generate(model)
+        except Exception as error:
+            return "not built", _shortened(error)
+        try:
+            answers = _answers(Path(folder), wanted, engine)
+        except EngineConfigError as error:
+            return "refused", str(error).replace(folder, "MODEL")
+        except Exception as error:
+            return "crashed", _shortened(error)
+    return _compare(wanted, answers)
+
+
+def _shortened(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+
+
+@torch.inference_mode()
+def _generate(model: Any) -> list[_Wanted]:
+    model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call] # nothing ends an answer early
+    draw = random.Random(7)
+    found = []
+    for length in PROMPT_LENGTHS:
+        prompt = [draw.randrange(3, small.VOCAB) for _ in range(length)]
+        ids = torch.tensor([prompt])
+        output = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=MAX_TOKENS, do_sample=False, pad_token_id=0,
+            output_logits=True, return_dict_in_generate=True,
+        )  # fmt: skip
+        best = torch.stack(output.logits, dim=1)[0].topk(2).values
+        answer = output.sequences[0, length:].tolist()
+        found.append(_Wanted(tuple(prompt), tuple(answer), tuple((best[:, 0] - best[:, 1]).tolist())))
+    return found
+
+
+def _answers(folder: Path, wanted: list[_Wanted], changes: dict[str, Any]) -> list[list[int]]:
+    """Prompts in chunks of 8 tokens, side by side with the decodes of shorter ones."""
+    settings: dict[str, Any] = {
+        "model": str(folder), "dtype": "float32", "device": "cpu", "max_model_len": small.MAX_LENGTH, "num_blocks": 40,
+        "max_num_seqs": 4, "max_num_batched_tokens": 20, "long_prefill_token_threshold": 8,
+    }  # fmt: skip
+    with Engine.load(EngineConfig(**{**settings, **changes})) as engine:
+        params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
+        outputs = engine.generate_batch([one.prompt for one in wanted], params)
+        return [list(output.token_ids) for output in outputs]
+
+
+def _compare(wanted: list[_Wanted], answers: list[list[int]]) -> tuple[Verdict, str]:
+    """Answers may part where two tokens are as good as equal."""
+    for one, answer in zip(wanted, answers, strict=True):
+        for index, (expected, lead) in enumerate(zip(one.answer, one.leads, strict=True)):
+            if index >= len(answer) or answer[index] != expected:
+                if lead > NEAR_TIE:
+                    return "wrong", f"generate answers {list(one.answer)}, the engine {answer}"
+                break
+    return "equal", ""

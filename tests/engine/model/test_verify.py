@@ -1,0 +1,211 @@
+"""What is refused when a model is loaded because the engine would answer other tokens than `generate`, and what falls
+back to Transformers' own modules."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from ops.model_families import small, trial
+from worker.engine.attention.reference import ReferenceAttention
+from worker.engine.config import EngineConfig, EngineConfigError
+from worker.engine.model import loader, probe, verify
+from worker.engine.model.layers import LayerKind
+from worker.engine.model.loader import describe_model, load_model
+
+
+def config(folder: Path, **changes: Any) -> EngineConfig:
+    settings: dict[str, Any] = {"dtype": "float32", "device": "cpu", "fuse": False, "max_model_len": 128}
+    return EngineConfig(model=str(folder), **{**settings, **changes})
+
+
+def refusal(folder: Path, **changes: Any) -> str:
+    with pytest.raises(EngineConfigError) as caught:
+        load_model(folder, config(folder, **changes))
+    assert len(caught.value.problems) == 1
+    sentence = caught.value.problems[0].replace(str(folder), "MODEL")
+    assert len(sentence) < 300
+    assert "\n" not in sentence
+    return sentence
+
+
+@pytest.mark.parametrize(
+    ("family", "setting", "words"),
+    [
+        ("bart", "", "its forward takes no position_ids"),
+        ("marian", "", "its forward takes no position_ids"),
+        ("moshi", "", "a window of 8 tokens that layer 0 does not build: set max_model_len to at most 8"),
+        ("doge", "", "layer 0 makes an attention mask of its own"),
+        ("bert", "", "layer 0 has an attention mask that is neither causal nor a sliding window"),
+        ("gemma3_text", "bidirectional", "layer 0 has an attention mask that is neither causal nor a sliding window"),
+        ("llama4_text", "full layers only", "attn_temperature_tuning scales queries by positions"),
+        ("falcon", "", "FalconForCausalLM does not go through Transformers' AttentionInterface"),
+        ("gpt_neo", "", "GPTNeoForCausalLM does not go through Transformers' AttentionInterface"),
+        ("gptj", "", "GPTJForCausalLM does not go through Transformers' AttentionInterface"),
+        ("mpt", "", "MptForCausalLM does not go through Transformers' AttentionInterface"),
+    ],
+)
+def test_a_family_that_would_be_served_wrong_is_refused_in_one_sentence(
+    family: str, setting: str, words: str, tmp_path: Path
+) -> None:
+    small.build(family, setting).save_pretrained(tmp_path)
+    assert words in refusal(tmp_path)
+
+
+def test_a_class_that_is_no_causal_model_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"vocab_size": 64, "d_model": 16, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    transformers.T5Config(**sizes).save_pretrained(tmp_path)
+    assert refusal(tmp_path) == (
+        "MODEL cannot be loaded as a causal language model: "
+        "Transformers has no causal language model for this configuration"
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "setting"),
+    [
+        ("stablelm", ""),
+        ("nemotron", ""),
+        ("hunyuan_v1_moe", ""),
+        ("longcat_flash", ""),
+        ("granitemoehybrid", "full layers only"),
+    ],
+)
+def test_a_family_that_was_refused_or_wrong_gives_generates_tokens(family: str, setting: str) -> None:
+    found = trial.run(family, setting)
+    assert (found.verdict, found.reason) == ("equal", "")
+
+
+# ── the comparison of logits ──
+
+
+def add_to_rows(model: nn.Module, twist: Callable[[int], torch.Tensor]) -> None:
+    """Change what the last norm gives in a way that no probe of the layers sees."""
+    model.model.norm.register_forward_hook(lambda _m, _a, out: out + 0.1 * twist(out.shape[1])[None, :, None])  # type: ignore[union-attr]
+
+
+def plain(folder: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=probe.OWN)
+
+
+def test_rows_that_depend_on_their_place_in_the_step_are_refused(llama: Path) -> None:
+    model = plain(llama)
+    add_to_rows(model, lambda count: torch.arange(count) % 3)
+    with pytest.raises(
+        EngineConfigError, match=r"its logits differ from those of its own forward pass: .* at position"
+    ):
+        describe_model(model, llama, config(llama))
+
+
+def test_the_comparison_can_be_turned_off(llama: Path) -> None:
+    model = plain(llama)
+    add_to_rows(model, lambda count: torch.arange(count) % 3)
+    assert describe_model(model, llama, config(llama, verify_model=False)).vocab_size
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "qwen3_moe"])
+def test_the_difference_is_float_noise(name: str, folder_of: Callable[[str], Path]) -> None:
+    found = verified(folder_of(name), tolerance=1e-4)
+    assert found is None
+
+
+def verified(folder: Path, window: int | None = -1, tolerance: float = verify.TOLERANCE) -> str | None:
+    """The difference that is found with these windows (-1: the model's own) in all layers."""
+    loaded = load_model(folder, config(folder, verify_model=False))
+    by_layer = {index: group.window for group in loaded.groups for index in group.layers}
+    own = [LayerKind(shape, by_layer[index]) for index, shape in enumerate(loaded.shapes)]
+    layers = own if window == -1 else [LayerKind(layer.shape, window) for layer in own]
+    expected = verify._expected(loaded.model, own, "some-model", 128, seed=1)
+    return verify.difference(expected, loaded.logits, layers, ReferenceAttention(), tolerance=tolerance)
+
+
+@pytest.mark.parametrize("window", [None, 10, 12])
+def test_a_window_that_is_off_by_one_shows(window: int | None, folder_of: Callable[[str], Path]) -> None:
+    assert verified(folder_of("mistral"), 11) is None
+    difference = verified(folder_of("mistral"), window)
+    assert difference is not None
+    assert difference.startswith(("a decode", "a later chunk", "the first chunk"))
+
+
+def test_a_short_context_is_enough(llama: Path) -> None:
+    for length in (1, 2, 5):
+        assert load_model(llama, config(llama, max_model_len=length)).max_model_len == length
+
+
+def test_a_large_model_is_compared_by_its_first_layers(
+    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gemma3's second layer is the first with full attention."""
+    folder = folder_of("gemma3")
+    monkeypatch.setattr(verify, "_MAX_WEIGHTS", 0)
+    model = plain(folder)
+    depths: list[int] = []
+    model.model.norm.register_forward_hook(lambda *_: depths.append(len(model.model.layers)))
+    assert len(describe_model(model, folder, config(folder)).groups) == 2
+    assert set(depths) == {2, 4}  # the comparison's, and the probe's
+    assert len(model.model.layers) == 4
+    add_to_rows(model, lambda count: torch.arange(count) % 3)
+    with pytest.raises(EngineConfigError, match="its logits differ"):
+        describe_model(model, folder, config(folder))
+    assert len(model.model.layers) == 4
+
+
+def test_half_precision_is_compared_in_float32_and_stays_what_it_was(llama: Path) -> None:
+    model = plain(llama).to(torch.bfloat16)
+    before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in model.state_dict().items()}
+    types: list[torch.dtype] = []
+    model.model.norm.register_forward_hook(lambda _m, _a, out: types.append(out.dtype))
+    describe_model(model, llama, config(llama, dtype="bfloat16"))
+    assert torch.float32 in types
+    for name, tensor in model.state_dict().items():
+        assert (tensor.data_ptr(), tensor.dtype) == (before[name][0], torch.bfloat16)
+        assert torch.equal(tensor, before[name][1])
+
+
+# ── fused modules ──
+
+
+class _Broken(nn.Module):
+    def __init__(self, original: nn.Module, how: str) -> None:
+        super().__init__()
+        self.original, self.how = original, how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how == "raises":
+            raise AttributeError("no weight")
+        rows: torch.Tensor = self.original(x) + torch.linspace(0, 1, x.shape[1])[None, :, None]
+        return rows
+
+
+@pytest.mark.parametrize("how", ["raises", "differs"])
+def test_a_model_that_fused_modules_break_is_served_without(
+    how: str, llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def optimise(model: Any, settings: EngineConfig) -> Any:
+        if settings.fuse:
+            model.model.norm = _Broken(model.model.norm, how)
+        return model
+
+    monkeypatch.setattr(loader, "optimise", optimise)
+    with caplog.at_level(logging.WARNING):
+        loaded = load_model(llama, config(llama, fuse=True))
+    assert not isinstance(loaded.model.model.norm, _Broken)
+    assert [record.message for record in caplog.records if "Transformers' own modules" in record.message]
+
+
+@pytest.mark.parametrize("family", ["hunyuan_v1_moe", "longcat_flash", "granitemoehybrid"])
+def test_routers_and_layers_without_rope_run_fused(
+    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, linear_kernels: None
+) -> None:
+    small.build(family, "full layers only" if family == "granitemoehybrid" else "").save_pretrained(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        loaded = load_model(tmp_path, config(tmp_path, fuse=True))
+    assert not [record.message for record in caplog.records if "own modules" in record.message]
+    assert "PackedLinear" in {type(module).__name__ for module in loaded.model.modules()}

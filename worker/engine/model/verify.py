@@ -1,0 +1,268 @@
+"""Compares a loaded model's logits in the engine's steps with its own forward pass of each prompt alone.
+
+Three prompts arrive in chunks of unlike lengths, then one decodes while the others go on. What is compared is the
+model as Transformers made it, in float32, before any module is replaced; `same_logits` compares it again afterwards.
+Large models are compared by their first layers of each kind.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from worker.engine.attention import AttentionBackend, AttentionMetadata
+from worker.engine.attention.reference import ReferenceAttention
+from worker.engine.config import EngineConfigError, LayerGroup
+from worker.engine.model.layers import LayerKind, group_layers
+from worker.engine.model.paged import AttentionStep, LayerBinding, PagedStep
+from worker.engine.model.probe import OWN, attending_with, failed
+
+TOLERANCE = 1e-3  # of a row's largest distance from its mean; float32 sums in another order differ by some 1e-5
+_NARROW_TOLERANCE = 0.1  # in 16 bits, where float32 would take too much memory
+_LENGTHS = (7, 18, 11)
+_MAX_WINDOW = 64  # smaller windows are crossed; prompts as long as larger ones would take too long
+_MAX_WEIGHTS = 600_000_000  # of a model that is compared with all its layers
+_MAX_FLOAT32_WEIGHTS = 3_000_000_000  # of what is compared in float32
+_SEEDS = (11, 12)  # routers with a near tie may choose otherwise: a difference has to show with both
+
+
+class Forward(Protocol):
+    """Logits `[num_rows, vocab]` of packed tokens at `rows`."""
+
+    def __call__(self, input_ids: Tensor, positions: Tensor, rows: Tensor, step: AttentionStep) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens `start` to `stop` of a prompt, and what they are called where they differ."""
+
+    prompt: int
+    start: int
+    stop: int
+    kind: str
+
+    @property
+    def compared(self) -> list[int]:
+        """Positions whose logits are compared."""
+        return sorted({self.start, self.stop - 1})
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """Prompts `[length]`, the steps in which they come, and the model's own logits by prompt and position."""
+
+    prompts: tuple[Tensor, ...]
+    steps: tuple[tuple[Chunk, ...], ...]
+    logits: dict[tuple[int, int], Tensor]
+
+
+@torch.inference_mode()
+def verify(
+    model: Any, forward: Forward, layers: Sequence[LayerKind], name: str, max_length: int
+) -> tuple[Expected, ...]:
+    """What the model's own pass gives, for `difference`; nothing where only a part of the model was compared.
+
+    Raises EngineConfigError where the engine's steps give something else.
+    """
+    expected = []
+    with _first_layers(model, layers) as depth, _in_float32(model) as tolerance:
+        for seed in _SEEDS:
+            expected.append(_expected(model, layers[:depth], name, max_length, seed))
+            try:
+                found = difference(expected[-1], forward, layers[:depth], ReferenceAttention(), tolerance=tolerance)
+            except Exception as error:
+                raise failed(name, error) from error
+            if found is None:
+                return tuple(expected) if depth == len(layers) else ()
+    raise EngineConfigError([
+        f"{name} cannot be served: in steps of several sequences its logits differ from those of its own forward pass: "
+        f"{found}"
+    ])  # fmt: skip
+
+
+@torch.inference_mode()
+def difference(
+    expected: Expected,
+    forward: Forward,
+    layers: Sequence[LayerKind],
+    backend: AttentionBackend,
+    block_size: int = 16,
+    tolerance: float = TOLERANCE,
+) -> str | None:
+    """Where the steps' logits differ from the expected ones, and by how much; None where they agree."""
+    device = expected.prompts[0].device
+    num_blocks = -(-max(len(prompt) for prompt in expected.prompts) // block_size)
+    groups = group_layers(list(layers))
+    bindings = _bindings(groups, layers, backend, (1 + num_blocks * len(expected.prompts), block_size), device)
+    for chunks in expected.steps:
+        metadata = tuple(_metadata(chunks, group.window, num_blocks, block_size, device) for group in groups)
+        tokens = torch.cat([expected.prompts[chunk.prompt][chunk.start : chunk.stop] for chunk in chunks])
+        positions = torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in chunks])
+        starts = metadata[0].query_start.tolist()
+        places = [(chunk, position) for chunk in chunks for position in chunk.compared]
+        rows = [starts[chunks.index(chunk)] + position - chunk.start for chunk, position in places]
+        row_tensor = torch.tensor(rows, device=device)
+        logits = forward(tokens, positions, row_tensor, PagedStep(backend, bindings, metadata, row_tensor))
+        for (chunk, position), row in zip(places, logits.float(), strict=True):
+            wanted = expected.logits[chunk.prompt, position]
+            share = float((row - wanted).abs().max() / (wanted - wanted.mean()).abs().max().clamp_min(1e-12))
+            if not share <= tolerance:  # NaN too
+                return f"{chunk.kind}, at position {position}, by {share:.2g} of their range"
+    return None
+
+
+# ── the steps ──
+
+
+def _steps(lengths: Sequence[int]) -> tuple[tuple[Chunk, ...], ...]:
+    """First chunks, then the last prompt's last token beside longer rests of the others."""
+    starts = (lengths[0] // 3, lengths[1] // 2, lengths[2] - 1)
+    first = [Chunk(i, 0, start, "the first chunk of a prompt") for i, start in enumerate(starts) if start]
+    rest = [
+        Chunk(i, starts[i], lengths[i], "a decode" if i == 2 and starts[i] else "a later chunk of a prompt")
+        for i in (2, 0, 1)
+    ]
+    return tuple(tuple(chunks) for chunks in (first, rest) if chunks)
+
+
+def _metadata(
+    chunks: Sequence[Chunk], window: int | None, num_blocks: int, block_size: int, device: torch.device
+) -> AttentionMetadata:
+    """Each prompt has blocks of its own, the last ones first."""
+    tables = [[(1 + chunk.prompt) * num_blocks - index for index in range(num_blocks)] for chunk in chunks]
+    slots = [
+        table[position // block_size] * block_size + position % block_size
+        for chunk, table in zip(chunks, tables, strict=True)
+        for position in range(chunk.start, chunk.stop)
+    ]
+    query_lens = tuple(chunk.stop - chunk.start for chunk in chunks)
+    seq_lens = tuple(chunk.stop for chunk in chunks)
+
+    def ints(values: Any, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    return AttentionMetadata(
+        query_start=ints([0, *itertools.accumulate(query_lens)]), seq_lens=ints(seq_lens), block_table=ints(tables),
+        slot_mapping=ints(slots, torch.int64), max_query_len=max(query_lens), max_seq_len=max(seq_lens),
+        block_size=block_size, window=window, query_lens_host=query_lens, seq_lens_host=seq_lens,
+    )  # fmt: skip
+
+
+def _bindings(
+    groups: Sequence[LayerGroup],
+    layers: Sequence[LayerKind],
+    backend: AttentionBackend,
+    size: tuple[int, int],
+    device: torch.device,
+) -> list[LayerBinding]:
+    """A float32 cache of so many blocks of so many tokens for each layer."""
+    num_blocks, block_size = size
+    found: dict[int, LayerBinding] = {}
+    for number, group in enumerate(groups):
+        shape = (num_blocks, 2, *backend.block_shape(block_size, group.num_kv_heads, group.head_dim))
+        found |= {i: LayerBinding(number, torch.zeros(shape, device=device), layers[i].shape) for i in group.layers}
+    return [found[index] for index in range(len(layers))]
+
+
+# ── the model's own pass ──
+
+
+def _expected(model: Any, layers: Sequence[LayerKind], name: str, max_length: int, seed: int) -> Expected:
+    past = max((layer.window for layer in layers if layer.window and layer.window <= _MAX_WINDOW), default=0)
+    lengths = [min(length + past, max_length) for length in _LENGTHS]
+    steps = _steps(lengths)
+    prompts = _prompts(model, lengths, seed)
+    logits: dict[tuple[int, int], Tensor] = {}
+    try:
+        with attending_with(model, OWN, name):
+            for number, prompt in enumerate(prompts):
+                chunks = [chunk for step in steps for chunk in step if chunk.prompt == number]
+                positions = sorted({position for chunk in chunks for position in chunk.compared})
+                rows = _own_logits(model, prompt, positions)
+                logits |= {(number, position): row for position, row in zip(positions, rows, strict=True)}
+    except Exception as error:
+        raise EngineConfigError([
+            f"{name} cannot be served: its own forward pass fails ({type(error).__name__}: {str(error)[:160]})"
+        ]) from error  # fmt: skip
+    return Expected(prompts, steps, logits)
+
+
+def _own_logits(model: Any, prompt: Tensor, positions: list[int]) -> Tensor:
+    """As `generate` calls it, without a cache."""
+    known = inspect.signature(model.forward).parameters
+    rows = torch.tensor(positions, device=prompt.device)
+    inputs = {
+        "attention_mask": torch.ones_like(prompt)[None],
+        "position_ids": torch.arange(len(prompt), device=prompt.device)[None],
+        "logits_to_keep": rows,
+    }
+    inputs = {name: value for name, value in inputs.items() if name in known}
+    logits: Tensor = model(input_ids=prompt[None], use_cache=False, **inputs).logits[0]
+    return (logits if "logits_to_keep" in inputs else logits[rows]).float()
+
+
+def _prompts(model: Any, lengths: Sequence[int], seed: int) -> tuple[Tensor, ...]:
+    """Random tokens, none of which the configuration gives a meaning."""
+    config, device = model.config, next(model.parameters()).device
+    parts = [config.to_dict(), config.get_text_config().to_dict()]
+    special = {v for part in parts for k, v in part.items() if "token" in k and isinstance(v, int)}
+    size = int(config.get_text_config().vocab_size)
+    usable = torch.tensor([token for token in range(min(size, 4096)) if token not in special] or [0])
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(usable[torch.randint(len(usable), (length,), generator=generator)].to(device) for length in lengths)
+
+
+# ── what of the model is compared ──
+
+
+@contextmanager
+def _first_layers(model: Any, layers: Sequence[LayerKind]) -> Iterator[int]:
+    """The number of layers that the model has within: of a large one the first ones, down to one of each kind."""
+    stack = _stack(model, len(layers)) if sum(p.numel() for p in model.parameters()) > _MAX_WEIGHTS else None
+    if stack is None:
+        yield len(layers)
+        return
+    parent, name, whole = stack
+    kinds = [(kind, *(type(part) for part in layer.modules())) for kind, layer in zip(layers, whole, strict=True)]
+    depth = 1 + max(kinds.index(kind) for kind in set(kinds))
+    setattr(parent, name, whole[:depth])
+    try:
+        yield depth
+    finally:
+        setattr(parent, name, whole)
+
+
+def _stack(model: nn.Module, num_layers: int) -> tuple[nn.Module, str, nn.ModuleList] | None:
+    """The list whose i-th member holds the i-th attention."""
+    for parent in model.modules():
+        for name, child in parent.named_children():
+            if isinstance(child, nn.ModuleList) and len(child) == num_layers and all(
+                any(getattr(part, "layer_idx", None) == index for part in layer.modules())
+                for index, layer in enumerate(child)
+            ):  # fmt: skip
+                return parent, name, child
+    return None
+
+
+@contextmanager
+def _in_float32(model: nn.Module) -> Iterator[float]:
+    """The tolerance for what the model computes within: in float32, if there is memory for it."""
+    tensors = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point() and t.dtype != torch.float32]
+    if sum(tensor.numel() for tensor in tensors) > _MAX_FLOAT32_WEIGHTS:
+        yield _NARROW_TOLERANCE
+        return
+    kept = [(tensor, tensor.data) for tensor in tensors]
+    try:
+        for tensor in tensors:
+            tensor.data = tensor.data.float()
+        yield TOLERANCE
+    finally:
+        for tensor, data in kept:
+            tensor.data = data
