@@ -66,6 +66,8 @@ def show(findings: list[Finding], *, only_problems: bool = False) -> None:
 
 
 def _redis(settings: Settings) -> Iterator[Finding]:
+    from redis.exceptions import AuthenticationError
+
     from api_client.connections import SERVER_TROUBLE, Link, connect
 
     address = settings.public()["redis_url"]
@@ -75,9 +77,10 @@ def _redis(settings: Settings) -> Iterator[Finding]:
         client.ping()
         elapsed = time.time() - started
     except SERVER_TROUBLE as error:
-        yield Finding(
-            "redis", "error", f"{address}: {error}", "start it, or set TOKENMILL_REDIS_URL; `tokenmill dev` brings one"
-        )
+        hint = "start it, or set TOKENMILL_REDIS_URL; `tokenmill dev` brings one"
+        if isinstance(error, AuthenticationError):
+            hint = "TOKENMILL_REDIS_URL has the user and the password: redis://user:password@host:6379/0"
+        yield Finding("redis", "error", f"{address}: {error}", hint)
         return
     try:
         yield from _redis_server(client, f"{address}, {elapsed * 1000:.1f} ms away")

@@ -131,6 +131,10 @@ async def test_a_wrong_password_ends_a_start_at_once(redis_url, shell):
     assert status == 1
     assert "Redis refuses this user: invalid username-password pair" in error
     assert "trying for" not in error
+    status, _, error = await shell.run("tasks", "--redis-url", wrong)
+    assert (status, "Redis refuses this user: invalid username-password pair" in error) == (1, True)
+    status, out, _ = await shell.run("doctor", "-q", "--redis-url", wrong)
+    assert (status, "redis://user:password@host:6379/0" in out) == (1, True)
 
 
 async def test_a_start_that_fails_says_why_and_nothing_of_draining(tmp_path, shell):

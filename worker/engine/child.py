@@ -91,6 +91,7 @@ class _Telling(logging.Handler):
         super().__init__(logging.INFO)
         self._report = emit
         logging.getLogger().addHandler(self)
+        logging.captureWarnings(True)
         logging.getLogger("worker.engine").setLevel(logging.INFO)
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -13,7 +13,11 @@ from typing import Final
 from celery import Celery
 from celery.beat import EmbeddedService
 from celery.exceptions import CPendingDeprecationWarning, SecurityWarning
+from redis.exceptions import AuthenticationError
 
+from api_client.connections import SERVER_TROUBLE, Link, connect
+from api_client.errors import ConfigurationError
+from worker.errors import RedisUnavailable
 from worker.record.store import ResultStore
 from worker.settings import Settings
 from worker.tasks.app import QUEUES, build_app
@@ -34,6 +38,7 @@ def run(settings: Settings) -> int:
     desk = Desk(settings)
     app = build_app(settings, desk)
     asyncio.run(_check(settings))
+    _check_password(settings)
     if not settings.webhook_secret:
         log.warning("no webhook is sent: TOKENMILL_WEBHOOK_SECRET is not set; `tokenmill webhooks secret --new`")
     # On a thread: Celery's own process for it would outlive a killed parent. The default scheduler pickles.
@@ -104,6 +109,24 @@ def _watched(settings: Settings, watch: TasksWatch) -> Iterator[None]:
         yield
     finally:
         watch.stop()
+
+
+def _check_password(settings: Settings) -> None:
+    """Raises RedisUnavailable for a user that the broker refuses. Celery would try again for ever; a broker that is
+    away is left to it."""
+    url = settings.tasks_broker_url or settings.redis_url
+    if not url.startswith(("redis", "unix")):
+        return  # another kind of broker
+    try:
+        connection = connect(url, Link(timeout_s=5, connect_timeout_s=5))
+        try:
+            connection.ping()
+        finally:
+            connection.close()
+    except AuthenticationError as error:
+        raise RedisUnavailable(f"Redis refuses this user: {error}", is_misconfigured=True) from error
+    except (*SERVER_TROUBLE, ConfigurationError) as error:
+        log.warning("the broker is not there yet: %s", error)
 
 
 async def _check(settings: Settings) -> None:

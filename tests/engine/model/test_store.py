@@ -83,6 +83,7 @@ def test_a_gguf_file_is_converted_once(gguf_file: Path, tmp_path: Path) -> None:
     fractions = [fraction for _, fraction in seen]
     assert fractions[0] == 0.0
     assert fractions[-1] == 1.0
+    assert fractions.count(1.0) == 1  # its end is logged once
     assert fractions == sorted(fractions)
     assert re.fullmatch(r"tiny-[0-9a-f]{12}", folder.name)
     names = {path.name for path in folder.iterdir()}
