@@ -12,6 +12,7 @@ from worker.record.migrate import upgrade
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
 def empty_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "sqlite":
+        (tmp_path / "tokenmill.db").touch()
         return f"sqlite:///{tmp_path}/tokenmill.db"
     return str(request.getfixturevalue("postgres_url"))
 

@@ -204,8 +204,12 @@ async def test_what_passes_by_itself_is_retried_as_a_whole(sqlite_url: str, sqls
 
 
 async def test_a_missing_table_waits_and_says_what_to_do(tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path}/empty.db"
+    path = tmp_path / "empty.db"
+    url = f"sqlite:///{path}"
     store = ResultStore(url, queue="q")
+    with pytest.raises(StoreUnavailable, match=f"there is no database at {path}"):
+        await store.record([finished("a")])
+    await asyncio.to_thread(path.touch)
     with pytest.raises(StoreUnavailable, match="run `tokenmill db upgrade`"):
         await store.record([finished("a")])
     upgrade(url)

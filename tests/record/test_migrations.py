@@ -108,7 +108,7 @@ async def test_a_database_of_a_newer_version_is_fine(url: str) -> None:
 
 async def test_a_database_that_is_away_is_waited_for() -> None:
     store = ResultStore("postgresql://nobody@127.0.0.1:1/none", queue="q")
-    with pytest.raises(StoreUnavailable, match="cannot be reached"):
+    with pytest.raises(StoreUnavailable, match="cannot be used: connection failed"):
         await store.check()
     await store.close()
 
