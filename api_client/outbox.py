@@ -13,6 +13,7 @@ import msgspec
 
 from api_client.database import Database
 from api_client.errors import ConfigurationError
+from schemas.webhook import redacted_url
 
 STATES: Final = ("pending", "sending", "delivered", "dead", "superseded")
 _COLUMNS: Final = (
@@ -22,7 +23,7 @@ _COLUMNS: Final = (
 
 
 class WebhookRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One notice; `due_ms` is its next try while it is pending."""
+    """One notice; `due_ms` is its next try while it is pending. `url` is without passwords and values of the query."""
 
     id: str
     job_id: str
@@ -59,7 +60,8 @@ class SqlWebhooks:
         statement = statement.where(*(table.c[name] == value for name, value in wanted.items() if value is not None))
         statement = statement.order_by(table.c.due_ms.desc(), table.c.id).limit(limit)
         with self._database.connection() as connection:
-            return [msgspec.convert(dict(row), WebhookRow) for row in connection.execute(statement).mappings()]
+            rows = [msgspec.convert(dict(row), WebhookRow) for row in connection.execute(statement).mappings()]
+        return [msgspec.structs.replace(row, url=redacted_url(row.url)) for row in rows]
 
     def redrive(self, ids: Sequence[str] | None = None, limit: int = 1000) -> Sequence[str]:
         """Try dead ones again, at once and as often as new ones; without ids, those that died first. Returns which."""

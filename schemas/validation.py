@@ -22,6 +22,7 @@ from schemas.bounds import (
 from schemas.codec import MAX_PAYLOAD_BYTES, encode
 from schemas.generation import ResponseFormat, SamplingParams
 from schemas.job import JobRequest, RetryPolicy
+from schemas.webhook import redacted_url
 
 MAX_NAME_CHARS: Final = 255  # as wide as the record's columns: job id, model, tenant, idempotency key, batch id
 MAX_STOP_CHARS: Final = 1_024
@@ -124,7 +125,8 @@ def _name_problems(request: JobRequest) -> Iterator[str]:
         yield "idempotency_key must not be empty; leave it out instead"
     webhook = request.webhook
     if webhook is not None and (len(webhook) > MAX_URL_CHARS or not _URL.fullmatch(webhook)):
-        yield f"webhook must be an http or https URL of at most {MAX_URL_CHARS} characters, not {_short(webhook)}"
+        shown = _short(redacted_url(webhook))
+        yield f"webhook must be an http or https URL of at most {MAX_URL_CHARS} characters, not {shown}"
     if request.traceparent is not None and len(request.traceparent) > MAX_NAME_CHARS:
         yield f"traceparent may have {MAX_NAME_CHARS} characters, not {len(request.traceparent)}"
 

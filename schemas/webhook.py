@@ -3,10 +3,31 @@
 Token ids and log-probabilities stay out; whoever wants them asks for the result. Fields are only ever added.
 """
 
+import re
+from typing import Final
+
 import msgspec
 
 from schemas.generation import FinishReason
 from schemas.result import JobError, JobStatus, Usage
+
+_AUTHORITY: Final = re.compile(r"(\[[^\]]*\]|[^:]*)(:\d*)?")
+
+
+def redacted_url(url: str) -> str:
+    """The URL for people: scheme, host and path. The user, the password, the values of the query and the fragment are
+    left out. Takes any text.
+    """
+    rest, mark, query = url.partition("#")[0].partition("?")
+    scheme, separator, rest = rest.partition("://") if "://" in rest else ("", "", rest)
+    authority, slash, path = rest.partition("/")
+    authority = authority.rpartition("@")[2]
+    if not _AUTHORITY.fullmatch(authority) or (
+        ":" in authority and "@" in path
+    ):  # a password with a slash in it, which should have been quoted
+        authority, slash, path = "***", "", ""
+    values = "&".join(f"{part.partition('=')[0]}=***" if "=" in part else "***" for part in query.split("&"))
+    return scheme + separator + authority + slash + path + (mark + values if mark else "")
 
 
 class WebhookChoice(msgspec.Struct, frozen=True, kw_only=True):

@@ -296,3 +296,22 @@ async def test_bell_cancel_and_drain_reach_a_worker_also_over_a_broken_connectio
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+@pytest.mark.redis
+async def test_an_idle_worker_records_all_that_ended_while_it_waited(queue: Queue) -> None:
+    """More than fit one claim, without waiting for polls in between."""
+    jobs = await queue.client.submit_many([{"prompt": "x"}] * 200)
+    for job in jobs:
+        await queue.client.cancel(job)
+    taken: list[str] = []
+
+    async def take(deliveries: list[Delivery]) -> None:
+        taken.extend(each.job_id for each in deliveries)
+
+    consumer = Consumer(queue.worker(), lambda: Credits(4, 0), take, poll_s=FOR_EVER)
+    running = asyncio.create_task(consumer.run())
+    await until(lambda: len(taken) == 200)
+    await consumer.stop()
+    await running
+    assert sorted(taken) == sorted(jobs)

@@ -7,6 +7,8 @@ import pytest
 from api_client.errors import ConfigurationError
 from worker.settings import load_settings
 from worker.tasks.app import build_app
+from worker.tasks.bulk import NoPlace, Order
+from worker.tasks.desk import Desk
 
 
 @pytest.mark.parametrize(
@@ -41,3 +43,16 @@ def test_a_file_that_cannot_be_read_is_said_in_a_sentence(
     (said,) = [record for record in caplog.records if record.levelname == "ERROR"]
     assert f"was not handed in: cannot read {source}: " in said.getMessage()
     assert not any(record.exc_info for record in caplog.records)
+
+
+def test_files_take_half_of_the_threads_at_most(sqlite_url: str) -> None:
+    """A file without a place gives its thread back at once, to webhooks and upkeep, and comes again."""
+    own = {"database_url": sqlite_url, "redis_url": "redis://127.0.0.1:1/0", "queue": "q", "tasks_threads": 4}
+    desk = Desk(load_settings(own))
+    with desk.bulk.place(), desk.bulk.place():
+        with pytest.raises(NoPlace):
+            desk.bulk.bring_in(Order.of("batch_x", source="in.jsonl"))
+        with pytest.raises(NoPlace):
+            desk.bulk.fetch("batch_x", "q", "out.jsonl", None)
+    with desk.bulk.place():
+        pass

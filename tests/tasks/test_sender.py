@@ -23,13 +23,17 @@ LOCAL = (ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1/128"))
         "127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0", "224.0.0.1",
         "255.255.255.255", "240.0.0.1", "::1", "::", "fe80::1", "fc00::1", "ff02::1", "::ffff:127.0.0.1",
         "::ffff:10.0.0.1", "2002:7f00:1::", "64:ff9b::7f00:1", "64:ff9b::a9fe:a9fe", "2001:db8::1",
+        "fec0::1", "192.88.99.1", "192.0.0.8", "192.0.0.1", "192.0.0.171", "::ffff:192.0.0.8", "64:ff9b:1::808:808",
+        "198.18.0.1", "3fff::1", "5f00::1", "100::1", "100:0:0:1::1",
     ],
 )  # fmt: skip
 def test_private_addresses_are_refused(address: str) -> None:
     assert not is_permitted(ipaddress.ip_address(address))
 
 
-@pytest.mark.parametrize("address", ["93.184.216.34", "8.8.8.8", "2606:4700::1111", "64:ff9b::808:808"])
+@pytest.mark.parametrize(
+    "address", ["93.184.216.34", "8.8.8.8", "192.0.0.9", "192.0.0.10", "2606:4700::1111", "64:ff9b::808:808"]
+)
 def test_public_addresses_are_permitted(address: str) -> None:
     assert is_permitted(ipaddress.ip_address(address))
 

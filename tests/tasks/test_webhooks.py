@@ -15,7 +15,7 @@ from tests.tasks.support import SECRET, START_MS, Clock, courier, noticed, notic
 from worker.jobs import Finished
 from worker.record.tables import jobs
 from worker.tasks.notices import MAX_TEXT_BYTES, Retries
-from worker.tasks.outbox import CLAIM_MS, Claim
+from worker.tasks.outbox import CLAIM_MS, MAX_OF_TENANT, Claim
 
 
 def test_a_receiver_gets_what_it_can_verify(url: str, engine: sa.Engine) -> None:
@@ -133,6 +133,29 @@ def test_one_host_does_not_take_every_place(url: str, engine: sa.Engine) -> None
     ours = courier(engine, Clock(), per_host=3)
     assert sorted(claim.id for claim in ours.claim()) == ["msg_a0_1", "msg_a1_2", "msg_a2_3", "msg_b_100"]
     assert ours.claim() == []  # while these are on their way
+
+
+def test_one_tenants_hanging_hosts_do_not_take_every_place(url: str, engine: sa.Engine) -> None:
+    """Eight hosts of one tenant with more notices than there are places; another tenant's notice comes last."""
+    hanging = [
+        noticed(f"a{host}-{n}", f"http://host{host}.example/{n}", tenant="a", finished_ms=n + 1)
+        for host in range(8)
+        for n in range(20)
+    ]
+    record(url, *hanging)
+    ours = courier(engine, Clock())
+    assert len(ours.claim()) == MAX_OF_TENANT
+    assert ours.claim() == []
+    record(url, noticed("b", "http://quick.example/", tenant="b", finished_ms=100))
+    assert [claim.id for claim in ours.claim()] == ["msg_b_100"]
+
+
+def test_tenants_take_turns(url: str, engine: sa.Engine) -> None:
+    many = [noticed(f"a{n}", f"http://host{n}.example/", tenant="a", finished_ms=1) for n in range(60)]
+    record(url, *many, *(noticed(f"b{n}", "http://b.example/", tenant="b", finished_ms=99) for n in range(3)))
+    claimed = [claim.id for claim in courier(engine, Clock()).claim()]
+    assert len(claimed) == MAX_OF_TENANT + 3
+    assert {name for name in claimed if name.startswith("msg_b")} == {f"msg_b{n}_99" for n in range(3)}
 
 
 def test_two_sweeps_at_once_take_different_ones(url: str, engine: sa.Engine) -> None:

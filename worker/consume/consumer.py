@@ -86,6 +86,7 @@ class Consumer:
         self._on_error = on_error
         self._may_wait = _Waiting(True, True)
         self._is_idle = False
+        self._found_ended = False  # by the last claim: more may have to be recorded
         self._owed: list[tuple[str, int, bool]] = []
         self._stopping = asyncio.Event()
         self._ended = asyncio.Event()
@@ -135,6 +136,8 @@ class Consumer:
                     self._on_error(error)
                     await self._sleep(LONGEST_BACKOFF_S)
                     continue
+                if self._found_ended and self._credits():
+                    continue
                 if not num_found:
                     await self._sleep(SHORTEST_GAP_S)
                 self._is_idle = True
@@ -156,6 +159,7 @@ class Consumer:
         wanted = Credits(min(credits.free, MAX_AT_ONCE), min(credits.urgent, MAX_AT_ONCE))
         deliveries = await self._stream.claim(wanted.free, wanted.urgent)
         self._on_claim(len(deliveries))
+        self._found_ended = any(delivery.verdict != "run" for delivery in deliveries)
         self._may_wait.note(wanted, sum(delivery.verdict == "run" for delivery in deliveries))
         if not deliveries:
             return 0

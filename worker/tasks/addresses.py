@@ -15,6 +15,15 @@ from typing import Final
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
+# Not globally reachable by IANA's registries of special-purpose addresses, or withdrawn, whatever this Python knows.
+_NOT_PUBLIC: Final = tuple(
+    ipaddress.ip_network(text)
+    for text in (
+        "192.0.0.0/24", "192.88.99.0/24", "64:ff9b:1::/48", "100:0:0:1::/64", "2001:2::/48", "2001:10::/28",
+        "3fff::/20", "5f00::/16", "fec0::/10",
+    )
+)  # fmt: skip
+_PUBLIC: Final = tuple(ipaddress.ip_address(text) for text in ("192.0.0.9", "192.0.0.10"))  # anycast: PCP, TURN
 _NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")
 
 
@@ -55,6 +64,10 @@ def is_permitted(address: Address, allowed: Sequence[Network] = ()) -> bool:
 
 
 def _is_public(address: Address) -> bool:
+    if address in _PUBLIC:
+        return True
+    if any(address in network for network in _NOT_PUBLIC):
+        return False
     return address.is_global and not address.is_multicast and not address.is_reserved
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
@@ -43,7 +44,15 @@ TURN_S: Final = 300.0  # well below the broker's visibility timeout, after which
 
 
 class NotYet(Exception):
-    """There is more to do: come again."""
+    """There is more to do: come again after `pause_s`."""
+
+    pause_s = 1
+
+
+class NoPlace(NotYet):
+    """Other files are being worked on in half of this process's threads."""
+
+    pause_s = 10
 
 
 class _TurnOver(Exception):
@@ -76,11 +85,14 @@ class Order:
 
 
 class BulkFiles:
-    """Its calls block, for a turn at most. Safe to share between threads."""
+    """Its calls block, for a turn at most. Safe to share between threads. Half of the process's threads stay free for
+    webhooks and upkeep: where the other half works on files, a call raises NoPlace at once.
+    """
 
     def __init__(self, settings: Settings, turn_s: float = TURN_S) -> None:
         self._settings = settings
         self._turn_s = turn_s
+        self._places = threading.BoundedSemaphore(max(1, settings.tasks_threads // 2))
 
     def bring_in(self, order: Order) -> Batch:
         """Returns when every line is handed in. Raises NotYet; ConfigurationError and OSError for a bad order."""
@@ -109,6 +121,16 @@ class BulkFiles:
             return ended
 
     @contextlib.contextmanager
+    def place(self) -> Iterator[None]:
+        """Hold one of the places for files. Raises NoPlace."""
+        if not self._places.acquire(blocking=False):
+            raise NoPlace
+        try:
+            yield
+        finally:
+            self._places.release()
+
+    @contextlib.contextmanager
     def _open(self, queue: str) -> Iterator[tuple[Client, BatchStore]]:
         settings = self._settings
         client = Client(
@@ -117,7 +139,7 @@ class BulkFiles:
             database=settings.database_url,
             prefix=settings.key_prefix,
         )
-        with client, contextlib.closing(open_store(client)) as store:
+        with self.place(), client, contextlib.closing(open_store(client)) as store:
             yield client, store
 
 

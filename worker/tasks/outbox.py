@@ -11,6 +11,7 @@ so that a late message changes nothing. It knows no HTTP and no Celery.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -18,10 +19,12 @@ from typing import Any, Final
 from sqlalchemy import Engine, and_, case, func, select, update
 from sqlalchemy.engine import Connection
 
+from schemas.webhook import redacted_url
 from worker.record.tables import jobs, usage, webhooks
 
 CLAIM_MS: Final = 300_000  # longer than any message waits for a free thread, see MAX_IN_FLIGHT
 MAX_IN_FLIGHT: Final = 64
+MAX_OF_TENANT: Final = 48  # the rest is for the others, however many of one tenant's hosts hang
 MAX_ERROR_CHARS: Final = 500
 
 
@@ -61,8 +64,8 @@ class Outbox:
         self._per_host = per_host
 
     def claim(self, now_ms: int) -> list[Claim]:
-        """The due ones, the longest due first, so many at once and so many to one host: a receiver that hangs must
-        not hold up the others."""
+        """Due notices: so many at once, so many to one host, so many of one tenant; of the tenants in turn, the
+        longest due of each first. Receivers that hang do not hold up the others."""
         until_ms = now_ms + CLAIM_MS
         with self._engine.begin() as connection:
             self._bury(connection, now_ms)
@@ -85,19 +88,32 @@ class Outbox:
         connection.execute(update(webhooks).where(died, spent).values(state="dead", last_error=reason))
 
     def _choose(self, connection: Connection, now_ms: int) -> list[str]:
-        in_flight = select(webhooks.c.host, func.count()).where(
-            webhooks.c.state == "sending", webhooks.c.due_ms > now_ms
-        )
-        busy = {str(host): int(count) for host, count in connection.execute(in_flight.group_by(webhooks.c.host))}
-        room = MAX_IN_FLIGHT - sum(busy.values())
-        rank = func.row_number().over(partition_by=webhooks.c.host, order_by=webhooks.c.due_ms).label("rank")
-        due = select(webhooks.c.id, webhooks.c.host, webhooks.c.due_ms, rank).where(_is_due(now_ms)).subquery()
-        ranked = select(due.c.id, due.c.host, due.c.rank).where(due.c.rank <= self._per_host).order_by(due.c.due_ms)
+        columns = (webhooks.c.tenant, webhooks.c.host)
+        flying = select(*columns, func.count()).where(webhooks.c.state == "sending", webhooks.c.due_ms > now_ms)
+        of_tenant: Counter[str] = Counter()
+        of_host: Counter[str] = Counter()
+        for tenant, host, count in connection.execute(flying.group_by(*columns)):
+            of_tenant[str(tenant)] += int(count)
+            of_host[str(host)] += int(count)
+        room = MAX_IN_FLIGHT - of_tenant.total()
         chosen: list[str] = []
-        for notice_id, host, place in connection.execute(ranked.limit(4 * MAX_IN_FLIGHT)):
-            if len(chosen) < room and place <= self._per_host - busy.get(str(host), 0):
+        for notice_id, tenant, host in connection.execute(self._due_in_turn(now_ms)):
+            is_free = of_host[str(host)] < self._per_host and of_tenant[str(tenant)] < MAX_OF_TENANT
+            if len(chosen) < room and is_free:
+                of_tenant[str(tenant)] += 1
+                of_host[str(host)] += 1
                 chosen.append(str(notice_id))
         return chosen
+
+    def _due_in_turn(self, now_ms: int) -> Any:
+        """One of each tenant after the other; of a host and of a tenant no more than may fly at once."""
+        order = webhooks.c.due_ms
+        place = func.row_number().over(partition_by=webhooks.c.host, order_by=order).label("place")
+        due = select(webhooks.c.id, webhooks.c.tenant, webhooks.c.host, order, place).where(_is_due(now_ms)).subquery()
+        turn = func.row_number().over(partition_by=due.c.tenant, order_by=due.c.due_ms).label("turn")
+        few = select(due, turn).where(due.c.place <= self._per_host).subquery()
+        in_turn = select(few.c.id, few.c.tenant, few.c.host).where(few.c.turn <= 4 * MAX_IN_FLIGHT)
+        return in_turn.order_by(few.c.turn, few.c.due_ms).limit(16 * MAX_IN_FLIGHT)
 
     def begin(self, claim: Claim, now_ms: int) -> Attempt | None:
         """None: it is another's turn, or there is nothing more to tell."""
@@ -119,7 +135,9 @@ class Outbox:
         return Attempt(notice["id"], notice["attempts"], dict(notice), job, used)
 
     def delivered(self, attempt: Attempt, status: int, now_ms: int) -> None:
-        self._end(attempt, state="delivered", delivered_ms=now_ms, last_status=status, last_error=None)
+        """The URL's secrets are not needed any more."""
+        shown = redacted_url(attempt.notice["url"])
+        self._end(attempt, state="delivered", delivered_ms=now_ms, last_status=status, last_error=None, url=shown)
 
     def failed(self, attempt: Attempt, error: str, status: int | None, due_ms: int | None) -> None:
         """`due_ms` None: set aside at once."""

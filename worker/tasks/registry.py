@@ -97,7 +97,7 @@ def _register_bulk(app: Celery, desk: Desk) -> None:
         try:
             desk.bulk.bring_in(Order.of(batch_id, source=source, queue=queue, **terms))
         except (NotYet, QueueUnavailable) as error:
-            raise task.retry(countdown=1, exc=error, throw=False) from None
+            raise task.retry(countdown=getattr(error, "pause_s", 1), exc=error, throw=False) from None
         except TokenmillError as error:
             log.error("batch %s was not handed in: %s", batch_id, error)
             raise

@@ -21,6 +21,7 @@ from email.utils import parsedate_to_datetime
 from typing import Final, Self, TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
+from schemas.webhook import redacted_url
 from worker.tasks.addresses import Network, resolve
 
 Sock = TypeVar("Sock", bound=socket.socket)
@@ -70,7 +71,7 @@ class Sender:
                     raise SendFailed(f"{target.host} did not answer within {self._timeout_s:g} s")
                 return reply
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise SendFailed(f"{url}: {error or type(error).__name__}") from error
+            raise SendFailed(f"{redacted_url(url)}: {error or type(error).__name__}") from error
 
     def _post(
         self, target: _Target, addresses: Sequence[str], deadline: _Deadline, body: bytes, headers: Mapping[str, str]
@@ -114,8 +115,12 @@ class _Target:
     @classmethod
     def of(cls, url: str) -> _Target:
         """Raises ValueError."""
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urlsplit(url)
+            is_known = parts.scheme in ("http", "https") and parts.hostname and (parts.port or 80)
+        except ValueError:  # its words quote the URL
+            is_known = False
+        if not is_known or not parts.hostname:
             raise ValueError("is no http or https URL")
         host = parts.hostname if ":" in parts.hostname else parts.hostname.encode("idna").decode()
         path = quote(parts.path or "/", safe=_SAFE) + (f"?{quote(parts.query, safe=_SAFE)}" if parts.query else "")
