@@ -26,7 +26,7 @@ from api_client.errors import (
     ResultTimeout,
     TokenmillError,
 )  # fmt: skip
-from api_client.records import FIELDS, JobInfo, Record, info_of, is_no_log, questions, read_log, read_record
+from api_client.records import FIELDS, JobInfo, Record, info_of, is_wrong_type, questions, read_log, read_record
 from api_client.requests import JobHandle, estimated_tokens, fingerprint
 from api_client.scripts import CANCEL, SUBMIT, Argument, in_parts
 from schemas.chunk import Chunk
@@ -107,12 +107,25 @@ def _read_submitted(view: QueueView, reply: list[bytes]) -> list[JobHandle]:
 # ── looking ──
 
 
+def ask_each(commands: Sequence[tuple[Argument, ...]]) -> Program[Sequence[Any]]:
+    """Sends commands in one round trip. A key of another type answers for itself, as an exception among the replies;
+    other trouble with the server is raised.
+    """
+    replies: Sequence[Any] = yield Commands(tuple(commands), tolerant=True)
+    if any(isinstance(reply, Exception) and not is_wrong_type(reply) for reply in replies):
+        replies = yield Commands(tuple(commands))
+    return replies
+
+
+def ask_records(view: QueueView, job_ids: Sequence[str]) -> Program[list[tuple[str, Any, Any]]]:
+    """The arguments of `read_record` for each job."""
+    replies = yield from ask_each([command for job_id in job_ids for command in questions(view.keys, job_id)])
+    return list(zip(job_ids, replies[::2], replies[1::2], strict=True))
+
+
 def read(view: QueueView, job_ids: Sequence[str]) -> Program[list[Record | None]]:
-    commands = [command for job_id in job_ids for command in questions(view.keys, job_id)]
-    replies = yield Commands(tuple(commands), tolerant=True)
-    if any(isinstance(values, Exception) for values in replies[::2]):
-        yield Commands(tuple(commands[::2]))  # to be raised as any trouble with the server
-    return [read_record(*each) for each in zip(job_ids, replies[::2], replies[1::2], strict=True)]
+    """Raises UnreadableRecord when one of them cannot be read."""
+    return [read_record(*each) for each in (yield from ask_records(view, job_ids))]
 
 
 def status(view: QueueView, job_id: str) -> Program[JobInfo]:
@@ -263,11 +276,8 @@ def _ask_of_log(*commands: tuple[Argument, ...]) -> Program[list[Any]]:
     """The first reads the job's log. One that is none has no entries: the job's worker makes it again, or the result
     replaces it.
     """
-    log, *others = yield Commands(commands, tolerant=True)
-    replies = [[] if is_no_log(log) else log, *others]
-    if any(isinstance(reply, Exception) for reply in replies):
-        replies = list((yield Commands(commands)))  # to be raised as any trouble with the server
-    return replies
+    log, *others = yield from ask_each(commands)
+    return [[] if is_wrong_type(log) else log, *others]
 
 
 def _tell(chunks: Any) -> Program[None]:

@@ -199,8 +199,8 @@ def read_depth(meta: Mapping[bytes, bytes]) -> QueueDepth:
         return QueueDepth(queued, max(0.0, tokens), int(meta.get(b"running", 0)))
 
 
-def is_no_log(reply: object) -> bool:
-    """Did the server refuse to read a log because somebody has put something else in its place?"""
+def is_wrong_type(reply: object) -> bool:
+    """Tells whether the server refused a command because the key holds a value of another type."""
     return isinstance(reply, ResponseError) and "WRONGTYPE" in str(reply)
 
 

@@ -18,6 +18,7 @@ import msgspec
 
 from api_client.database import Database
 from api_client.errors import ConfigurationError
+from api_client.records import readable
 from schemas.codec import decode_result
 from schemas.generation import FinishReason
 from schemas.result import ChoiceResult, JobError, JobResult, JobStatus, Usage
@@ -78,13 +79,15 @@ class SqlResults:
         self._has_sums: bool | None = None
 
     def get(self, job_id: str) -> JobResult | None:
-        """Equal to what Redis gave while it knew; without text and tokens once payloads were purged."""
+        """Equal to what Redis gave while it knew; without text and tokens once payloads were purged. Raises
+        UnreadableRecord for a result that is damaged or that a newer version wrote."""
         with self._database.connection() as connection:
             row = connection.execute(self._queries.one_job(job_id)).mappings().first()
             if row is None:
                 return None
             if row["result"] is not None:
-                return decode_result(bytes(row["result"]))
+                with readable(f"the recorded result of job {job_id}"):
+                    return decode_result(bytes(row["result"]))
             used = connection.execute(self._queries.usage_of(job_id)).mappings().first()
         return _rebuilt(dict(row), dict(used) if used is not None else {})
 

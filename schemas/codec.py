@@ -1,7 +1,8 @@
 """Encoders and decoders, built once. MessagePack; unknown fields are ignored, so old and new bytes mix.
 
-Depth and size are bounded before decoding: a payload is refused above `MAX_PAYLOAD_BYTES`, and a large request
-whose parts are too many before they are built.
+Messages from producers (requests, control messages) are refused above `MAX_PAYLOAD_BYTES`; a large request is refused
+before decoding when one of its lists is too long. Chunks and results have no size limit: workers write them, and
+whatever a worker has written must be readable.
 """
 
 from typing import Final, TypeVar
@@ -40,9 +41,13 @@ class DecodeError(ValueError):
     """The bytes are not what they should be; the message says what is wrong with them."""
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes, what: str, limit: int = MAX_PAYLOAD_BYTES) -> T:
+def _bounded(data: bytes, what: str, limit: int = MAX_PAYLOAD_BYTES) -> bytes:
     if len(data) > limit:
         raise DecodeError(f"{what} has {len(data)} bytes; the limit is {limit}")
+    return data
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes, what: str) -> T:
     try:
         return decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -51,18 +56,18 @@ def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes, what: str, limit: 
 
 def decode_request(data: bytes, limit: int = MAX_PAYLOAD_BYTES) -> JobRequest:
     """Raises DecodeError."""
-    if HARMLESS_BYTES < len(data) <= limit:
+    if len(_bounded(data, "job request", limit)) > HARMLESS_BYTES:
         try:
             data = without_bombs(data)
         except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
             raise DecodeError(f"job request cannot be decoded: {error}") from error
     try:
-        return _decode(_request_decoder, data, "job request", limit)
+        return _decode(_request_decoder, data, "job request")
     except DecodeError:
-        mended = with_whole_keys(data) if len(data) <= limit else None
+        mended = with_whole_keys(data)
         if mended is None:
             raise
-        return _decode(_request_decoder, mended, "job request", len(mended))
+        return _decode(_request_decoder, mended, "job request")
 
 
 def decode_result(data: bytes) -> JobResult:
@@ -77,9 +82,9 @@ def decode_chunk(data: bytes) -> Chunk:
 
 def decode_control(data: bytes) -> ControlMessage:
     """Raises DecodeError."""
-    return _decode(_control_decoder, data, "control message")
+    return _decode(_control_decoder, _bounded(data, "control message"), "control message")
 
 
 def decode_status(data: bytes) -> WorkerStatus:
     """Raises DecodeError."""
-    return _decode(_status_decoder, data, "worker status")
+    return _decode(_status_decoder, _bounded(data, "worker status"), "worker status")

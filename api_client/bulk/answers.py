@@ -42,6 +42,7 @@ _BAD_REQUESTS: Final = {"invalid_request": 400, "context_length_exceeded": 400, 
 EXPIRED: Final = LineError("batch_expired", "This request could not be executed before the completion window expired.")
 CANCELLED: Final = LineError("batch_cancelled", "This request was cancelled with its batch.")
 LOST: Final = LineError("result_unavailable", "The queue has forgotten this request's result, and no database has it.")
+UNREADABLE: Final = LineError("result_unreadable", "This request's result is damaged, or a newer version wrote it.")
 _WITHOUT_RESPONSE: Final = {JobStatus.EXPIRED: EXPIRED, JobStatus.CANCELLED: CANCELLED}
 
 

@@ -18,7 +18,7 @@ from typing import Final
 import msgspec
 
 from api_client.bulk import queries
-from api_client.bulk.answers import CANCELLED, EXPIRED, unanswered
+from api_client.bulk.answers import CANCELLED, EXPIRED, UNREADABLE, unanswered
 from api_client.bulk.batch import Batch, BatchState, now_ms
 from api_client.bulk.collector import Collector
 from api_client.bulk.lines import BadLine, GoodLine, Marks, Order, job_id, line_of, read_again, repeated, to_request
@@ -267,8 +267,10 @@ class Pump:
             ends = self._patience.ask(partial(queries.collect, self._client, names, self._in_files))
             self._collector.take([self._in_time(result) for result in ends.results])
             self._in_files = [result.job_id for result in ends.results] if self._collector.keeps_answers else []
-            if ends.unknown:
-                self._find([self._collector.jobs[line_of(self._batch.id, name)] for name in ends.unknown])
+            for job in self._not_recorded(ends.unknown):
+                self._collector.drop(job)
+                self._lost.append(job)
+            self._answer_bad(self._unanswered(self._not_recorded(ends.unreadable), UNREADABLE))
             if 2 * len(ends.results) < len(names) and not is_sweep:
                 return
 
@@ -283,13 +285,17 @@ class Pump:
             return msgspec.structs.replace(result, status=JobStatus.EXPIRED)
         return result
 
-    def _find(self, jobs: list[JobRequest]) -> None:
-        known = self._patience.ask(lambda: self._store.recorded([job.job_id for job in jobs]))
+    def _not_recorded(self, names: Sequence[str]) -> list[JobRequest]:
+        """Takes what the database has of these open jobs; returns the others."""
+        if not names:
+            return []
+        known = self._patience.ask(lambda: self._store.recorded(names))
         self._collector.take(list(known.values()))
-        for job in jobs:
-            if job.job_id not in known:
-                self._collector.drop(job)
-                self._lost.append(job)
+        return [self._collector.jobs[line_of(self._batch.id, name)] for name in names if name not in known]
+
+    def _unanswered(self, jobs: Sequence[JobRequest], why: LineError) -> list[BadLine]:
+        batch_id = self._batch.id
+        return [unanswered(line_of(batch_id, job.job_id), job.metadata["custom_id"], why) for job in jobs]
 
     def _hand_in_lost(self) -> None:
         lost, self._lost = self._lost, []
@@ -297,8 +303,7 @@ class Pump:
             self._submit(lost)
         else:
             why = CANCELLED if self._state is BatchState.CANCELLING else EXPIRED
-            lines = [(line_of(self._batch.id, job.job_id), job.metadata["custom_id"]) for job in lost]
-            self._answer_bad([unanswered(line, name, why) for line, name in lines])
+            self._answer_bad(self._unanswered(lost, why))
 
     # ── the batch's record ──
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -10,13 +11,16 @@ import msgspec
 
 from api_client.client import Client
 from api_client.effects import Commands, Program, RunScript
-from api_client.programs import read, submit
-from api_client.records import Record, readable
+from api_client.errors import UnreadableRecord
+from api_client.programs import ask_each, ask_records, submit
+from api_client.records import Record, is_wrong_type, read_record
 from api_client.scripts import CANCEL, COLLECT, Argument
 from api_client.tracing import producing
 from schemas.codec import DecodeError, decode_request, decode_result
 from schemas.job import JobRequest
 from schemas.result import JobResult, JobStatus
+
+log = logging.getLogger(__name__)
 
 PAGE: Final = 500
 COLLECTED_TTL_S: Final = 60  # how long Redis keeps a result that lies in a file
@@ -32,10 +36,12 @@ def ask(commands: Sequence[tuple[Argument, ...]]) -> Program[Sequence[Any]]:
 
 @dataclass(slots=True)
 class Ends:
-    """Of the jobs that were asked about: those that are over, and those that the queue does not know."""
+    """The jobs of one call: results of those that are over; ids that the queue does not know; ids whose record is
+    damaged, or of a newer version."""
 
     results: list[JobResult] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
+    unreadable: list[str] = field(default_factory=list)
 
 
 def hand_in(client: Client, jobs: Sequence[JobRequest]) -> None:
@@ -56,14 +62,16 @@ def collect(
         elif word == _UNRECORDED:
             unrecorded.append(job_id)
         elif word:
-            with readable(f"the record of job {job_id}"):
+            try:
                 ends.results.append(decode_result(word))
+            except DecodeError:
+                ends.unreadable.append(job_id)
     if unrecorded:
         ends.results += results(client, unrecorded)
     return ends
 
 
-_UNRECORDED: Final = b"?"  # no result is one byte long
+_UNRECORDED: Final = b"?"  # no result is one byte long; collect.lua answers "!" for a job that is no hash
 
 
 def _collect(job_ids: Sequence[str], in_files: Sequence[str], max_bytes: int) -> Program[Sequence[bytes | None]]:
@@ -73,21 +81,34 @@ def _collect(job_ids: Sequence[str], in_files: Sequence[str], max_bytes: int) ->
 
 
 def standing(client: Client, job_ids: Sequence[str]) -> dict[str, bool]:
-    """Job id → is it over? Those that the queue does not know are left out."""
+    """Job id → is it over? Those that the queue does not know are left out. A job that is no hash never runs: over."""
     found: dict[str, bool] = {}
     for page in _pages(job_ids):
-        replies = client.perform(ask([("HGET", client.keys.job(job_id), "state") for job_id in page]))
-        found |= {name: state in _OVER for name, state in zip(page, replies, strict=True) if state is not None}
+        replies = client.perform(ask_each([("HGET", client.keys.job(job_id), "state") for job_id in page]))
+        for name, state in zip(page, replies, strict=True):
+            if state is not None:
+                found[name] = is_wrong_type(state) or state in _OVER
     return found
 
 
 def results(client: Client, job_ids: Sequence[str]) -> Iterator[JobResult]:
-    """Of those that are over and known to the queue. One that ended without a worker has its request's metadata."""
+    """Results of jobs that are over and known to the queue. One that ended without a worker has its request's metadata.
+    A job whose record cannot be read is left out, with a warning."""
     for page in _pages(job_ids):
-        records = [record for record in client.perform(read(client.view, page)) if record is not None]
-        over = [record for record in records if record.is_over]
+        over = [record for record in _records(client, page) if record.is_over]
         yield from (record.result for record in over if record.result is not None)
         yield from _unrecorded(client, [record for record in over if record.result is None])
+
+
+def _records(client: Client, page: Sequence[str]) -> Iterator[Record]:
+    for job_id, values, last in client.perform(ask_records(client.view, page)):
+        try:
+            record = read_record(job_id, values, last)
+        except UnreadableRecord as error:
+            log.warning("Left out one result of a batch: %s", error)
+        else:
+            if record is not None:
+                yield record
 
 
 def _unrecorded(client: Client, records: Sequence[Record]) -> Iterator[JobResult]:

@@ -6,20 +6,23 @@ them. Needs the extra `sql`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import msgspec
 
-from api_client.bulk.answers import EXPIRED
+from api_client.bulk.answers import EXPIRED, UNREADABLE
 from api_client.bulk.batch import Batch, BatchState, Totals, now_ms
 from api_client.bulk.lines import BadLine
 from api_client.bulk.store import BatchNotFound
 from api_client.database import Database
-from schemas.codec import decode_result
+from schemas.codec import DecodeError, decode_result
 from schemas.openai import BatchError
 from schemas.result import JobError, JobResult, JobStatus
 from schemas.validation import MAX_NAME_CHARS
+
+log = logging.getLogger(__name__)
 
 _COLUMNS: Final = (
     "id", "queue", "tenant", "model", "state", "endpoint", "input_file", "output_file", "error_file", "errors",
@@ -240,10 +243,18 @@ def _bad_line(row: Any) -> BadLine:
 
 
 def _result(row: Any) -> JobResult:
+    """The recorded result. A job whose result was purged, or cannot be decoded, has ended all the same: its status
+    comes from the columns, and a succeeded one becomes a failure that names the reason.
+    """
+    missing = PURGED
     if row["result"] is not None:
-        return decode_result(bytes(row["result"]))
+        try:
+            return decode_result(bytes(row["result"]))
+        except DecodeError as trouble:
+            log.warning("The recorded result of job %s cannot be read; its line becomes an error: %s", row["id"], trouble)
+            missing = JobError(UNREADABLE.code, UNREADABLE.message)
     state = JobStatus(row["state"])
-    error = JobError(row["error_code"], row["error_message"] or "") if row["error_code"] else PURGED
+    error = JobError(row["error_code"], row["error_message"] or "") if row["error_code"] else missing
     return JobResult(
         job_id=row["id"],
         status=JobStatus.FAILED if state is JobStatus.SUCCEEDED else state,

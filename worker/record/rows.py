@@ -27,13 +27,12 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class JobRow:
-    """The rows of one job. `token` is the fencing token under which the job was finished; `webhook` is the notice
-    to be sent, where the job asks for one.
+    """The rows of one job, and the result they were made of. `webhook` is the notice to be sent, if the job asks for one.
     """
 
+    result: JobResult
     job: Values
     usage: Values
-    token: int = 0
     webhook: Values | None = None
 
     @property
@@ -72,7 +71,7 @@ class JobRow:
             "day": _day(result.finished_ms),
             **numbers,
         }
-        return cls(job, usage, finished.token, _webhook(result, request, queue) if request else None)
+        return cls(result, job, usage, _webhook(result, request, queue) if request else None)
 
     def cleaned(self) -> JobRow:
         """Without what some databases cannot store: NUL characters, lone surrogates, numbers beyond 64 bits."""

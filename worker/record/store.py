@@ -80,7 +80,8 @@ class ResultStore:
         return await self._threads.run(lambda: self._record(rows), self._answer_timeout_s)
 
     async def find(self, ids: Sequence[str]) -> dict[str, JobResult]:
-        """What is recorded of these jobs of this queue for good; the dead may be redriven. Raises StoreUnavailable."""
+        """Results of this queue's jobs that are recorded for good (not as dead, which may be redriven) and can be read.
+        Raises StoreUnavailable."""
         try:
             return await self._threads.run(lambda: self._find(ids), _LOOK_UP_TIMEOUT_S)
         except StoreUnavailable:
@@ -113,7 +114,8 @@ class ResultStore:
         chosen = and_(jobs.c.id.in_(ids), jobs.c.queue == self._queue, jobs.c.state != JobStatus.DEAD.value)
         with self._engine.connect() as connection:
             rows = connection.execute(select(jobs.c.id, jobs.c.result).where(chosen)).all()
-        return {job_id: decode_result(encoded) for job_id, encoded in rows if encoded is not None}
+        found = {job_id: _decoded(job_id, encoded) for job_id, encoded in rows}
+        return {job_id: result for job_id, result in found.items() if result is not None}
 
     def _standing(self) -> Standing:
         with self._engine.connect() as connection:
@@ -181,10 +183,18 @@ class ResultStore:
                 report.foreign.add(job_id)
                 log.error("job id %s is already recorded for another tenant or queue: its result stays there", job_id)
                 continue
-            try:
-                report.existing[job_id] = decode_result(encoded if encoded is not None else ours["result"])
-            except DecodeError:  # written by a newer version: ours stands for it
-                report.existing[job_id] = decode_result(ours["result"])
+            report.existing[job_id] = _decoded(job_id, encoded) or rows[job_id].result
+
+
+def _decoded(job_id: str, encoded: bytes | None) -> JobResult | None:
+    """None for a result that was purged or cannot be decoded: the job counts as recorded all the same."""
+    if encoded is None:
+        return None
+    try:
+        return decode_result(encoded)
+    except DecodeError as error:
+        log.warning("The recorded result of job %s cannot be read; its row stays as it is: %s", job_id, error)
+        return None
 
 
 def _limit(connection: Connection) -> None:

@@ -1,0 +1,65 @@
+"""A result above the limit of requests is recorded, found and read as any other; a damaged one stands for itself alone."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from sqlalchemy import text
+
+from api_client.errors import UnreadableRecord
+from api_client.sql import SqlResults
+from tests.record.support import counts, finished
+from tests.support.large import DAMAGED, large_result
+from worker.jobs import Finished
+from worker.record import ResultStore
+from worker.record.connection import open_engine
+
+
+def large(job_id: str) -> Finished:
+    return dataclasses.replace(finished(job_id), result=large_result(job_id, tenant="acme"))
+
+
+def damage(url: str, job_id: str) -> None:
+    engine = open_engine(url)
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE jobs SET result = :it WHERE id = :id"), {"it": DAMAGED, "id": job_id})
+    engine.dispose()
+
+
+async def test_a_large_result_is_recorded_once_and_found(store: ResultStore, url: str) -> None:
+    job, small = large("a"), finished("b")
+    assert (await store.record([job])).written == {"a"}
+    again = await store.record([job, small])
+    assert again.written == {"b"}
+    assert again.existing == {"a": job.result}
+    assert not again.refused
+    assert await store.find(["a", "b"]) == {"a": job.result, "b": small.result}
+    assert counts(url) == (2, 2, 2, 2)
+    results = SqlResults(url)
+    assert results.get("a") == job.result
+    results.close()
+
+
+async def test_a_row_that_cannot_be_decoded_counts_as_recorded(store: ResultStore, url: str) -> None:
+    """The repeated commit is acknowledged, with the answer of this attempt; the row stays as it is."""
+    job, small = finished("a"), finished("b")
+    await store.record([job, small])
+    damage(url, "a")
+    again = await store.record([job, finished("c")])
+    assert again.written == {"c"}
+    assert again.existing == {"a": job.result}
+    assert not again.refused
+    assert counts(url) == (3, 3, 3, 3)
+
+
+async def test_a_damaged_row_hides_no_other(store: ResultStore, url: str) -> None:
+    small = finished("b")
+    await store.record([finished("a"), small])
+    damage(url, "a")
+    assert await store.find(["a", "b"]) == {"b": small.result}
+    results = SqlResults(url)
+    with pytest.raises(UnreadableRecord, match="the recorded result of job a cannot be read"):
+        results.get("a")
+    assert [row.job_id for row in results.jobs()] == ["b", "a"]
+    results.close()
