@@ -251,7 +251,7 @@ def _result(row: Any) -> JobResult:
         try:
             return decode_result(bytes(row["result"]))
         except DecodeError as trouble:
-            log.warning("The recorded result of job %s cannot be read; its line becomes an error: %s", row["id"], trouble)
+            log.warning("The recorded result of job %s cannot be read, its line is an error: %s", row["id"], trouble)
             missing = JobError(UNREADABLE.code, UNREADABLE.message)
     state = JobStatus(row["state"])
     error = JobError(row["error_code"], row["error_message"] or "") if row["error_code"] else missing

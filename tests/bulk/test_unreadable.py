@@ -52,7 +52,7 @@ async def test_a_run_names_what_it_cannot_read_and_comes_to_its_end(tmp_path: Pa
     answering = asyncio.create_task(answer_badly(queue))
     batch = await desk.run(path)
     await answering
-    await queue.redis.delete(queue.keys.job(f"{batch.id}-3"))
+    await queue.redis.delete(*(queue.keys.job(f"{batch.id}-{line}") for line in (2, 3)))
     await close_queue(queue)
     assert (batch.totals.completed, batch.totals.failed) == (1, 2)
     assert names(desk.paths.output) == ["line-1"]

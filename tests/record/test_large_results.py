@@ -1,4 +1,4 @@
-"""A result above the limit of requests is recorded, found and read as any other; a damaged one stands for itself alone."""
+"""A result above the limit of requests is recorded, found and read as any other; a damaged one hides no other."""
 
 from __future__ import annotations
 

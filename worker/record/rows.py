@@ -27,8 +27,7 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class JobRow:
-    """The rows of one job, and the result they were made of. `webhook` is the notice to be sent, if the job asks for one.
-    """
+    """The rows of one job, and the result they are made of. `webhook` is the notice, where the job asks for one."""
 
     result: JobResult
     job: Values
