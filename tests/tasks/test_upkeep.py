@@ -75,6 +75,38 @@ def test_what_is_recorded_late_is_found(url: str, engine: sa.Engine) -> None:
     assert [row[3] for row in sums(engine)] == [2, 1]
 
 
+def test_a_day_whose_only_row_a_redrive_moved_is_emptied(url: str, engine: sa.Engine) -> None:
+    """Before the window only `reconcile` finds it, inside of it also `recent`."""
+    for age in (1, 20):
+        died, now = TODAY - age, clock(TODAY - age + 0.5)
+        RollUp(engine, now).recent()
+        record(url, failed(f"a{age}", status=JobStatus.DEAD, finished_ms=at(died)))
+        RollUp(engine, now).recent()
+        record(url, finished(f"a{age}", token=2, finished_ms=at(TODAY)))
+    roll_up = RollUp(engine, clock())
+    assert iso(TODAY - 1) in roll_up.recent()
+    assert roll_up.reconcile() == [iso(TODAY - 20)]
+    assert roll_up.reconcile() == []
+    assert sums(engine) == [(iso(TODAY), "acme", "succeeded", 2, 6, 40)]
+    results = SqlResults(url)
+    assert [(row.jobs, row.completion_tokens) for row in results.usage(by=("tenant",))] == [(2, 6)]
+    results.close()
+
+
+def test_a_day_that_lost_one_row_and_got_another_is_made_again(url: str, engine: sa.Engine) -> None:
+    """It has as many jobs as before."""
+    record(url, failed("a", status=JobStatus.DEAD, finished_ms=at(TODAY - 20)))
+    roll_up = RollUp(engine, clock())
+    roll_up.recent()
+    record(url, finished("a", token=2, finished_ms=at(TODAY)), finished("late", finished_ms=at(TODAY - 20)))
+    roll_up.recent()
+    assert roll_up.reconcile() == [iso(TODAY - 20)]
+    assert [row[:5] for row in sums(engine)] == [
+        (iso(TODAY - 20), "acme", "succeeded", 1, 3),
+        (iso(TODAY), "acme", "succeeded", 1, 3),
+    ]
+
+
 def retention(engine: sa.Engine, **limits: Any) -> Retention:
     return Retention(engine, Limits(batch=3, pause_s=0, **limits), RollUp(engine, clock()), clock())
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from datetime import UTC, date, datetime, timedelta
 from typing import Any, Final
 
-from sqlalchemy import Engine, and_, delete, false, func, insert, select, true, update
+from sqlalchemy import Engine, Select, and_, delete, except_, false, func, insert, select, true, union, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection
 
@@ -36,19 +36,17 @@ class RollUp:
         return [day for day in self._recent_days() if self.make(day)]
 
     def reconcile(self) -> list[str]:
-        """Days whose sums count another number of jobs than there are: recorded days after their end, say."""
-        counted = select(usage.c.day, func.count().label("jobs")).group_by(usage.c.day).subquery()
-        summed = (
-            select(usage_daily.c.day, func.sum(usage_daily.c.jobs).label("jobs")).group_by(usage_daily.c.day).subquery()
-        )
-        statement = (
-            select(counted.c.day)
-            .outerjoin(summed, summed.c.day == counted.c.day)
-            .where(func.coalesce(summed.c.jobs, 0) != counted.c.jobs)
-            .order_by(counted.c.day)
-        )
+        """Makes every unsealed day again whose sums differ from its rows: rows that were recorded late, and rows that
+        a redrive moved to another day, also when the day has none left.
+        """
+        sealed = select(usage_days.c.day).where(usage_days.c.sealed == true())
+        rows = _sums_of_rows().where(usage.c.day.not_in(sealed))
+        names = (*_KEYS, "jobs", *_SUMS)
+        sums = select(*(usage_daily.c[name] for name in names)).where(usage_daily.c.day.not_in(sealed))
+        missing, outdated = except_(rows, sums).subquery(), except_(sums, rows).subquery()
+        statement = union(select(missing.c.day), select(outdated.c.day))
         with self._engine.connect() as connection:
-            days = list(connection.execute(statement).scalars())
+            days = sorted(connection.execute(statement).scalars())
         return [day for day in days if self.make(day)]
 
     def make(self, day: str) -> bool:
@@ -66,9 +64,7 @@ class RollUp:
         if not self._take(connection, day):
             return False
         connection.execute(delete(usage_daily).where(usage_daily.c.day == day))
-        keys = [usage.c[name] for name in _KEYS]
-        sums = [func.sum(usage.c[name]) for name in _SUMS]
-        rows = select(*keys, func.count(), *sums).where(usage.c.day == day).group_by(*keys)
+        rows = _sums_of_rows().where(usage.c.day == day)
         connection.execute(insert(usage_daily).from_select([*_KEYS, "jobs", *_SUMS], rows))
         return True
 
@@ -89,9 +85,17 @@ class RollUp:
         with self._engine.connect() as connection:
             newest = connection.scalar(select(func.max(usage_days.c.day)).where(usage_days.c.day <= today.isoformat()))
             since = min(begin, _before(newest)) if newest is not None and newest > _FIRST else ""
-            wanted = and_(usage.c.day >= since, usage.c.day <= today.isoformat())
-            days = set(connection.execute(select(usage.c.day).where(wanted).distinct()).scalars())
+            days: set[str] = set()
+            for table in (usage, usage_daily):  # a day may have sums and no row left: a redrive moved its last one
+                wanted = and_(table.c.day >= since, table.c.day <= today.isoformat())
+                days |= set(connection.execute(select(table.c.day).where(wanted).distinct()).scalars())
         return sorted(days | {today.isoformat()})
+
+
+def _sums_of_rows() -> Select[Any]:
+    keys = [usage.c[name] for name in _KEYS]
+    sums = [func.sum(usage.c[name]).label(name) for name in _SUMS]
+    return select(*keys, func.count().label("jobs"), *sums).group_by(*keys)
 
 
 def _before(day: str) -> str:
