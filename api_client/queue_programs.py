@@ -172,11 +172,18 @@ def read_dead(entries: Sequence[tuple[bytes, Mapping[bytes, bytes]]]) -> list[De
 
 
 def redrive(view: QueueView, job_ids: Sequence[str] | None, limit: int) -> Program[list[str]]:
-    """Back to their lanes, as if new; without ids, the oldest."""
-    if job_ids is not None and not job_ids:
-        return []
-    revived = yield RunScript(REDRIVE, (limit, *(job_ids or ())))
-    return [value.decode() for value in revived]
+    """Returns dead jobs to their lanes, as if new and without a deadline; without ids, the oldest. Each call of the
+    script reads one page of the dead-letter stream.
+    """
+    wanted = tuple(dict.fromkeys(job_ids or ()))
+    most = limit if job_ids is None else min(limit, len(wanted))
+    revived: list[str] = []
+    start = "-"
+    while start and len(revived) < most:
+        reply = yield RunScript(REDRIVE, (most - len(revived), start, *wanted))
+        start, *page = (value.decode() for value in reply)
+        revived += page
+    return revived
 
 
 def set_limits(view: QueueView, tenant: str, limits: dict[str, float | None]) -> Program[None]:

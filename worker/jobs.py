@@ -39,6 +39,7 @@ class Delivery:
     started_ms: int  # first claim ever
     attempt: int
     alone: bool = False  # suspected of crashing the engine: to be run by itself
+    is_redriven: bool = False  # it was dead before: its deadline counts no more
 
     @property
     def request_id(self) -> str:

@@ -49,7 +49,7 @@ def redrive(
     limit: Annotated[int, typer.Option("--limit", "-l", min=1, max=MOST, help="With --all: at most so many.")] = 1000,
     json: Json = False,
 ) -> None:
-    """Return dead jobs to the queue, as if new: with their log, if it still exists."""
+    """Return dead jobs to the queue: they start again, without their deadline."""
     if bool(job) == everything:
         raise InvalidRequest(["give the ids of jobs, or --all"])
     with target.client() as client:

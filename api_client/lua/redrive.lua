@@ -1,11 +1,21 @@
--- redrive: return dead jobs to their lanes as if they were new. ARGV[3] how many at most; ARGV[4..] job ids (none: the
--- oldest). Reply: the ids that went back. What they generated is in their result only, so they start again.
-local limit, wanted, any = amount(3, 'limit', 0, MOST), {}, #ARGV < 4
+-- redrive: return dead jobs to their lanes as if they were new, without their deadline. One call reads at most PAGE entries
+-- of the dead-letter stream. ARGV[3] how many jobs at most [4] where to begin: '-', or what the call before answered
+-- [5..] job ids (none: the oldest). Reply: where the next call begins ('' at the end), then the ids that went back. What
+-- they generated is in their result only, so they start again.
+local PAGE, FIRST = 500, 5
+check_groups(FIRST, 1)
+local limit, start = amount(3, 'limit', 0, MOST), ARGV[4] or ''
+local ms, number_in_ms = string.match(start, '^%((%d+)%-(%d+)$')
+if start ~= '-' and not (ms and tonumber(ms) < MOST and tonumber(number_in_ms) < MOST) then
+  refuse('start', '-, or a bracket and the id of an entry', start)
+end
 if refusal then return refusal end
-for place = 4, #ARGV do wanted[ARGV[place]] = true end
-local revived = {}
-for _, entry in ipairs(redis.call('XRANGE', base .. 'dead', '-', '+')) do
+local wanted, any = {}, #ARGV < FIRST
+for place = FIRST, #ARGV do wanted[ARGV[place]] = true end
+local entries, revived, after = redis.call('XRANGE', base .. 'dead', start, '+', 'COUNT', PAGE), {}, start
+for _, entry in ipairs(entries) do
   if #revived >= limit then break end
+  after = '(' .. entry[1]
   local id
   for place = 1, #entry[2], 2 do
     if entry[2][place] == 'job' then id = entry[2][place + 1] end
@@ -16,7 +26,7 @@ for _, entry in ipairs(redis.call('XRANGE', base .. 'dead', '-', '+')) do
     if job[1] == 'dead' and job[2] and job[6] then
       redis.call('HDEL', key, 'settled', 'result', 'doomed', 'crashes', 'solo_crashes', 'orphaned', 'cancel', 'finished_ms',
         'worker', 'mark', 'deadline_ms', 'error', 'error_code', 'started_ms')
-      redis.call('HSET', key, 'state', 'queued', 'attempt', '1')
+      redis.call('HSET', key, 'state', 'queued', 'attempt', '1', 'redriven', '1')
       redis.call('PERSIST', key)
       if job[7] then redis.call('PERSIST', idem_key(job[7])) end
       redis.call('DEL', log_key(id))
@@ -31,4 +41,6 @@ for _, entry in ipairs(redis.call('XRANGE', base .. 'dead', '-', '+')) do
   end
 end
 if #revived > 0 then redis.call(announce, base .. 'bell', 'redrive') end
+local is_end = #entries < PAGE and (#entries == 0 or after == '(' .. entries[#entries][1])
+table.insert(revived, 1, is_end and '' or after)
 return revived

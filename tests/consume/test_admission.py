@@ -1,5 +1,7 @@
 """What arrives is answered: good jobs as requests to the engine, bad ones as failed with one clear sentence."""
 
+import dataclasses
+
 import msgpack
 import pytest
 
@@ -272,3 +274,10 @@ async def test_a_deadline_that_passed_in_the_queue(admission):
     assert (outcome.result.status, outcome.result.error.code) == (JobStatus.EXPIRED, "deadline_exceeded")
     assert outcome.result.usage.prompt_tokens == 0
     assert outcome.result.finish_reason is None or outcome.result.finish_reason is FinishReason.EXPIRED
+
+
+async def test_a_deadline_from_before_a_redrive_does_not_count(admission):
+    late = delivery_of(request(deadline_ms=CREATED_MS + 400))
+    outcome = await admission.admit(dataclasses.replace(late, is_redriven=True))
+    assert isinstance(outcome, Admitted)
+    assert outcome.generation.deadline is None

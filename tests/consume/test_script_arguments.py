@@ -75,7 +75,7 @@ def cases(tokens: dict[str, bytes]) -> dict[str, Case]:
             *job("new2", due=FAR_AWAY_MS, **{"class": "bulk"}), *job("waits"),
         )),
         Case(producer_scripts.CANCEL, (("job id", "waits"), ("job id", "runs"), ("job id", "nobody"))),
-        Case(producer_scripts.REDRIVE, (("limit", 10), ("job id", "over"))),
+        Case(producer_scripts.REDRIVE, (("limit", 10), ("start", "-"), ("job id", "over"))),
         Case(producer_scripts.COLLECT, (
             ("time to keep", 60), ("number of jobs kept", 1), ("largest reply", 1_000), ("job id", "over"),
             ("job id", "waits"),

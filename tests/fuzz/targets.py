@@ -165,7 +165,7 @@ def _delivery(data: bytes) -> None:
     """The claim script's reply: numbers are numbers (the script sees to it), every text may be anything."""
     texts = _bytes(_parts(data))
     job_id, payload, verdict, *log = [*texts, b"", b"", b""][: max(3, len(texts))]
-    delivery = read_delivery([job_id, b"3", payload, 1, 0, verdict, b"5", b"6", 1, 0, log])
+    delivery = read_delivery([job_id, b"3", payload, 1, 0, verdict, b"5", b"6", 1, 0, log, 0])
     assert delivery.job_id.encode("utf-8", "surrogateescape") == job_id
 
 

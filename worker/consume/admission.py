@@ -97,6 +97,8 @@ class Admission:
         request: JobRequest | None = None
         try:
             request = decode_request(delivery.payload, self._max_payload_bytes)
+            if delivery.is_redriven:
+                request = msgspec.structs.replace(request, deadline_ms=None)
             if delivery.verdict != "run":
                 return self._ended(delivery, request)
             return await self._admit(delivery, request)

@@ -35,7 +35,8 @@ local function read_job(id)
   if not is_name(id) then return nil end
   local raw = redis.call('HMGET', job_key(id), 'state', 'settled', 'request', 'token', 'deliveries', 'crashes',
     'solo_crashes', 'attempt', 'created_ms', 'started_ms', 'deadline_ms', 'cancel', 'doomed', 'class', 'tenant', 'cost',
-    'orphaned', 'entry', 'uncounted')
+    'orphaned', 'entry', 'uncounted',
+    'redriven')
   if not raw[1] or raw[2] or not raw[3] then return nil end
   return {
     state = raw[1], request = raw[3], token = number(raw[4], 0), deliveries = number(raw[5], 0),
@@ -43,6 +44,7 @@ local function read_job(id)
     created = number(raw[9], 0), started = number(raw[10], 0), deadline = number(raw[11], 0),
     cancel = raw[12], doomed = raw[13], class = class_of(raw[14]), tenant = raw[15] or '',
     cost = number(raw[16], 0), orphaned = number(raw[17], 0), entry = raw[18], uncounted = raw[19],
+    redriven = raw[20],
   }
 end
 
@@ -100,7 +102,7 @@ local function take(id, job, again)
     'mark', whole(index), 'deliveries', whole(job.deliveries), 'state', state)
   deliveries[#deliveries + 1] = {
     id, whole(token), job.request, job.deliveries, job.crashes, verdict, whole(job.created), whole(started),
-    job.attempt, (job.solo > 0) and 1 or 0, chunks,
+    job.attempt, (job.solo > 0) and 1 or 0, chunks, job.redriven and 1 or 0,
   }
   if verdict == 'run' then
     if credits > 0 then credits = credits - 1 else urgent = urgent - 1 end
