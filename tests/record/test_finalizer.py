@@ -254,7 +254,7 @@ def came_back(recorded: Finished, **changes: Any) -> Admitted:
     """A job that another worker had before; nothing but its delivery and its request is looked at."""
     delivery = Delivery(
         job_id=recorded.result.job_id, token=2, payload=b"", deliveries=2, crashes=0, verdict="run", log=(),
-        created_ms=0, started_ms=0, attempt=1,
+        created_ms=recorded.result.created_ms, started_ms=0, attempt=1,
     )  # fmt: skip
     request = msgspec.structs.replace(recorded.request or JobRequest(job_id=""), **changes)
     return Admitted(delivery, request, cast("Any", None), cast("Any", None))

@@ -98,7 +98,7 @@ async def test_a_dead_job_that_dies_again_shows_its_last_death(store: ResultStor
 async def test_an_id_of_another_tenant_is_neither_overwritten_nor_shown(store: ResultStore, url: str) -> None:
     await store.record([failed("a", status=JobStatus.DEAD)])
     report = await store.record([finished("a", tenant="mallory")])
-    assert report.foreign == {"a"}
+    assert report.taken == {"a"}
     assert not report.existing
     assert not report.written
     assert rows(url, "SELECT tenant FROM jobs") == [{"tenant": "acme"}]

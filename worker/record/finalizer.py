@@ -23,7 +23,7 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from schemas.chunk import Chunk
-from schemas.result import JobResult
+from schemas.result import JobError, JobResult, JobStatus, Usage
 from worker.errors import StoreUnavailable
 from worker.jobs import Acknowledger, Admitted, Finished
 from worker.record.stage import Backoff, Stage
@@ -177,9 +177,11 @@ class Finalizer:
             stats.last_error = reason
             log.error("job %s cannot be recorded, it will be tried again: %s", job_id, reason)
         done = [item for item in group if item.result.job_id not in report.refused]
-        self._to_acknowledge.put([as_recorded(item, report.existing) for item in done])
+        taken = [_without_id(item) for item in done if item.result.job_id in report.taken]
+        kept = [as_recorded(item, report.existing) for item in done if item.result.job_id not in report.taken]
+        self._to_acknowledge.put([*kept, *taken])
         # When the acknowledgement is on its way: whoever waits for the end need not wait for metrics and log lines.
-        asyncio.get_running_loop().call_soon(_notify, self._on_recorded, ours)
+        asyncio.get_running_loop().call_soon(_notify, self._on_recorded, [*ours, *taken])
         return [item for item in group if item.result.job_id in report.refused]
 
     async def _acknowledge(self, group: list[Finished]) -> list[Finished]:
@@ -239,7 +241,7 @@ def _recorded_by_us(group: list[Finished], report: RecordReport) -> list[Finishe
 
 def _recalled(job: Admitted, known: dict[str, JobResult]) -> Admitted | Finished:
     result = known.get(job.job_id)
-    if result is None or result.tenant != job.request.tenant:
+    if result is None or (result.tenant, result.created_ms) != (job.request.tenant, job.delivery.created_ms):
         return job
     chunk = Chunk(job_id=job.job_id, index=0, attempt=result.attempt)
     return Finished(job.delivery.token, result, _last_chunk(chunk, result), job.request, is_recorded=True)
@@ -253,6 +255,17 @@ def as_recorded(finished: Finished, existing: dict[str, JobResult]) -> Finished:
     if result is None or result == finished.result:
         return finished
     return replace(finished, result=result, final_chunk=_last_chunk(finished.final_chunk, result))
+
+
+def _without_id(finished: Finished) -> Finished:
+    """The end of a job whose id stands for another job in SQL: failed, without an answer, and not billed."""
+    words = f"the job id {finished.result.job_id!r} stands for an earlier job in the database: use a new id"
+    error, used = JobError("job_id_taken", words), finished.result.usage
+    usage = Usage(queue_ms=used.queue_ms, ttft_ms=used.ttft_ms, total_ms=used.total_ms)
+    ended = {"status": JobStatus.FAILED, "error": error, "usage": usage}
+    result = msgspec.structs.replace(finished.result, choices=(), order=(), **ended)
+    chunk = msgspec.structs.replace(finished.final_chunk, text="", finish_reason=None, **ended)
+    return replace(finished, result=result, final_chunk=chunk)
 
 
 def _last_chunk(chunk: Chunk, result: JobResult) -> Chunk:

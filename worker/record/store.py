@@ -1,7 +1,8 @@
 """Writes finished jobs: many per transaction, each at most once, result, usage and notice together.
 
 The primary key decides: a job whose row exists is left alone and the existing result handed back, so that
-Redis can be told the same. One exception: a row in state "dead" gives way to what a redrive brought.
+Redis can be told the same. One exception: a row in state "dead" gives way to what a redrive brought. A row with another
+creation time belongs to an earlier job under the same id: the later job is reported as `taken` and gets no row.
 A row that the database cannot hold is searched by halving, cleaned, and never keeps the others waiting.
 It knows nothing of Redis, leases or retries.
 """
@@ -9,7 +10,7 @@ It knows nothing of Redis, leases or retries.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -31,6 +32,7 @@ log = logging.getLogger(__name__)
 
 _ANSWER_TIMEOUT_S: Final = STATEMENT_TIMEOUT_S + 30
 _LOOK_UP_TIMEOUT_S: Final = 5.0
+_IDENTITY: Final = ("queue", "tenant", "batch_id", "created_ms")
 
 
 @dataclass(slots=True)
@@ -39,14 +41,16 @@ class RecordReport:
 
     written: set[str] = field(default_factory=set)
     existing: dict[str, JobResult] = field(default_factory=dict)  # recorded before, with what was recorded then
-    foreign: set[str] = field(default_factory=set)  # the id belongs to a job of another tenant or queue
+    taken: set[str] = field(
+        default_factory=set
+    )  # the id stands for another job: earlier, or another tenant's or queue's
     cleaned: dict[str, str] = field(default_factory=dict)  # stored after a change, with the reason
     refused: dict[str, str] = field(default_factory=dict)  # not stored, with the reason: try again later
 
     def merge(self, other: RecordReport) -> None:
         self.written |= other.written
         self.existing |= other.existing
-        self.foreign |= other.foreign
+        self.taken |= other.taken
         self.cleaned |= other.cleaned
         self.refused |= other.refused
 
@@ -176,14 +180,23 @@ class ResultStore:
     def _read_existing(self, connection: Connection, rows: dict[str, JobRow], report: RecordReport) -> None:
         if not rows:
             return
-        columns = (jobs.c.id, jobs.c.queue, jobs.c.tenant, jobs.c.result)
-        for job_id, queue, tenant, encoded in connection.execute(select(*columns).where(jobs.c.id.in_(rows))):
-            ours = rows[job_id].job
-            if (queue, tenant) != (ours["queue"], ours["tenant"]):
-                report.foreign.add(job_id)
-                log.error("job id %s is already recorded for another tenant or queue: its result stays there", job_id)
+        found = select(jobs.c.id, jobs.c.result, *(jobs.c[name] for name in _IDENTITY)).where(jobs.c.id.in_(rows))
+        for job_id, encoded, *identity in connection.execute(found):
+            if not _is_same_job(dict(zip(_IDENTITY, identity, strict=True)), rows[job_id].job):
+                report.taken.add(job_id)
+                log.error("Job id %s stands for another job: its row stays, the later job ends as failed", job_id)
                 continue
             report.existing[job_id] = _decoded(job_id, encoded) or rows[job_id].result
+
+
+def _is_same_job(recorded: Mapping[str, Any], ours: Mapping[str, Any]) -> bool:
+    """Compares what stays the same through redeliveries and redrives. A line of a batch is the same job whenever it is
+    handed in, because its id follows from its place in the file.
+    """
+    if any(recorded[name] != ours[name] for name in ("queue", "tenant")):
+        return False
+    is_same_line = recorded["batch_id"] is not None and recorded["batch_id"] == ours["batch_id"]
+    return is_same_line or bool(recorded["created_ms"] == ours["created_ms"])
 
 
 def _decoded(job_id: str, encoded: bytes | None) -> JobResult | None:
@@ -208,8 +221,7 @@ def _insert(dialect: str, table: Table) -> Any:
 
 
 def _upsert_job(dialect: str) -> Any:
-    """Insert or ignore; a dead job's row gives way to the end of a later life, which began later. Returns the ids
-    that were written."""
+    """Insert or ignore; a dead row gives way to a later end of the same job. Returns the ids that were written."""
     statement = _insert(dialect, jobs)
     new = statement.excluded
     changed = {column.name: new[column.name] for column in jobs.c if column.name != "id"}
@@ -217,6 +229,7 @@ def _upsert_job(dialect: str) -> Any:
         jobs.c.state == JobStatus.DEAD.value,
         jobs.c.queue == new.queue,
         jobs.c.tenant == new.tenant,
+        or_(jobs.c.created_ms == new.created_ms, jobs.c.batch_id == new.batch_id),
         or_(new.state != JobStatus.DEAD.value, new.started_ms > jobs.c.started_ms),
     )
     return statement.on_conflict_do_update(index_elements=["id"], set_=changed, where=replaces).returning(jobs.c.id)
