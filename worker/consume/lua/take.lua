@@ -35,8 +35,7 @@ local function read_job(id)
   if not is_name(id) then return nil end
   local raw = redis.call('HMGET', job_key(id), 'state', 'settled', 'request', 'token', 'deliveries', 'crashes',
     'solo_crashes', 'attempt', 'created_ms', 'started_ms', 'deadline_ms', 'cancel', 'doomed', 'class', 'tenant', 'cost',
-    'orphaned', 'entry', 'uncounted',
-    'redriven')
+    'orphaned', 'entry', 'uncounted', 'redriven')
   if not raw[1] or raw[2] or not raw[3] then return nil end
   return {
     state = raw[1], request = raw[3], token = number(raw[4], 0), deliveries = number(raw[5], 0),
