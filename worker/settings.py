@@ -17,16 +17,15 @@ import typing
 from collections.abc import Iterator, Mapping
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from typing import TYPE_CHECKING, Annotated, Any, Literal
-from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationError, ValidationInfo, create_model, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from api_client.connections import parse_url
 from api_client.errors import ConfigurationError
 from api_client.webhooks import sign
 from schemas.codec import MAX_PAYLOAD_BYTES
 from schemas.keys import queue_of
+from worker.addresses import database_problem, endpoint_problem, redis_problem
 from worker.engine.config import EngineConfig, EngineConfigError
 from worker.engine.types import SchedulingPolicy
 from worker.engine_help import ENGINE_HELP
@@ -134,7 +133,7 @@ class Settings(_EngineFields):
     metrics_port: int | None = Field(None, ge=0, le=65535, description="their port; 0: any (default: not served)")
     otel_endpoint: str = Field("", description="OTLP over HTTP, as http://host:4318 (default: no traces)")
     otel_sample_ratio: float = Field(1.0, ge=0, le=1, description="share traced of the jobs that bring no trace")
-    stall_seconds: Seconds = Field(120.0, gt=0, description="an engine silent for so long is killed and replaced")
+    stall_seconds: Seconds = Field(120.0, ge=1, description="an engine silent for so long is killed and replaced")
     engine_host: Literal["process", "thread"] = Field("process", description="where the engine runs")
 
     @field_validator("*", mode="before")
@@ -267,9 +266,9 @@ def _semantic_problems(settings: Settings, given: Mapping[str, object]) -> list[
             name, _, rest = sentence.partition(" ")
             found.append(f"{spelt(name)} {rest}")
     for name, problem in (
-        ("redis_url", _redis_problem(settings.redis_url)),
-        ("database_url", _database_problem(settings.database_url)),
-        ("otel_endpoint", _endpoint_problem(settings.otel_endpoint)),
+        ("redis_url", redis_problem(settings.redis_url)),
+        ("database_url", database_problem(settings.database_url)),
+        ("otel_endpoint", endpoint_problem(settings.otel_endpoint)),
     ):
         if problem is not None:
             given_as = "" if problem.endswith("?") else f", not {_masked(getattr(settings, name))!r}"
@@ -283,7 +282,7 @@ def _semantic_problems(settings: Settings, given: Mapping[str, object]) -> list[
             f"{spelt('heartbeat_seconds')} ({settings.heartbeat_interval:g}) must be at most half of "
             f"{spelt('lease_seconds')} ({settings.lease_seconds:g}), or one late beat loses every job"
         )
-    found += [f"{spelt(name)} {problem}" for name, problem in _task_problems(settings)]
+    found += [f"{spelt(name)} {problem}" for name, problem in (*_model_problems(settings), *_task_problems(settings))]
     if re.search(r"[{}\s]", settings.queue):
         found.append(f"{spelt('queue')} must not contain braces or white space, not {settings.queue!r}")
     if settings.record_group > settings.record_buffer:
@@ -292,6 +291,21 @@ def _semantic_problems(settings: Settings, given: Mapping[str, object]) -> list[
             f"{spelt('record_buffer')} ({settings.record_buffer})"
         )
     return found
+
+
+def _model_problems(settings: Settings) -> Iterator[tuple[str, str]]:
+    """Settings of the engine that do nothing beside the others."""
+    tokens, seqs, longest, graphs, device = (
+        getattr(settings, name)  # fields made from EngineConfig's, which a type checker does not see
+        for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "cuda_graphs", "device")
+    )
+    if 1 <= tokens < seqs:
+        yield "max_num_batched_tokens", f"({tokens}) must be at least max_num_seqs ({seqs}), or some never run at once"
+    default = settings.default_max_tokens
+    if longest is not None and default is not None and default >= longest:
+        yield "default_max_tokens", f"({default}) must be below max_model_len ({longest})"
+    if graphs and device == "cpu":
+        yield "cuda_graphs", "does nothing on device cpu"
 
 
 def _task_problems(settings: Settings) -> Iterator[tuple[str, str]]:
@@ -304,33 +318,11 @@ def _task_problems(settings: Settings) -> Iterator[tuple[str, str]]:
             sign("", 0, b"", settings.webhook_secret)
     except ConfigurationError as error:
         yield "webhook_secret", f"is none: {error}"
+    pause, longest = settings.webhook_retry_seconds, settings.webhook_max_retry_seconds
+    if pause > longest:
+        yield "webhook_retry_seconds", f"({pause:g}) must not exceed webhook_max_retry_seconds ({longest:g})"
     if settings.retain_usage_days and settings.retain_usage_days < 7:
         yield "retain_usage_days", f"must be at least 7, or 0 for ever, not {settings.retain_usage_days:g}"
-
-
-def _redis_problem(url: str) -> str | None:
-    try:
-        parse_url(url)
-    except ConfigurationError as error:
-        return str(error).split(", not ")[0]
-    return None
-
-
-def _database_problem(url: str) -> str | None:
-    scheme, separator, rest = url.partition("://")
-    if not separator or scheme.partition("+")[0] not in ("sqlite", "postgresql", "postgres"):
-        return "must begin with sqlite:/// or postgresql://"
-    if scheme.startswith("sqlite") and rest.split("?")[0].strip("/") in ("", ":memory:"):
-        return "must name a file, as in sqlite:///tokenmill.db"
-    try:
-        _ = urlsplit(url).port
-    except ValueError:
-        return "cannot be read: is a character of its password not quoted (%2F for /, %40 for @)?"
-    return None
-
-
-def _endpoint_problem(url: str) -> str | None:
-    return None if not url or re.match(r"https?://[^/\s]", url) else "must begin with http:// or https://"
 
 
 _HOSTS = re.compile(

@@ -36,6 +36,51 @@ def test_the_defaults_work() -> None:
     assert settings.heartbeat_interval == pytest.approx(settings.lease_seconds / 3)
 
 
+def test_settings_that_cannot_work_together_are_told_with_the_others() -> None:
+    problems = _problems(
+        max_long_partial_prefills="2", max_num_batched_tokens="10", cpu_offload_gib="4000", max_model_len="100",
+        default_max_tokens="200", max_memory_gib="3", num_blocks="5", stall_seconds="0.2", webhook_retry_seconds="30",
+        webhook_max_retry_seconds="10", tensor_parallel="true", cuda_graphs="true", async_batching="true",
+    )  # fmt: skip
+    told = sorted(line.split(" ")[0] for line in problems)
+    assert told == [
+        "--async-batching", "--cpu-offload-gib", "--cuda-graphs", "--default-max-tokens", "--max-long-partial-prefills",
+        "--max-memory-gib", "--max-num-batched-tokens", "--stall-seconds", "--webhook-retry-seconds",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("long_prefill_token_threshold", {"long_prefill_token_threshold": 101, "max_model_len": 100}),
+        ("max_long_partial_prefills", {"max_long_partial_prefills": 1}),
+        ("max_long_partial_prefills", {"max_long_partial_prefills": 1, "max_num_partial_prefills": 1}),
+        ("max_num_batched_tokens", {"max_num_batched_tokens": 63}),
+        ("max_memory_gib", {"max_memory_gib": 0.0}),
+        ("max_memory_gib", {"max_memory_gib": 1.0, "num_blocks": 64}),
+        ("cpu_offload_gib", {"cpu_offload_gib": 4000.0}),
+        ("cuda_graphs", {"cuda_graphs": True, "device": "cpu"}),
+        ("stall_seconds", {"stall_seconds": 0.5}),
+    ],
+)
+def test_a_setting_that_cannot_work_or_does_nothing_is_refused(name: str, changes: dict[str, object]) -> None:
+    (problem,) = _problems(**changes)
+    assert problem.startswith("--" + name.replace("_", "-"))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_long_partial_prefills": 1, "long_prefill_token_threshold": 50},
+        {"max_long_partial_prefills": 1, "max_num_partial_prefills": 2},  # the threshold follows the model's length
+        {"max_num_batched_tokens": 64},
+        {"cpu_offload_gib": 0.5},
+    ],
+)
+def test_their_neighbours_are_taken(changes: dict[str, object]) -> None:
+    assert load_settings(changes, strict=False)
+
+
 @pytest.mark.parametrize(
     ("name", "url"), [("redis_url", "redis://localhost:1x/0"), ("database_url", "postgresql://localhost:1x/t")]
 )

@@ -3,8 +3,10 @@
 import pytest
 
 from schemas.generation import FinishReason, SamplingParams
-from worker.engine import Engine, EngineConfig, GenerationRequest, RequestError
+from worker.engine import Engine, EngineConfig, EngineConfigError, GenerationRequest, RequestError
 from worker.engine.faults import EngineError, is_device_lost
+from worker.engine.loop import EngineLoop
+from worker.engine.mailbox import Mailbox, Ready, Stop
 from worker.engine.synthetic import END_OF_TEXT, SyntheticRunner
 
 GREEDY = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
@@ -205,6 +207,30 @@ def test_adding_requests_together_takes_a_time_that_grows_with_their_number():
         many.submit([GenerationRequest(request_id=name, prompt_ids=(1, 2, 3), params=GREEDY) for name in names])
         assert compared < 20 * len(names)
         many.stop(drain=False)
+
+
+@pytest.mark.parametrize("max_model_len", [None, 4096])
+def test_a_pinned_pool_cuts_the_longest_sequence_and_says_so(max_model_len, caplog):
+    """A job that sets no max_tokens gets what is left of the engine's length: that must fit the pool."""
+    with caplog.at_level("INFO", "worker.engine"):
+        engine = Engine.load(EngineConfig(model="synthetic", num_blocks=64, block_size=16, max_model_len=max_model_len))
+    assert "the longest sequence has 1009 tokens, not 4096" in caplog.text
+    reports = []
+    mailbox = Mailbox()
+    mailbox.put(Stop())
+    EngineLoop(engine, mailbox, reports.append).run()
+    (ready,) = [report for report in reports if isinstance(report, Ready)]
+    assert ready.max_model_len == ready.capacity.max_model_len == 1009
+    rest = SamplingParams(max_tokens=ready.max_model_len - 3, ignore_eos=True)
+    output = engine.generate_batch([[1, 2, 3]], rest)[0]
+    assert (output.finish_reason, len(output.token_ids)) == (FinishReason.LENGTH, 1006)
+    with pytest.raises(RequestError, match="1009"):
+        engine.generate_batch([[1, 2, 3]], SamplingParams(max_tokens=1007))
+
+
+def test_a_threshold_above_the_models_length_is_refused_at_the_start():
+    with pytest.raises(EngineConfigError, match=r"long_prefill_token_threshold \(300\) exceeds .* 256"):
+        Engine.load(config(model="synthetic?length=256", long_prefill_token_threshold=300))
 
 
 class Broken(SyntheticRunner):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.engine.truth import tiny_models
-from worker.engine import runner_memory
+from worker.engine import machine, runner_memory
 from worker.engine.attention.reference import ReferenceAttention
 from worker.engine.config import EngineConfig
 from worker.engine.model.loader import load_model
@@ -17,21 +17,21 @@ from worker.engine.model.loader import load_model
 def test_free_memory_is_what_the_kernel_says(tmp_path: Path) -> None:
     table = tmp_path / "meminfo"
     table.write_text("MemTotal:       24000000 kB\nMemAvailable:   1000 kB\n")
-    assert runner_memory._meminfo(table) == 1_024_000
-    assert runner_memory._meminfo(tmp_path / "missing") is None
+    assert machine.meminfo(table, "MemAvailable") == 1_024_000
+    assert machine.meminfo(tmp_path / "missing", "MemAvailable") is None
     assert runner_memory.free_memory(torch.device("cpu")) > 1 << 20
 
 
 def test_a_containers_limit_counts(tmp_path: Path) -> None:
-    assert runner_memory._cgroup_rooms(tmp_path) == []
+    assert machine.cgroup_rooms(tmp_path) == []
     (tmp_path / "memory.max").write_text("5000\n")
     (tmp_path / "memory.current").write_text("2000\n")
     (tmp_path / "memory").mkdir()
     (tmp_path / "memory/memory.limit_in_bytes").write_text("1000\n")
     (tmp_path / "memory/memory.usage_in_bytes").write_text("1500\n")
-    assert runner_memory._cgroup_rooms(tmp_path) == [3000, 0]
+    assert machine.cgroup_rooms(tmp_path) == [3000, 0]
     (tmp_path / "memory.max").write_text("max\n")
-    assert runner_memory._cgroup_rooms(tmp_path) == [0]
+    assert machine.cgroup_rooms(tmp_path) == [0]
 
 
 @pytest.mark.parametrize(("gib", "expected"), [(0.01, 0.01), (None, 4.0)])

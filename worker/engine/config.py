@@ -6,12 +6,15 @@ Names are vLLM's and Transformers' where they mean the same.
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, get_args, get_origin, get_type_hints
 
+from worker.engine.machine import total_memory
 from worker.engine.types import SchedulingPolicy
 
+GIB = 1 << 30
 AttentionName = Literal["auto", "reference", "cpu", "triton", "flash", "torch_varlen"]
 Quantization = Literal["int8", "int4"]
 
@@ -129,7 +132,8 @@ class EngineConfig:
         require(0.0 <= self.safety_margin < 1.0, f"safety_margin must be in [0, 1), not {self.safety_margin}")
         slowdown = self.bulk_slowdown
         require(slowdown is None or slowdown >= 0, f"bulk_slowdown must not be negative, not {slowdown}")
-        require(self.cpu_offload_gib >= 0, f"cpu_offload_gib must not be negative, not {self.cpu_offload_gib}")
+        found += self._memory_problems()
+        found += self._idle_settings()
         if self.max_num_partial_prefills and self.max_long_partial_prefills:
             require(
                 self.max_long_partial_prefills <= self.max_num_partial_prefills,
@@ -144,11 +148,40 @@ class EngineConfig:
             not (self.speculative_tokens and self.async_batching),
             "speculative_tokens cannot be used with async_batching: drafts follow a token that must be known",
         )
-        require(not (self.adapters and self.tensor_parallel), "adapters cannot be used with tensor_parallel")
+        for name in ("adapters", "cuda_graphs", "async_batching"):
+            require(not (getattr(self, name) and self.tensor_parallel), f"{name} cannot be used with tensor_parallel")
         try:
             _ = self.adapter_folders
         except ValueError as error:
             found.append(f"adapters {error}")
+        return found
+
+    def _memory_problems(self) -> list[str]:
+        found = []
+        cap, offload = self.max_memory_gib, self.cpu_offload_gib
+        if cap is not None and not 0 < cap < math.inf:
+            found.append(f"max_memory_gib must be positive, not {cap}")
+        if cap is not None and self.num_blocks is not None:
+            found.append(
+                f"max_memory_gib ({cap:g}) does nothing beside num_blocks ({self.num_blocks}): set one of them"
+            )
+        if not 0 <= offload < math.inf:
+            found.append(f"cpu_offload_gib must not be negative, not {offload}")
+        elif offload and (total := total_memory()) is not None and offload * GIB > total:
+            found.append(f"cpu_offload_gib ({offload:g}) is more than the machine's memory of {total / GIB:.1f} GiB")
+        return found
+
+    def _idle_settings(self) -> list[str]:
+        """Settings that do nothing beside the others."""
+        found = []
+        threshold, longest = self.long_prefill_token_threshold, self.max_model_len
+        if self.max_long_partial_prefills and not threshold and self.max_num_partial_prefills < 2:
+            found.append(
+                f"max_long_partial_prefills ({self.max_long_partial_prefills}) does nothing without "
+                "long_prefill_token_threshold: no prompt counts as long"
+            )
+        if longest is not None and threshold > longest:
+            found.append(threshold_problem(threshold, longest))
         return found
 
     @property
@@ -158,6 +191,10 @@ class EngineConfig:
 
     def replace(self, **changes: object) -> EngineConfig:
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+
+def threshold_problem(threshold: int, max_model_len: int) -> str:
+    return f"long_prefill_token_threshold ({threshold}) exceeds the model's length of {max_model_len}: nothing is long"
 
 
 @lru_cache

@@ -10,6 +10,7 @@ the same.
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
@@ -18,7 +19,7 @@ from typing import Any
 import msgspec
 
 from schemas.generation import FinishReason, SamplingParams
-from worker.engine.config import EngineConfig
+from worker.engine.config import EngineConfig, EngineConfigError, threshold_problem
 from worker.engine.faults import EngineError, refusal_event
 from worker.engine.intake import Intake
 from worker.engine.outputs import Outputs
@@ -29,6 +30,8 @@ from worker.engine.sequence import Sequence
 from worker.engine.stepping import Steps
 from worker.engine.types import Capacity, EngineStats, GenerationOutput, GenerationRequest, RequestError, TokenEvent
 
+log = logging.getLogger(__name__)
+
 
 class Engine:
     """One model, one batch. Not thread-safe: one thread adds, steps and cancels."""
@@ -36,7 +39,7 @@ class Engine:
     def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
         self.runner = runner
         self.scheduler = scheduler
-        self._intake = Intake(runner.vocab_size, runner.max_model_len, runner.can_structure)
+        self._intake = Intake(runner.vocab_size, scheduler.max_model_len, runner.can_structure)
         self._outputs = Outputs()
         self._early: list[TokenEvent] = []  # events that arose outside a step (refusals, cancels)
         self._preparing = Preparing()  # not yet schedulable
@@ -56,7 +59,7 @@ class Engine:
 
     @classmethod
     def around(cls, runner: Runner) -> Engine:
-        """An engine with a batch of its own."""
+        """An engine with a batch of its own. Raises EngineConfigError for settings that do not fit the model."""
         scheduler = Scheduler(
             runner.config,
             runner.cache_config,
@@ -65,6 +68,14 @@ class Engine:
             proposer=runner.proposer,
             async_depth=1 if runner.is_asynchronous else 0,
         )
+        longest, threshold = scheduler.max_model_len, runner.config.long_prefill_token_threshold
+        if longest < runner.max_model_len:
+            log.info(
+                "the longest sequence has %d tokens, not %d: the %d blocks of num_blocks hold no longer one",
+                longest, runner.max_model_len, min(runner.cache_config.num_blocks),
+            )  # fmt: skip
+        if threshold > longest:
+            raise EngineConfigError([threshold_problem(threshold, longest)])
         return cls(runner, scheduler)
 
     # ── adding and cancelling ──

@@ -115,7 +115,7 @@ class EngineLoop:
         runner = self._engine.runner
         return Ready(
             model=runner.config.model,
-            max_model_len=runner.max_model_len,
+            max_model_len=self._engine.scheduler.max_model_len,
             vocab_size=runner.vocab_size,
             eos_token_ids=tuple(sorted(runner.eos_token_ids)),
             model_path=str(runner.model_path),

@@ -7,7 +7,6 @@ pool stays modest unless `max_memory_gib` says otherwise, since other programs l
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import torch
 
@@ -16,13 +15,13 @@ from worker.engine.config import CacheConfig, EngineConfig, EngineConfigError
 from worker.engine.graph_inputs import padded_batch
 from worker.engine.graphs import LARGEST_MIXED
 from worker.engine.kv.sizing import DoesNotFitError, MemoryShape, host_blocks, solve
+from worker.engine.machine import available_memory
 from worker.engine.model.loader import LoadedModel
 from worker.engine.model.paged import Probe
 
 GIB = 1 << 30
 CPU_POOL_BYTES = 4 * GIB
 SHORTEST = 256  # a model is not cut down to fewer tokens than this unasked
-_UNKNOWN_MEMORY = 4 * GIB
 _MEASURED_MARGIN = 1.1
 
 
@@ -51,6 +50,9 @@ def size_cache(
     num_host = (0,) * len(num_blocks)
     if config.cpu_offload_gib:
         num_host = host_blocks(shape, num_blocks, int(config.cpu_offload_gib * GIB))
+        problem = _host_problem(config, num_host)
+        if problem is not None:
+            raise EngineConfigError([problem])
     return CacheConfig(config.block_size, loaded.groups, num_blocks, num_host, config.prefix_cache), length
 
 
@@ -99,29 +101,7 @@ def free_memory(device: torch.device) -> int:
         torch.cuda.empty_cache()
         free, _total = torch.cuda.mem_get_info(device)
         return int(free)
-    return min([_meminfo(Path("/proc/meminfo")) or _UNKNOWN_MEMORY, *_cgroup_rooms(Path("/sys/fs/cgroup"))])
-
-
-def _meminfo(path: Path) -> int | None:
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
-
-
-def _cgroup_rooms(root: Path) -> list[int]:
-    """What the container's memory limit leaves, for both versions of control groups."""
-    found = []
-    for limit, usage in (
-        (root / "memory.max", root / "memory.current"),
-        (root / "memory/memory.limit_in_bytes", root / "memory/memory.usage_in_bytes"),
-    ):
-        try:
-            found.append(max(0, int(limit.read_text()) - int(usage.read_text())))
-        except (OSError, ValueError):  # not there, or "max"
-            continue
-    return found
+    return available_memory()
 
 
 def _pool_cap(config: EngineConfig, device: torch.device, shape: MemoryShape) -> int | None:
@@ -143,6 +123,15 @@ def _measured_surplus(loaded: LoadedModel, shape: MemoryShape) -> int:
     loaded.logits(tokens, positions, positions[: shape.max_num_rows], Probe())
     peak = torch.cuda.max_memory_allocated(loaded.device) - before
     return max(0, int(peak * _MEASURED_MARGIN) - shape.activations - shape.logits)
+
+
+def _host_problem(config: EngineConfig, num_host_blocks: tuple[int, ...]) -> str | None:
+    free, wanted = available_memory(), config.cpu_offload_gib
+    if wanted * GIB > free:
+        return f"cpu_offload_gib ({wanted:g}) is more than the free memory of {free / GIB:.1f} GiB: lower it"
+    if not all(num_host_blocks):
+        return f"cpu_offload_gib ({wanted:g}) holds no block of every layer group: raise it, or set 0"
+    return None
 
 
 def _too_small(longest: int, length: int, budget: int, config: EngineConfig) -> str:

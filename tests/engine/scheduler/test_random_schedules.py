@@ -72,7 +72,8 @@ class Schedules(RuleBasedStateMachine):
     @initialize(world=worlds)
     def build(self, world: dict[str, Any]) -> None:
         partial, long = world["max_num_partial_prefills"], world["max_long_partial_prefills"]
-        world["max_long_partial_prefills"] = min(partial, long) if partial else long
+        has_long = world["long_prefill_token_threshold"] or partial > 1  # else no prompt counts as long
+        world["max_long_partial_prefills"] = long if has_long else 0
         names = ("num_blocks", "block_size", "windows", "num_host_blocks", "prefix_cache")
         cache = make_cache(**{name: world.pop(name) for name in names})
         proposer = oracle_proposer if world.pop("drafts") else None

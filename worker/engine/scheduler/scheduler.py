@@ -48,6 +48,8 @@ class Scheduler:
             max_chunk=config.max_num_batched_tokens,
             safety_margin=config.safety_margin,
         )
+        # A sequence's last token needs no slot: it is never computed.
+        self.max_model_len = max_model_len = min(max_model_len, self.kv.max_tokens_alone(max_model_len) + 1)
         queue: WaitingQueue = PriorityQueue(ageing_s) if config.policy is SchedulingPolicy.PRIORITY else FifoQueue()
         self._state = State(
             config=config,
@@ -89,21 +91,20 @@ class Scheduler:
 
     def _check(self, sequence: Sequence) -> None:
         """Refuse what can never run, and resolve how long it may become."""
-        limit = self.kv.max_tokens_alone(self._state.max_model_len)
+        longest = self.max_model_len
         if not sequence.token_ids or sequence.num_prompt_tokens < 1:
             raise RequestError("the prompt is empty; it needs at least one token")
-        if sequence.num_tokens > limit or sequence.num_tokens >= self._state.max_model_len:
+        if sequence.num_tokens >= longest:
             raise RequestError(
-                f"{sequence.num_tokens} tokens can never fit: the cache holds {limit} of one request, "
-                f"the model's length is {self._state.max_model_len}",
+                f"{sequence.num_tokens} tokens can never fit: the engine's longest sequence has {longest}",
                 code="context_length_exceeded",
             )
-        room = min(limit + 1, self._state.max_model_len) - sequence.num_prompt_tokens  # the last token needs no slot
+        room = longest - sequence.num_prompt_tokens
         wanted = sequence.max_tokens or sequence.params.max_tokens or room
         if wanted > room and sequence.params.max_tokens is not None:
             raise RequestError(
-                f"{sequence.num_prompt_tokens} prompt tokens and max_tokens={wanted} can never fit: the cache holds "
-                f"{limit} tokens of one request, the model's length is {self._state.max_model_len}",
+                f"{sequence.num_prompt_tokens} prompt tokens and max_tokens={wanted} can never fit: "
+                f"the engine's longest sequence has {longest}",
                 code="context_length_exceeded",
             )
         sequence.max_tokens = min(wanted, room)
@@ -150,7 +151,7 @@ class Scheduler:
 
         It writes to the reserved block, as padding does: no sequence reads it.
         """
-        length = max(1, min(num_tokens, self.config.max_num_batched_tokens, self._state.max_model_len - 1))
+        length = max(1, min(num_tokens, self.config.max_num_batched_tokens, self.max_model_len - 1))
         table = [NULL_BLOCK] * (length // self.kv.block_size + 1)
         tables = [list(table) for _ in self.kv.pools]
         params = SamplingParams(temperature=0.0)
