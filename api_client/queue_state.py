@@ -8,7 +8,7 @@ counts as empty.
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -158,7 +158,7 @@ def _state(
     living: Sequence[WorkerStatus],
     due: Sequence[DueJob],
 ) -> QueueState:
-    numbers: Counter[str] = Counter({_text(name): number_of(value) for name, value in meta.items()})
+    numbers = defaultdict(float, {_text(name): number_of(value) for name, value in meta.items()})
     _count_due(due, numbers, since)
     now_ms = int(time.time() * 1000)
     classes = {
@@ -188,7 +188,7 @@ def _state(
     )
 
 
-def _count_due(due: Sequence[DueJob], numbers: Counter[str], since: dict[Priority, int]) -> None:
+def _count_due(due: Sequence[DueJob], numbers: defaultdict[str, float], since: dict[Priority, int]) -> None:
     for job in due:
         priority = Priority(job.priority)
         since[priority] = min(job.due_ms, since.get(priority, job.due_ms))

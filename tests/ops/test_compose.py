@@ -66,8 +66,8 @@ def test_a_gpu_has_more_places_than_a_cpu_and_all_of_its_settings(
 
 
 def _plain(value: object) -> str:
-    """With the defaults of ${NAME:-default} in place of the variables."""
-    return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", str(value))
+    """With the defaults of ${NAME:-default}, and with NAME where ${NAME:?} must be set, in place of the variables."""
+    return re.sub(r"\$\{(\w+):\?[^}]*\}", r"\1", re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", str(value)))
 
 
 def _settings(service: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Settings:
@@ -82,7 +82,7 @@ def test_the_worker_s_variables_are_settings_it_knows(compose: dict[str, Any], m
     worker = compose["services"]["worker-cpu"]
     settings = _settings(worker, monkeypatch)
     assert settings.queue_name == "smollm2-135m-instruct"
-    assert settings.database_url == "postgresql+psycopg://tokenmill:tokenmill@postgres:5432/tokenmill"
+    assert settings.database_url == "postgresql+psycopg://tokenmill:POSTGRES_PASSWORD@postgres:5432/tokenmill"
     grace = float(worker["stop_grace_period"].removesuffix("s"))
     assert grace > settings.drain_seconds + settings.record_drain_seconds
     assert f":{settings.metrics_port}/healthz" in worker["healthcheck"]["test"][-1]
@@ -93,13 +93,13 @@ def test_every_role_is_a_user_of_its_own(
     compose: dict[str, Any], monkeypatch: pytest.MonkeyPatch, service: str, role: str
 ) -> None:
     url = urlsplit(_settings(compose["services"][service], monkeypatch).redis_url)
-    assert (url.username, url.password, url.hostname) == (role, f"change-me-{role}", "redis")
+    assert (url.username, url.password, url.hostname) == (role, f"REDIS_{role.upper()}_PASSWORD", "redis")
     users = (ROOT / "ops/redis/users.acl").read_text()
     assert f"user {role} on >change-me-{role} " in users
     server = compose["services"]["redis"]
     variable = re.search(rf"s\|change-me-{role}\|\$\$(\w+)\|", server["command"][-1])
     assert variable is not None
-    assert _plain(server["environment"][variable[1]]) == f"change-me-{role}"
+    assert _plain(server["environment"][variable[1]]) == f"REDIS_{role.upper()}_PASSWORD"
 
 
 def test_no_role_s_password_is_left_as_it_is_checked_in(compose: dict[str, Any]) -> None:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,11 @@ DOCUMENTS: dict[str, dict[str, Any]] = {
     for name in KUSTOMIZATION["resources"]
     for document in yaml.safe_load_all((FOLDER / name).read_text())
 }
+with tempfile.TemporaryDirectory() as _folder:  # as kustomize makes the Secret
+    subprocess.run([FOLDER.parent / "secrets", "kubernetes", _folder], check=True, capture_output=True)
+    _lines = (Path(_folder) / "secret.env").read_text().splitlines()
+(_SECRET,) = KUSTOMIZATION["secretGenerator"]
+SECRETS = dict(line.split("=", 1) for line in _lines)
 SCALER_SCHEMA = json.loads((FOLDER / "schemas" / "scaledobject.json").read_text())
 PODS = {name: d["spec"]["template"]["spec"] for name, d in DOCUMENTS.items() if d["kind"] in ("Deployment", "Job")}
 WORKER = "Deployment/tokenmill-worker"
@@ -38,7 +45,8 @@ def variables(pod: dict[str, Any]) -> dict[str, str]:
             values[entry["name"]] = entry["value"]
         elif "secretKeyRef" in entry["valueFrom"]:
             reference = entry["valueFrom"]["secretKeyRef"]
-            values[entry["name"]] = DOCUMENTS[f"Secret/{reference['name']}"]["stringData"][reference["key"]]
+            assert reference["name"] == _SECRET["name"]
+            values[entry["name"]] = SECRETS[reference["key"]]
         else:
             values[entry["name"]] = "a-pod"
     return values

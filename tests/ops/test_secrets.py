@@ -1,0 +1,82 @@
+"""ops/secrets writes a random password for every role, once; without them neither compose nor kustomize starts."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+SECRETS = ROOT / "ops" / "secrets"
+COMPOSE = (ROOT / "docker-compose.yml").read_text()
+
+
+def write(kind: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([SECRETS, kind, folder], capture_output=True, text=True, check=False)
+
+
+def values_of(path: Path) -> dict[str, str]:
+    return dict(line.split("=", 1) for line in path.read_text().splitlines())
+
+
+def test_every_password_is_written_and_none_twice(tmp_path: Path) -> None:
+    assert write("compose", tmp_path).returncode == 0
+    values = values_of(tmp_path / ".env")
+    assert set(values) == set(re.findall(r"\$\{(\w+):\?", COMPOSE))
+    assert all(re.fullmatch(r"[0-9a-f]{48}", value) for value in values.values())
+    other = tmp_path / "other"
+    other.mkdir()
+    write("compose", other)
+    assert len({*values.values(), *values_of(other / ".env").values()}) == 2 * len(values)
+
+
+def test_a_missing_password_stops_the_start() -> None:
+    """No name with PASSWORD has a default, in whatever way it is written."""
+    named = re.findall(r"\$\{?(\w*PASSWORD\w*)(:\?)?", COMPOSE)
+    assert named
+    assert {name for name, is_required in named if not is_required} == set()
+
+
+@pytest.mark.parametrize(("kind", "files"), [("compose", [".env"]), ("kubernetes", ["secret.env", "users.acl"])])
+def test_files_are_private_and_never_overwritten(tmp_path: Path, kind: str, files: list[str]) -> None:
+    assert write(kind, tmp_path).stdout.split() == [str(tmp_path / name) for name in files]
+    before = {name: (tmp_path / name).read_bytes() for name in files}
+    assert {(tmp_path / name).stat().st_mode & 0o777 for name in files} == {0o600}
+    for name in files:  # also where only one of them is there
+        again = write(kind, tmp_path)
+        assert (again.returncode, again.stdout) == (1, "")
+        assert "nothing was written" in again.stderr
+        assert {left.name: left.read_bytes() for left in tmp_path.iterdir()} == before
+        (tmp_path / name).unlink()
+        before.pop(name)
+        if not before:
+            break
+
+
+def test_git_and_docker_ignore_them() -> None:
+    for name in (".gitignore", ".dockerignore"):
+        lines = (ROOT / name).read_text().splitlines()
+        assert {".env", "ops/k8s/secret.env", "ops/k8s/users.acl"} <= set(lines), name
+
+
+def test_the_cluster_s_users_have_the_passwords_of_its_secret(tmp_path: Path) -> None:
+    write("kubernetes", tmp_path)
+    rules, secret = (tmp_path / "users.acl").read_text(), values_of(tmp_path / "secret.env")
+    assert "change-me" not in rules + str(secret)
+    for role in ("worker", "reader", "tasks"):
+        (password,) = re.findall(rf"redis://{role}:(\w+)@", secret[f"redis-{role}"])
+        assert f"user {role} on >{password} " in rules
+
+
+def test_nothing_that_is_applied_has_a_password() -> None:
+    kustomization = yaml.safe_load((ROOT / "ops/k8s/kustomization.yaml").read_text())
+    assert [each["envs"] for each in kustomization["secretGenerator"]] == [["secret.env"]]
+    applied = [(ROOT / "ops/k8s" / name).read_text() for name in kustomization["resources"]]
+    assert not [text for text in applied if "change-me" in text or "kind: Secret" in text]
+
+
+def test_an_unknown_kind_is_refused(tmp_path: Path) -> None:
+    assert write("nomad", tmp_path).returncode == 2
