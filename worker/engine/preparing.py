@@ -33,6 +33,8 @@ class Needs:
         """Once they are met. Raises RequestError."""
         if self.grammar is not None and (error := self.grammar.exception()) is not None:
             raise RequestError(f"response_format cannot be used: {sentence_of(error)}") from error
+        for sequence in sequences:
+            sequence.grammar = None if self.grammar is None else self.grammar.result()
         if self.adapter is None:
             return
         if (error := self.adapter.exception()) is not None:  # a ValueError is a sentence about the adapter

@@ -10,6 +10,7 @@ Plain Python: no torch, no numpy.
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from schemas.generation import FinishReason, SamplingParams
 
@@ -47,6 +48,7 @@ class Sequence:
     priority: int = 1
     tenant: str = ""
     cache_salt: str = ""
+    grammar: Any = None  # compiled, of a sequence with a response format; it lives as long as the sequence
     adapter: str = ""  # name and version of its LoRA adapter; empty: the model itself
     deadline: float | None = None
     max_tokens: int = 0  # resolved limit on output tokens, resumed ones included

@@ -4,6 +4,7 @@ import ast
 import json
 import re
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from schemas.generation import ResponseFormat, SamplingParams
 from tests.engine.sampling.helpers import CPU, ToyModel, generate_a_step_late, plan_item
+from worker.engine.preparing import Needs
 from worker.engine.sampling import GrammarCompiler, Sampler
 from worker.engine.sampling import structured as structured_output
 from worker.engine.sequence import Sequence
@@ -255,3 +257,40 @@ def test_beginning_a_grammar_is_not_what_a_token_takes(
     item = plan_item(structured(ResponseFormat(json_schema={"type": "string", "maxLength": 3})))
     _, _, errors = make_sampler(compiler).sample(Writer(WIDTH).logits([item]), [item]).finish()
     assert errors == {}
+
+
+def test_a_grammar_belongs_to_its_sequence_and_is_compiled_in_no_step(compiler: GrammarCompiler) -> None:
+    """Its compiler has forgotten it since, and would take as long again for it."""
+    sequence = structured(DATE)
+    compiled = compiler.compile(DATE)
+    compiled.result(60)
+    Needs(compiled).settle([sequence])
+
+    def refuse(kind: str, source: str) -> object:
+        raise AssertionError(f"{kind} is compiled in a step")
+
+    forgetful = GrammarCompiler(compiler.tokenizer_info, compile_source=refuse)
+    (date,) = run(make_sampler(forgetful), [sequence])
+    assert re.fullmatch(str(DATE.regex), date)
+
+
+def test_a_step_reads_the_new_tokens_and_copies_no_others(compiler: GrammarCompiler) -> None:
+    copied: list[int] = []
+
+    class Tokens(list[int]):
+        def __getitem__(self, index: Any) -> Any:
+            found = super().__getitem__(index)
+            if isinstance(index, slice):
+                copied.append(len(found))
+            return found
+
+    sequence = structured(ResponseFormat(regex="[ab]{60}"))
+    sequence.token_ids = Tokens(sequence.token_ids)
+    sampler, model = make_sampler(compiler), Writer(WIDTH, memory=8)
+    for _ in range(50):
+        items = [plan_item(sequence, ())]
+        tokens, _, errors = sampler.sample(model.logits(items), items).finish()
+        assert errors == {}
+        sequence.token_ids += tokens[0]
+        sampler._grammars.masks([plan_item(sequence, ())])
+        assert max(copied[-1:], default=0) <= 1

@@ -59,7 +59,7 @@ class _State:
     matcher: Any
     always: Tensor | None  # [words]: what is allowed anywhere in this kind of text; None: everything
     epoch: int
-    accepted: list[int]  # output tokens that the matcher has seen
+    num_read: int = 0  # output tokens that the matcher has seen: within an epoch they stay as they are
 
 
 class Grammars:
@@ -141,10 +141,10 @@ class Grammars:
         """
         import xgrammar
 
-        output = item.sequence.output_ids + self._in_flight(item.sequence)
-        state = self._state_of(item.sequence, output)
+        state = self._state_of(item.sequence)
+        new = self._unread(item.sequence, state)
         started_s = time.thread_time()
-        num_read = _read(state, output)
+        _read(state, new)
         matcher = state.matcher
         stops = [int(i) for i in matcher.stop_token_ids]
         words = xgrammar.allocate_token_bitmask(1 + len(item.draft_ids), self._vocab_size)
@@ -168,7 +168,7 @@ class Grammars:
             taken += 1
         if taken:
             matcher.rollback(taken)
-        if (time.thread_time() - started_s) / (num_read + len(words)) > TOKEN_LIMIT_S:
+        if (time.thread_time() - started_s) / (len(new) + len(words)) > TOKEN_LIMIT_S:
             raise GrammarError(f"its grammar is too ambiguous: one token takes more than {TOKEN_LIMIT_S:g} s to check")
         return words, ends
 
@@ -176,12 +176,18 @@ class Grammars:
     def _vocab_size(self) -> int:
         return int(self._compiler.tokenizer_info.vocab_size) if self._compiler else 0
 
-    def _state_of(self, sequence: Sequence, output: list[int]) -> _State:
-        """As far as it has read `output`: a new one, where it has read something else."""
+    def _state_of(self, sequence: Sequence) -> _State:
+        """A new one where tokens may have been taken back: then the sequence is in another epoch."""
         state = self._states.get(sequence)
-        if state is None or state.epoch != sequence.epoch or output[: len(state.accepted)] != state.accepted:
-            state = self._states[sequence] = _State(*self._start(sequence), sequence.epoch, [])
+        if state is None or state.epoch != sequence.epoch:
+            state = self._states[sequence] = _State(*self._start(sequence), sequence.epoch)
         return state
+
+    def _unread(self, sequence: Sequence, state: _State) -> list[int]:
+        """Output tokens that the matcher has not seen; the one in flight may have been read before."""
+        position = sequence.num_prompt_tokens + state.num_read
+        new = sequence.token_ids[position:]
+        return new + self._in_flight(sequence) if position <= len(sequence.token_ids) else new
 
     def _in_flight(self, sequence: Sequence) -> list[int]:
         """The token that a launched step draws, from that step itself: its forward pass is over before ours begins."""
@@ -198,22 +204,20 @@ class Grammars:
         compiler, wanted = self._compiler, sequence.params.response_format
         if compiler is None or wanted is None:
             raise GrammarError("the engine has no grammar compiler for this model")
-        # compiled before the sequence was scheduled; waiting is for the case that it has left the cache
-        compiled = compiler.compile(wanted).result(compiler.timeout_s + 1)
+        if sequence.grammar is None:  # whoever adds sequences past the engine's door has not compiled it
+            sequence.grammar = compiler.compile(wanted).result(compiler.timeout_s + 1)
         if wanted.json_schema is not None and self._json_words is None:
             self._json_words = _json_words(compiler.tokenizer_info)
-        return xgrammar.GrammarMatcher(compiled), self._json_words if wanted.json_schema is not None else None
+        return xgrammar.GrammarMatcher(sequence.grammar), self._json_words if wanted.json_schema is not None else None
 
 
-def _read(state: _State, output: list[int]) -> int:
-    """How many tokens of it were new. Raises GrammarError."""
-    new = output[len(state.accepted) :]
+def _read(state: _State, new: list[int]) -> None:
+    """Raises GrammarError."""
     for token_id in new:
         # after its end only end tokens follow (ignore_eos), which the matcher need not see
         if not state.matcher.is_terminated() and not state.matcher.accept_token(token_id):
-            raise GrammarError(f"token {token_id} at output position {len(state.accepted)} is not in the grammar")
-        state.accepted.append(token_id)
-    return len(new)
+            raise GrammarError(f"token {token_id} at output position {state.num_read} is not in the grammar")
+        state.num_read += 1
 
 
 def _json_words(tokenizer_info: Any) -> Tensor:
