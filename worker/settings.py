@@ -110,7 +110,7 @@ class Settings(_EngineFields):
     record_prompts: bool = Field(False, description="keep prompts in the jobs table")
     # `tokenmill tasks`: webhooks, sums, retention
     tasks_broker_url: str = Field("", description="Celery's broker (default: TOKENMILL_REDIS_URL)")
-    tasks_threads: int = Field(8, ge=1, le=256, description="tasks at once")
+    tasks_threads: int = Field(8, ge=1, le=256, description="tasks at once; bulk files take half of them at most")
     webhook_secret: str = Field("", description="what webhooks are signed with, whsec_…; several: the newest first")
     webhook_networks: str = Field("", description="private networks that webhooks may reach, as 10.0.0.0/8,192.168.1.7")
     webhook_timeout_seconds: float = Field(10.0, gt=0, le=120, description="one try, from connecting to the answer")
