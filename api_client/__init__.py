@@ -13,6 +13,7 @@ from api_client.errors import (
     QueueFull,
     QueueRefusal,
     QueueUnavailable,
+    QueueUnserved,
     RateLimited,
     ResultTimeout,
     TokenmillError,
@@ -25,5 +26,5 @@ from api_client.requests import JobHandle
 __all__ = [
     "AsyncClient", "Client", "ClientClosed", "ClientOptions", "ConfigurationError", "DeadJob", "IdempotencyConflict",
     "InvalidRequest", "JobFailed", "JobHandle", "JobInfo", "JobNotFound", "QueueDepth", "QueueFull", "QueueRefusal",
-    "QueueUnavailable", "RateLimited", "ResultTimeout", "TokenmillError", "UnreadableRecord",
+    "QueueUnavailable", "QueueUnserved", "RateLimited", "ResultTimeout", "TokenmillError", "UnreadableRecord",
 ]  # fmt: skip

@@ -34,6 +34,7 @@ from api_client.effects import (
 )
 from api_client.errors import JobFailed, TokenmillError
 from api_client.hub import ChannelHub, HubSubscription
+from api_client.patience import is_served
 from api_client.queue_programs import DeadJob
 from api_client.queue_state import QueueState
 from api_client.records import JobInfo, QueueDepth
@@ -76,7 +77,7 @@ class AsyncClient(ClientBase):
     async def submit_many(self, jobs: Iterable[JobRequest | Mapping[str, Any]]) -> list[JobHandle]:
         """As Client.submit_many."""
         with producing(self.queue, self._requests(jobs)) as requests:
-            return await self._run(programs.submit(self._view, requests))
+            return self._noted(await self._run(programs.submit(self._view, requests)))
 
     def stream(self, job: str, *, starting_after: int = 0, timeout: float | None = None) -> AsyncGenerator[Chunk, None]:
         """As Client.stream. Close it (`aclose`) when you leave it early and care when its subscription ends."""
@@ -110,6 +111,10 @@ class AsyncClient(ClientBase):
     async def overview(self) -> QueueState:
         """As Client.overview."""
         return await self._run(queue_state.overview(self._view))
+
+    async def is_served(self) -> bool:
+        """As Client.is_served."""
+        return await self._run(is_served(self._view))
 
     async def workers(self) -> Sequence[WorkerStatus]:
         return await self._run(queue_programs.workers(self._view))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -13,9 +14,16 @@ import redis.sentinel
 from redis.exceptions import AuthenticationError, NoPermissionError
 
 from api_client.connections import Link, parse_url
-from api_client.errors import ClientClosed, ConfigurationError, InvalidRequest, QueueUnavailable, TokenmillError
+from api_client.errors import (
+    ClientClosed,
+    ConfigurationError,
+    InvalidRequest,
+    QueueUnavailable,
+    QueueUnserved,
+    TokenmillError,
+)
 from api_client.programs import QueueView
-from api_client.requests import build_request, checked
+from api_client.requests import JobHandle, build_request, checked
 from schemas.job import JobRequest
 from schemas.keys import Keys
 from schemas.result import JobResult
@@ -23,6 +31,7 @@ from schemas.result import JobResult
 if TYPE_CHECKING:
     from api_client.sql import SqlResults
 
+log = logging.getLogger(__name__)
 _NO_MASTER = (redis.sentinel.MasterNotFoundError, redis.asyncio.sentinel.MasterNotFoundError)
 
 
@@ -36,6 +45,7 @@ class ClientOptions:
     idle_s: float = 5.0
     patience_s: float = 120.0
     on_trouble: Callable[[TokenmillError], None] | None = None
+    unserved_s: float | None = 120.0
 
 
 class ClientBase:
@@ -51,11 +61,13 @@ class ClientBase:
             options.idle_s,
             options.patience_s,
             options.on_trouble,
+            options.unserved_s,
         )
         self._database = database
         self._results: SqlResults | None = None
         self._opening = threading.Lock()
         self.is_closed = False
+        self._has_warned = False
         publish = "SPUBLISH" if parse_url(url).is_cluster else "PUBLISH"
         self.script_head = (self.keys.meta, self.keys.base, publish)
 
@@ -103,6 +115,17 @@ class ClientBase:
         if arguments:
             raise TypeError("give a JobRequest or its fields, not both")
         return checked(request)
+
+    def _noted(self, handles: list[JobHandle]) -> list[JobHandle]:
+        """Warn, once, of jobs in a queue that no worker has ever served."""
+        if handles and handles[-1].is_unserved and not self._has_warned:
+            self._has_warned = True
+            trouble = QueueUnserved(self.queue, handles[-1])
+            if self._options.on_trouble is not None:
+                self._options.on_trouble(trouble)
+            else:
+                log.warning("%s", trouble)
+        return handles
 
     def _requests(self, jobs: Iterable[JobRequest | Mapping[str, Any]]) -> list[JobRequest]:
         return [checked(job) if isinstance(job, JobRequest) else build_request(job) for job in jobs]

@@ -29,9 +29,10 @@ from celery import states
 from celery.backends.base import DisabledBackend
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 
+from api_client.base import ClientOptions
 from api_client.celery_values import GenerationFailed, fields_of, value_of
 from api_client.client import Client
-from api_client.errors import JobNotFound, QueueUnavailable, ResultTimeout
+from api_client.errors import JobNotFound, QueueUnavailable, QueueUnserved, ResultTimeout
 from api_client.requests import new_job_id
 from schemas.result import JobStatus
 
@@ -67,6 +68,7 @@ class GenerationTask(_BaseTask):  # type: ignore[misc]
     chat = False
     wait_s = 1.0
     pauses_s = (0.2, 0.5, 1.0, 2.0, 5.0)
+    unserved_s: float | None = 120.0  # how long to wait in a queue that no worker has ever served; None: for ever
 
     abstract = True
     max_retries = None
@@ -82,8 +84,9 @@ class GenerationTask(_BaseTask):  # type: ignore[misc]
         """This process's own: a forked Celery worker must not share its parent's connections."""
         with self._opening:
             if os.getpid() not in self._clients:
+                options = ClientOptions(unserved_s=self.unserved_s)
                 self._clients[os.getpid()] = Client(
-                    self.url, queue=self.job_queue, database=self.database, prefix=self.prefix
+                    self.url, queue=self.job_queue, database=self.database, prefix=self.prefix, options=options
                 )
             return self._clients[os.getpid()]
 
@@ -115,9 +118,11 @@ class GenerationTask(_BaseTask):  # type: ignore[misc]
             self._submit(job_id, args, kwargs, {})
         try:
             result = self.client.result(job_id, timeout=None if is_eager else self.wait_s)
-        except (ResultTimeout, QueueUnavailable):
+        except (ResultTimeout, QueueUnavailable) as error:
             if is_eager:
                 raise
+            if isinstance(error, ResultTimeout):
+                self.check_served(job_id, self._waited_s())
             pause_s = self.pauses_s[min(self.request.retries, len(self.pauses_s) - 1)]
             raise self.retry(countdown=pause_s, throw=False) from None
         except JobNotFound:  # the queue has lost it, or nobody has submitted it yet
@@ -127,6 +132,23 @@ class GenerationTask(_BaseTask):  # type: ignore[misc]
         if result.status is JobStatus.CANCELLED and not is_eager:
             self._end_as_revoked(job_id)
         return value_of(result, self.returns)
+
+    def check_served(self, job_id: str, waited_s: float) -> None:
+        """Raises QueueUnserved when the job has waited for too long in a queue that no worker has ever served."""
+        if self.unserved_s is not None and waited_s >= self.unserved_s and not self._is_served():
+            raise QueueUnserved(self.job_queue, job_id)
+
+    def _is_served(self) -> bool:
+        """An answer that cannot be had says nothing against the queue."""
+        try:
+            return self.client.is_served()
+        except QueueUnavailable:
+            return True
+
+    def _waited_s(self) -> float:
+        """How long the Celery task has waited and been put off so far."""
+        last = len(self.pauses_s) - 1
+        return sum(self.wait_s + self.pauses_s[min(turn, last)] for turn in range(self.request.retries))
 
     def _end_as_revoked(self, job_id: str) -> NoReturn:
         """Store REVOKED for the task and for what follows it in its chain. Raises Celery's Ignore, so that it stays."""
@@ -180,7 +202,8 @@ class GenerationResult(_BaseResult):  # type: ignore[misc]
         """Return what the task returns. Raises GenerationFailed, and Celery's TaskRevokedError and TimeoutError."""
         if disable_sync_subtasks:
             celery.result.assert_will_not_block()
-        deadline = None if timeout is None else time.monotonic() + timeout
+        started = time.monotonic()
+        deadline = None if timeout is None else started + timeout
         while not self.ready():
             if follow_parents and propagate and self.parent is not None:
                 self._maybe_reraise_parent_error()
@@ -189,6 +212,7 @@ class GenerationResult(_BaseResult):  # type: ignore[misc]
                 raise celery.exceptions.TimeoutError(f"job {self.id} is not over yet")
             if on_interval is not None:
                 on_interval()
+            self._task.check_served(self.id, time.monotonic() - started)
             self._wait(left_s, interval)
         return self.maybe_throw(propagate=propagate, callback=callback)
 

@@ -34,6 +34,7 @@ from api_client.effects import (
     Tell,
 )
 from api_client.errors import JobFailed, TokenmillError
+from api_client.patience import is_served
 from api_client.queue_programs import DeadJob
 from api_client.queue_state import QueueState
 from api_client.records import JobInfo, QueueDepth
@@ -74,7 +75,7 @@ class Client(ClientBase):
     def submit_many(self, jobs: Iterable[JobRequest | Mapping[str, Any]]) -> list[JobHandle]:
         """Queue many jobs in few round trips. A refusal names those already accepted in `.accepted`."""
         with producing(self.queue, self._requests(jobs)) as requests:
-            return self._run(programs.submit(self._view, requests))
+            return self._noted(self._run(programs.submit(self._view, requests)))
 
     def stream(self, job: str, *, starting_after: int = 0, timeout: float | None = None) -> Iterator[Chunk]:
         """Every chunk of the job once and in order, from now or long ago, through reconnects, to its last chunk.
@@ -110,6 +111,10 @@ class Client(ClientBase):
     def overview(self) -> QueueState:
         """Everything about the queue at a glance."""
         return self._run(queue_state.overview(self._view))
+
+    def is_served(self) -> bool:
+        """Has a worker ever served this queue? One that is away for now has."""
+        return self._run(is_served(self._view))
 
     def workers(self) -> Sequence[WorkerStatus]:
         return self._run(queue_programs.workers(self._view))

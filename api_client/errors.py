@@ -9,6 +9,7 @@ TokenmillError
 ├── IdempotencyConflict       this key or id stands for another job  (.job_id)
 ├── JobNotFound               neither queue nor database knows it
 ├── ResultTimeout             not ended yet; also a TimeoutError
+├── QueueUnserved             no worker has ever served the queue    (.queue .job_id)
 ├── JobFailed                 it ended without an answer              (.result)
 ├── UnreadableRecord          what the queue holds of a job is damaged, or of a later version: update
 ├── ClientClosed              `close` was called, before or meanwhile; also a RuntimeError
@@ -74,6 +75,21 @@ class ResultTimeout(TokenmillError, TimeoutError):
     def __init__(self, job_id: str, timeout: float) -> None:
         super().__init__(f"job {job_id} has not ended within {timeout:g} s")
         self.job_id = job_id
+
+
+class QueueUnserved(TokenmillError):
+    """The job stays in the queue. Its arguments are texts, so that Celery's result backends can hold it."""
+
+    def __init__(self, queue: str, job_id: str) -> None:
+        super().__init__(queue, job_id)
+        self.queue = queue
+        self.job_id = job_id
+
+    def __str__(self) -> str:
+        return (
+            f"no worker has ever served the queue {self.queue!r}, so job {self.job_id} waits: "
+            "check the queue's name, or start a worker for it"
+        )
 
 
 class JobFailed(TokenmillError):

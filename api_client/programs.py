@@ -7,7 +7,6 @@ wherever something is missing. Pub/sub may lose anything at any time; the log, t
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,9 +22,9 @@ from api_client.errors import (
     QueueRefusal,
     QueueUnavailable,
     RateLimited,
-    ResultTimeout,
     TokenmillError,
 )  # fmt: skip
+from api_client.patience import Patience
 from api_client.records import FIELDS, JobInfo, Record, info_of, is_wrong_type, questions, read_log, read_record
 from api_client.requests import JobHandle, estimated_tokens, fingerprint
 from api_client.scripts import CANCEL, SUBMIT, Argument, in_parts
@@ -38,7 +37,6 @@ from schemas.result import JobResult
 LOG_PAGE = 1_000
 SUBMIT_JOBS = 256
 SUBMIT_BYTES = 1024 * 1024
-RECONNECT_PAUSE_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +51,7 @@ class QueueView:
     idle_s: float = 5.0
     patience_s: float = 120.0
     on_trouble: Callable[[TokenmillError], None] | None = None  # told once of each trouble that is waited out
+    unserved_s: float | None = 120.0  # so long a job may wait in a queue that no worker has ever served; None: for ever
 
 
 # ── submit ──
@@ -101,7 +100,11 @@ def _read_submitted(view: QueueView, reply: list[bytes]) -> list[JobHandle]:
         raise InvalidRequest(["job_id must be a text of 1 to 255 bytes, without a zero"])
     if word == "conflict":
         raise IdempotencyConflict(rest[0])
-    return [JobHandle(job_id, is_new=how == "new") for job_id, how in zip(rest[::2], rest[1::2], strict=True)]
+    is_unserved = len(rest) % 2 == 1  # the last word says so
+    return [
+        JobHandle(job_id, is_new=how == "new", is_unserved=is_unserved)
+        for job_id, how in zip(rest[::2], rest[1::2], strict=False)
+    ]
 
 
 # ── looking ──
@@ -153,54 +156,10 @@ def cancel(view: QueueView, job_id: str) -> Program[str]:
 # ── waiting and following ──
 
 
-class _Patience:
-    """Time limits of one wait, and what was learnt in it."""
-
-    def __init__(self, view: QueueView, job_id: str, timeout: float | None) -> None:
-        self._view = view
-        self._job_id = job_id
-        self._timeout = timeout
-        self._since = time.monotonic()
-        self._failures = 0
-        self._trouble_since: float | None = None
-        self.was_connected = False
-        self.was_known = False
-
-    def turn(self) -> float:
-        """How long the next wait may be. Raises ResultTimeout."""
-        if self._timeout is None:
-            return self._view.idle_s
-        left = self._since + self._timeout - time.monotonic()
-        if left <= 0:
-            raise ResultTimeout(self._job_id, self._timeout)
-        return min(self._view.idle_s, left)
-
-    def progress(self) -> None:
-        """A token was there, and the user has taken it: his time is no silence."""
-        if self._timeout is not None:
-            self._since = time.monotonic()
-
-    def all_well(self) -> None:
-        self.was_connected, self._failures, self._trouble_since = True, 0, None
-
-    def bear(self, trouble: TokenmillError) -> float:
-        """The pause before the next attempt; raises the trouble when it lasts too long, or was there at the start."""
-        now = time.monotonic()
-        self._trouble_since = self._trouble_since or now
-        seen_before = self.was_connected if isinstance(trouble, QueueUnavailable) else self.was_known
-        if not seen_before or now - self._trouble_since > self._view.patience_s:
-            raise trouble
-        if not self._failures and self._view.on_trouble is not None:
-            self._view.on_trouble(trouble)
-        pause = RECONNECT_PAUSE_S[min(self._failures, len(RECONNECT_PAUSE_S) - 1)]
-        self._failures += 1
-        return min(pause, self.turn())
-
-
 def follow(view: QueueView, job_id: str, starting_after: int, timeout: float | None) -> Program[None]:
     """Tells every chunk after the first `starting_after` tokens once. `timeout`: the longest silence."""
     cursor = StreamCursor(job_id, starting_after)
-    patience = _Patience(view, job_id, timeout)
+    patience = Patience(view, job_id, timeout)
     told_by = functools.partial(_told_by, cursor)
     while not cursor.is_over:
         try:
@@ -223,7 +182,7 @@ def follow(view: QueueView, job_id: str, starting_after: int, timeout: float | N
                 yield Sleep(patience.bear(trouble))
 
 
-def _look_again(view: QueueView, cursor: StreamCursor, patience: _Patience, *, was_silent: bool) -> Program[None]:
+def _look_again(view: QueueView, cursor: StreamCursor, patience: Patience, *, was_silent: bool) -> Program[None]:
     """The messages do not say how it goes on: the log does."""
     before = cursor.next_index
     yield from _catch_up(view, cursor, patience)
@@ -245,7 +204,7 @@ def _told_by(cursor: StreamCursor, message: object) -> list[Chunk] | None:
     return cursor.accept(chunk) if chunk is not None and not chunk.is_last else None
 
 
-def _catch_up(view: QueueView, cursor: StreamCursor, patience: _Patience) -> Program[None]:
+def _catch_up(view: QueueView, cursor: StreamCursor, patience: Patience) -> Program[None]:
     """From the log; if the job is over, from its result. The log comes first: when it is gone, the result is there."""
     keys, start = view.keys, cursor.log_start
     while not cursor.is_over:
@@ -269,6 +228,8 @@ def _catch_up(view: QueueView, cursor: StreamCursor, patience: _Patience) -> Pro
         patience.all_well()
         if record.is_over:
             yield from _tell(cursor.accept_result(record.outcome()))
+        else:
+            yield from patience.check_served(record.info)
         return
 
 
@@ -287,7 +248,7 @@ def _tell(chunks: Any) -> Program[None]:
 
 def wait(view: QueueView, job_id: str, timeout: float | None) -> Program[JobResult]:
     """The job's result, as soon as there is one."""
-    patience = _Patience(view, job_id, timeout)
+    patience = Patience(view, job_id, timeout)
     listens = False
     while True:
         try:
@@ -307,7 +268,7 @@ def wait(view: QueueView, job_id: str, timeout: float | None) -> Program[JobResu
             yield Sleep(patience.bear(trouble))
 
 
-def _until_last(patience: _Patience) -> Program[None]:
+def _until_last(patience: Patience) -> Program[None]:
     """Returns when the job may have ended: at its last chunk, or to look after a silence."""
     while True:
         message = yield Receive(patience.turn())
@@ -316,7 +277,7 @@ def _until_last(patience: _Patience) -> Program[None]:
             return
 
 
-def _result_now(view: QueueView, job_id: str, patience: _Patience) -> Program[JobResult | None]:
+def _result_now(view: QueueView, job_id: str, patience: Patience) -> Program[JobResult | None]:
     entries: list[Any] = []
     (record,) = yield from read(view, [job_id])
     if record is None:
@@ -324,6 +285,7 @@ def _result_now(view: QueueView, job_id: str, patience: _Patience) -> Program[Jo
     patience.was_known = True
     patience.all_well()
     if not record.is_over:
+        yield from patience.check_served(record.info)
         return None
     if record.result is None:
         (entries,) = yield from _ask_of_log(("XRANGE", view.keys.log(job_id), "-", "+"))

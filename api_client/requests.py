@@ -39,14 +39,18 @@ _CHARS_PER_TOKEN = 4
 
 
 class JobHandle(str):
-    """A job's id. `is_new` is False when an idempotency key led to a job that was there already."""
+    """A job's id. `is_new` is False when an idempotency key led to a job that was there already. `is_unserved` is True
+    when no worker had ever served the queue.
+    """
 
-    __slots__ = ("is_new",)
+    __slots__ = ("is_new", "is_unserved")
     is_new: bool
+    is_unserved: bool
 
-    def __new__(cls, job_id: str, *, is_new: bool = True) -> JobHandle:
+    def __new__(cls, job_id: str, *, is_new: bool = True, is_unserved: bool = False) -> JobHandle:
         handle = super().__new__(cls, job_id)
         handle.is_new = is_new
+        handle.is_unserved = is_unserved
         return handle
 
 

@@ -104,6 +104,7 @@ class InMemoryQueue:
             self.release()
 
     def __enter__(self) -> Self:
+        self._redis.hset(self._keys.meta, "served", 1)
         self._thread.start()
         return self
 

@@ -110,8 +110,8 @@ def submit(
         arguments["model"] = target.model
     with target.client() as client:
         job = client.submit(**arguments)
-        if stream or wait or sys.stderr.isatty():
-            _tell_if_nobody_works(client)
+        if not job.is_unserved:  # the client has said so
+            _note_idle_queue(client)
         if stream or wait:
             follow(client, str(job), quiet=wait and not stream, as_json=json, timeout=timeout)
         elif json:
@@ -120,7 +120,7 @@ def submit(
             say(f"{job}\n")
 
 
-def _tell_if_nobody_works(client: Client) -> None:
+def _note_idle_queue(client: Client) -> None:
     """The job is stored whatever comes of this question."""
     with contextlib.suppress(TokenmillError):
         if not client.workers():

@@ -20,7 +20,7 @@ import typer
 from api_client.base import ClientOptions, checked_queue
 from api_client.cli.output import complain
 from api_client.client import Client
-from api_client.errors import TokenmillError
+from api_client.errors import QueueUnserved, TokenmillError
 from schemas.keys import queue_of
 
 if typing.TYPE_CHECKING:
@@ -91,6 +91,9 @@ def was_typed(context: typer.Context, option: str) -> bool:
 
 
 def _tell_trouble(trouble: TokenmillError) -> None:
+    if isinstance(trouble, QueueUnserved):
+        complain(str(trouble), "note")
+        return
     complain(f"{trouble}; waiting up to {ClientOptions().patience_s:.0f} s (Ctrl-C ends this, the job goes on)", "note")
 
 

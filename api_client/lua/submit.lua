@@ -4,6 +4,7 @@
 -- then per job: id, class, tenant, fingerprint, idempotency key, request, created ms, deadline ms, due ms, cost
 -- reply: {'ok', id, 'new'|'known', ...} or {'conflict', id, place} or {'large', size, limit} or {'full', depth, limit}
 --        or {'rate', tenant, wait ms} or {'name', place}, or the error INVALID, which names an argument
+--        After 'ok' and the jobs, 'unserved' follows where no worker has ever served the queue.
 -- A repeated call finds its own ids and answers the same.
 local FIELDS, FIRST, MAX_DUE = 10, 5, 1000
 check_groups(FIRST, FIELDS)
@@ -103,6 +104,17 @@ local function call_workers(list, count)
   return count
 end
 
+-- Has a worker ever served this queue? `served` is its mark. Workers of earlier versions leave none, but are listed while they
+-- live, and count what they finished.
+local function is_served()
+  if redis.call('HGET', meta, 'served') or redis.call('EXISTS', base .. 'workers') == 1 then return true end
+  for _, count in ipairs(redis.call('HMGET', meta, 'finished:succeeded', 'finished:failed', 'finished:cancelled',
+    'finished:expired', 'finished:dead')) do
+    if count then return true end
+  end
+  return false
+end
+
 local reply, queued, num_entered, num_urgent = {'ok'}, {}, 0, 0
 for _, job in ipairs(jobs) do
   if not job.known then
@@ -136,4 +148,5 @@ if num_entered > 0 then  -- one worker more than jobs, since one may stand still
   local wanting = call_workers('ready', num_entered + 1)
   call_workers('ready:urgent', math.min(wanting, num_urgent))
 end
+if not is_served() then reply[#reply + 1] = 'unserved' end
 return reply

@@ -104,10 +104,9 @@ class JobStream:
             "rate:*": options.tenant_rate,
             "burst:*": options.tenant_burst,
         }
-        given = {name: value for name, value in limits.items() if value}
-        if given:
-            with _translated():
-                await self._client.hset(self.keys.meta, mapping=cast("Mapping[Any, Any]", given))
+        given = {name: value for name, value in limits.items() if value} | {"served": 1}  # before a model is loaded
+        with _translated():
+            await self._client.hset(self.keys.meta, mapping=cast("Mapping[Any, Any]", given))
 
     # ── taking ──
 

@@ -8,6 +8,7 @@ local returns = is_listed(worker)
 local before = redis.pcall('GET', base .. 'worker:' .. worker)
 redis.call('SET', base .. 'worker:' .. worker, ARGV[6], 'PX', whole(lease_ms))
 redis.call('SADD', base .. 'workers', worker)
+redis.call('HSET', meta, 'served', '1')  -- for submit: a worker has had this queue
 local cancelled, lost, strays, known = {}, {}, {}, {}
 for first = 7, #ARGV, 2 do
   local id = ARGV[first]
