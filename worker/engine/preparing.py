@@ -32,7 +32,8 @@ class Needs:
     def settle(self, sequences: list[Sequence]) -> None:
         """Once they are met. Raises RequestError."""
         if self.grammar is not None and (error := self.grammar.exception()) is not None:
-            raise RequestError(f"response_format cannot be used: {sentence_of(error)}") from error
+            reason = str(error) if isinstance(error, ValueError) else sentence_of(error)
+            raise RequestError(f"response_format cannot be used: {reason}") from error
         for sequence in sequences:
             sequence.grammar = None if self.grammar is None else self.grammar.result()
         if self.adapter is None:

@@ -27,7 +27,7 @@ from worker.engine.model import store
 from worker.engine.model.loader import LoadedModel, load_model
 from worker.engine.model.lora import AdapterError, Adapters
 from worker.engine.model.paged import LayerBinding, PagedStep
-from worker.engine.model.vocabulary import tokenizer_info
+from worker.engine.model.vocabulary import vocabulary
 from worker.engine.plan import StepOutput, StepPlan
 from worker.engine.runner_inputs import InputBuilder, PreviousTokens, StepInputs
 from worker.engine.runner_memory import free_memory, size_cache
@@ -129,8 +129,10 @@ class ModelRunner:
             host_pool = KVCachePool.allocate(
                 loaded.groups, cache_config.num_host_blocks, config.block_size, backend, dtype, torch.device("cpu")
             )
-        info = tokenizer_info(loaded.path, loaded.vocab_size, loaded.eos_token_ids, config.trust_remote_code)
-        grammars = GrammarCompiler(info) if info is not None else None
+        words = vocabulary(loaded.path, loaded.vocab_size, loaded.eos_token_ids, config.trust_remote_code)
+        grammars = None
+        if words is not None:
+            grammars = GrammarCompiler(words.info, special_ids=words.special_ids, encode=words.encode)
         report(f"loading {config.model}", 1.0)
         runner = cls(loaded, config, cache_config, backend, pool, host_pool, grammars, adapters)
         if config.cuda_graphs and loaded.device.type == "cuda":

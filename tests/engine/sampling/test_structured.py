@@ -3,7 +3,6 @@
 import ast
 import json
 import re
-import time
 from typing import Any
 
 import pytest
@@ -238,25 +237,6 @@ def test_a_grammar_that_holds_up_every_step_fails_alone(
             sequence.token_ids += new
     assert list(errors) == [0]
     assert "too ambiguous" in errors[0]
-
-
-def test_beginning_a_grammar_is_not_what_a_token_takes(
-    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A worker's first JSON looks through the whole vocabulary."""
-    look = structured_output._json_words
-
-    def slow_look(info: object) -> torch.Tensor:
-        end = time.thread_time() + 0.1
-        while time.thread_time() < end:
-            pass
-        return look(info)
-
-    monkeypatch.setattr(structured_output, "TOKEN_LIMIT_S", 0.09)
-    monkeypatch.setattr(structured_output, "_json_words", slow_look)
-    item = plan_item(structured(ResponseFormat(json_schema={"type": "string", "maxLength": 3})))
-    _, _, errors = make_sampler(compiler).sample(Writer(WIDTH).logits([item]), [item]).finish()
-    assert errors == {}
 
 
 def test_a_grammar_belongs_to_its_sequence_and_is_compiled_in_no_step(compiler: GrammarCompiler) -> None:

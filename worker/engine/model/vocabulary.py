@@ -1,14 +1,27 @@
-"""What each token id stands for, as xgrammar wants it: read through Transformers' tokenizer, once, at the start."""
+"""What each token id stands for, as grammar compilers want it: read through Transformers' tokenizer, at the start."""
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 
-def tokenizer_info(folder: Path, vocab_size: int, stop_token_ids: frozenset[int], trust_remote_code: bool) -> Any:
-    """xgrammar's TokenizerInfo; None where there is no tokenizer or no xgrammar. `vocab_size` is the logits' width."""
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """`info` is xgrammar's TokenizerInfo; `encode` gives the ids of a text without any that begin or end it."""
+
+    info: Any
+    special_ids: tuple[int, ...]
+    encode: Callable[[str], Sequence[int]]
+
+
+def vocabulary(
+    folder: Path, vocab_size: int, stop_token_ids: frozenset[int], trust_remote_code: bool
+) -> Vocabulary | None:
+    """None where there is no tokenizer or no xgrammar. `vocab_size` is the logits' width."""
     has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
     if not has_tokenizer or importlib.util.find_spec("xgrammar") is None:
         return None
@@ -16,6 +29,15 @@ def tokenizer_info(folder: Path, vocab_size: int, stop_token_ids: frozenset[int]
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    return xgrammar.TokenizerInfo.from_huggingface(
+    info = xgrammar.TokenizerInfo.from_huggingface(
         tokenizer, vocab_size=vocab_size, stop_token_ids=sorted(stop_token_ids) or None
     )
+    return Vocabulary(info, tuple(tokenizer.all_special_ids), _encoder(tokenizer))
+
+
+def _encoder(tokenizer: Any) -> Callable[[str], Sequence[int]]:
+    """Safe for several threads: the tokenizer's own `encode` sets truncation, which is shared."""
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    if fast is None:
+        return lambda text: tokenizer.encode(text, add_special_tokens=False)
+    return lambda text: fast.encode(text, add_special_tokens=False).ids

@@ -6,22 +6,24 @@ stopped, so no more is compiled once too many such threads are stuck. It knows n
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from schemas.generation import ResponseFormat, SamplingParams
-from worker.engine.sampling.schema_check import schema_problems
+from worker.engine.sampling.json_grammar import Encode, JsonCompiler, SchemaRefused
 
 MAX_SOURCE_CHARS = 200_000
 TOO_MANY_STUCK = "too many grammars took too long to compile; try again later"
 _PREFIX = re.compile(r"^\[[0-9:]+\]\s+\S+:\d+:\s*")  # "[12:00:00] /project/cpp/file.cc:17: "
 
-Compile = Callable[[str, str], Any]  # (kind, source) → compiled grammar
+Compile = Callable[[str, str], Any]  # (kind, source) → what makes a matcher for each sequence
+LOOSE_JSON = "json, not strict"
 
 
 class GrammarError(ValueError):
@@ -31,7 +33,8 @@ class GrammarError(ValueError):
 class GrammarCompiler:
     """Compiled grammars by their source. Safe for several threads.
 
-    `tokenizer_info` is xgrammar's and says what bytes each token stands for, and which ids end an output.
+    `tokenizer_info` is xgrammar's and says what bytes each token stands for, and which ids end an output; `encode` is
+    the model's own tokenizer, which JSON's fixed parts are written with, and never with `special_ids`.
     """
 
     def __init__(
@@ -43,10 +46,12 @@ class GrammarCompiler:
         max_cached: int = 256,
         max_stuck: int = 8,
         compile_source: Compile | None = None,
+        special_ids: Sequence[int] = (),
+        encode: Encode | None = None,
     ) -> None:
         self.tokenizer_info = tokenizer_info
         self.timeout_s = timeout_s
-        self._compile_source = compile_source or _xgrammar_compile(tokenizer_info)
+        self._compile_source = compile_source or _compile(tokenizer_info, special_ids, encode)
         self._max_threads, self._max_cached, self._max_stuck = max_threads, max_cached, max_stuck
         self._lock = threading.Lock()
         self._cache: OrderedDict[tuple[str, str], Future[Any]] = OrderedDict()
@@ -173,11 +178,9 @@ def source_of(wanted: ResponseFormat) -> tuple[str, str]:
         raise GrammarError("response_format needs exactly one of json_schema, regex and grammar")
     kind, value = given[0]
     if not isinstance(value, str):
-        problems = schema_problems(value)
-        if problems:
-            raise GrammarError("the JSON schema cannot be enforced: " + "; ".join(problems))
         # an empty schema admits any JSON object
-        value = json.dumps(value or {"type": "object", "additionalProperties": True}, separators=(",", ":"))
+        value = json.dumps(value or {"type": "object"}, separators=(",", ":"))
+        kind = kind if wanted.strict else LOOSE_JSON
     if not value:
         raise GrammarError(f"the {kind} is empty")
     if len(value) > MAX_SOURCE_CHARS:
@@ -191,17 +194,27 @@ def sentence(error: Exception) -> str:
     return lines[0].strip() if lines and lines[0].strip() else type(error).__name__
 
 
-def _xgrammar_compile(tokenizer_info: Any) -> Compile:
+def _compile(tokenizer_info: Any, special_ids: Sequence[int], encode: Encode | None) -> Compile:
+    """JSON schemas by llguidance, which enforces all of a schema or refuses it; the others by xgrammar."""
     import xgrammar
 
-    compiler = xgrammar.GrammarCompiler(tokenizer_info, max_threads=1, cache_enabled=False)
+    info = tokenizer_info
+    compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+
+    @functools.cache  # looking through a large vocabulary takes a second, which only JSON needs
+    def schemas() -> JsonCompiler:
+        return JsonCompiler(info.decoded_vocab, info.vocab_size, info.stop_token_ids, special_ids, encode)
 
     def compile_source(kind: str, source: str) -> Any:
-        if kind == "json":
-            # white space that a small model likes too much could otherwise fill its answer
-            return compiler.compile_json_schema(source, any_whitespace=False, strict_mode=True)
+        if kind in ("json", LOOSE_JSON):
+            try:
+                return schemas().compile(source, strict=kind == "json")
+            except SchemaRefused as refusal:
+                raise GrammarError(f"the JSON schema cannot be enforced: {refusal}") from refusal
         if kind == "regex":
-            return compiler.compile_regex(source)
-        return compiler.compile_grammar(xgrammar.Grammar.from_ebnf(source))
+            compiled = compiler.compile_regex(source)
+        else:
+            compiled = compiler.compile_grammar(xgrammar.Grammar.from_ebnf(source))
+        return lambda: xgrammar.GrammarMatcher(compiled)
 
     return compile_source

@@ -9,7 +9,6 @@ logits but those it masks.
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,7 +26,6 @@ from worker.engine.sampling.transfer import to_device
 from worker.engine.sequence import Sequence
 
 TOKEN_LIMIT_S = 0.25  # of a core, to read a token or to say which may follow: a step waits for it
-_CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +55,6 @@ class Masks:
 @dataclass(slots=True)
 class _State:
     matcher: Any
-    always: Tensor | None  # [words]: what is allowed anywhere in this kind of text; None: everything
     epoch: int
     num_read: int = 0  # output tokens that the matcher has seen: within an epoch they stay as they are
 
@@ -69,7 +66,6 @@ class Grammars:
         self._compiler = compiler
         self._states: dict[Sequence, _State] = {}
         self._launched: dict[Sequence, tuple[Sampled, int, int]] = {}  # step, its row, output position
-        self._json_words: Tensor | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._pending: tuple[tuple[ScheduledSequence, ...], Future[Masks]] | None = None
 
@@ -155,8 +151,6 @@ class Grammars:
                 _allow_only(words[row], stops)
             else:
                 matcher.fill_next_token_bitmask(words, row)
-                if state.always is not None:
-                    words[row] &= state.always
             if item.sequence.params.min_tokens and _only(words[row], stops):
                 ends.append(row)
             if row == len(item.draft_ids):
@@ -180,7 +174,7 @@ class Grammars:
         """A new one where tokens may have been taken back: then the sequence is in another epoch."""
         state = self._states.get(sequence)
         if state is None or state.epoch != sequence.epoch:
-            state = self._states[sequence] = _State(*self._start(sequence), sequence.epoch)
+            state = self._states[sequence] = _State(self._start(sequence), sequence.epoch)
         return state
 
     def _unread(self, sequence: Sequence, state: _State) -> list[int]:
@@ -198,17 +192,13 @@ class Grammars:
             raise GrammarError("its last token has not reached the host")
         return [sampled.wait_for(row)]
 
-    def _start(self, sequence: Sequence) -> tuple[Any, Tensor | None]:
-        import xgrammar
-
+    def _start(self, sequence: Sequence) -> Any:
         compiler, wanted = self._compiler, sequence.params.response_format
         if compiler is None or wanted is None:
             raise GrammarError("the engine has no grammar compiler for this model")
         if sequence.grammar is None:  # whoever adds sequences past the engine's door has not compiled it
             sequence.grammar = compiler.compile(wanted).result(compiler.timeout_s + 1)
-        if wanted.json_schema is not None and self._json_words is None:
-            self._json_words = _json_words(compiler.tokenizer_info)
-        return xgrammar.GrammarMatcher(sequence.grammar), self._json_words if wanted.json_schema is not None else None
+        return sequence.grammar()
 
 
 def _read(state: _State, new: list[int]) -> None:
@@ -218,17 +208,6 @@ def _read(state: _State, new: list[int]) -> None:
         if not state.matcher.is_terminated() and not state.matcher.accept_token(token_id):
             raise GrammarError(f"token {token_id} at output position {state.num_read} is not in the grammar")
         state.num_read += 1
-
-
-def _json_words(tokenizer_info: Any) -> Tensor:
-    """JSON has no control characters but white space; the grammar of a string with a length limit lets them pass.
-
-    Tabs go too: as white space they are dispensable, inside a string they are an error.
-    """
-    vocab: list[bytes] = tokenizer_info.decoded_vocab
-    allowed = np.zeros(-(-int(tokenizer_info.vocab_size) // 32) * 32, np.bool_)
-    allowed[: len(vocab)] = [_CONTROL.search(text) is None for text in vocab]
-    return torch.from_numpy(np.packbits(allowed, bitorder="little").view(np.int32))
 
 
 def _allow_only(words: Tensor, token_ids: list[int]) -> None:

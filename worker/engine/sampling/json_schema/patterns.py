@@ -1,0 +1,100 @@
+"""Regular expressions of JSON schemas (ECMA-262, Unicode mode) as the grammar compiler's dialect (Rust's `regex`)."""
+
+from __future__ import annotations
+
+import re
+
+_SPACE = r"\t\n\x0B\f\r \u00A0\u1680\u2000-\u200A\u2028\u2029\u202F\u205F\u3000\uFEFF"
+_CLASSES = {"d": "0-9", "w": "A-Za-z0-9_", "s": _SPACE}
+_DOT = r"[^\n\r\u2028\u2029]"
+_ANY = r"[\s\S]"
+MAX_LITERAL = 100
+_TOKEN = re.compile(
+    r"(?P<any>\[\^\]|\[\\s\\S\]|\[\\S\\s\]|\[\\d\\D\]|\[\\w\\W\])"
+    r"|\\u(?P<high>[dD][89abAB][0-9a-fA-F]{2})\\u(?P<low>[dD][c-fC-F][0-9a-fA-F]{2})"
+    r"|\\c(?P<control>[A-Za-z])|\\(?P<escape>.)|\(\?(?P<group><?[=!]|:|<|.?)|(?P<other>.)",
+    re.DOTALL,
+)
+
+
+class PatternProblem(ValueError):
+    """The text says what cannot be enforced."""
+
+
+def translated(pattern: str) -> str:
+    """The same language in the compiler's dialect. Raises PatternProblem."""
+    out: list[str] = []
+    class_start: int | None = None
+    for match in _TOKEN.finditer(pattern):
+        text = match[0]
+        if match["any"] is not None and class_start is None:
+            out.append("(?s:.)")
+        elif match["high"] is not None:
+            code = 0x10000 + ((int(match["high"], 16) - 0xD800) << 10) + int(match["low"], 16) - 0xDC00
+            out.append(f"\\x{{{code:X}}}")
+        elif match["control"] is not None:
+            out.append(f"\\x{{{ord(match['control']) % 32:X}}}")
+        elif match["escape"] is not None:
+            out.append(_escape(match["escape"], class_start is not None))
+        elif class_start is not None:
+            closes = text == "]" and match.start() > class_start
+            out.append(text if closes else _in_class(match, match.start() == class_start))
+            class_start = None if closes else class_start
+        elif match["group"] is not None:
+            out.append(_group(text, match["group"]))
+        elif text == "[":
+            if pattern.startswith("]", match.end()):
+                raise PatternProblem("the empty class is not supported")
+            out.append(text)
+            class_start = match.end()
+        else:
+            out.append(_DOT if text == "." else text)
+    return "".join(out)
+
+
+def _in_class(match: re.Match[str], is_first: bool) -> str:
+    """Characters that join classes in the other dialect are literal in this one."""
+    text = match[0]
+    if text == "^" and is_first:
+        return text
+    return "".join("\\" + char if char in "[&~" else char for char in text)
+
+
+def _escape(char: str, in_class: bool) -> str:
+    held = _CLASSES.get(char.lower())
+    if held is not None:
+        if char.islower():
+            return held if in_class else f"[{held}]"
+        return f"[^{held}]"
+    if char == "b" and in_class:
+        return r"\x08"
+    if char == "0":
+        return r"\x00"
+    if char in "bB":
+        raise PatternProblem("word boundaries are not supported")
+    if char == "k" or char.isdigit():
+        raise PatternProblem("references to groups are not supported")
+    return "\\" + char
+
+
+def _group(text: str, kind: str) -> str:
+    if kind in ("=", "!", "<=", "<!"):
+        raise PatternProblem("look-around is not supported")
+    if kind not in (":", "<"):
+        raise PatternProblem(f"{text!r} is not supported")
+    return text
+
+
+def other_than(literal: str) -> str | None:
+    """A pattern of all strings but this one; None for one that is too long."""
+    if len(literal) > MAX_LITERAL:
+        return None
+    found = f"{_ANY}+"
+    for char in reversed(literal):
+        code = char if char.isalnum() or ord(char) > 0xFFFF else f"\\u{ord(char):04X}"
+        found = f"(?:[^{code}]{_ANY}*|{code}{found})?"
+    return f"^{found}$"
+
+
+def of_length(shortest: int, longest: int | None) -> str:
+    return f"^{_ANY}{{{shortest},{'' if longest is None else longest}}}$"
