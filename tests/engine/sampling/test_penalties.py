@@ -15,6 +15,8 @@ from tests.engine.sampling.helpers import (
     make_sequence,
     plan_item,
 )
+from worker.engine.config import LayerGroup
+from worker.engine.kv.sizing import MemoryShape
 from worker.engine.sampling.penalties import Histories, Places
 from worker.engine.sampling.transfer import to_device
 from worker.engine.sequence import Sequence
@@ -114,3 +116,32 @@ def test_released_histories_are_reused() -> None:
         assert generate(sampler, model, [sequence], 3)[0] == by_loop(3)
         sampler.release(sequence)
     assert len(sampler._histories) == 0
+
+
+def test_histories_give_their_memory_back_when_the_last_sequence_leaves() -> None:
+    histories = Histories(torch.device("cpu"))
+    params = SamplingParams(presence_penalty=1.0)
+    sequences = [Sequence(str(number), [1, 2, 3, 4], 2, params) for number in range(40)]
+    for sequence in sequences:
+        histories.open(sequence, 2, ())
+    assert histories._outputs.numel()
+    for sequence in sequences:
+        histories.release(sequence)
+    assert histories._outputs.numel() == histories._prompts.numel() == 0
+    assert histories.open(sequences[0], 2, ()) == (0, 2)  # and begin anew
+
+
+def test_histories_never_hold_more_than_the_memory_estimate_counts() -> None:
+    num_seqs, longest = 20, 1500
+    shape = MemoryShape(
+        groups=(LayerGroup((0,), 1, 1),), block_size=16, kv_bytes=4, activation_bytes=4, hidden_size=1,
+        intermediate_size=1, query_size=1, vocab_size=longest, max_num_tokens=1, max_num_rows=1,
+        max_num_seqs=num_seqs, max_model_len=longest,
+    )  # fmt: skip
+    histories = Histories(torch.device("cpu"))
+    for number in range(num_seqs):
+        sequence = Sequence(str(number), list(range(longest // 2)), longest // 2, SamplingParams(presence_penalty=1.0))
+        sequence.token_ids += [1] * (longest // 2 - 1)
+        histories.open(sequence, longest // 2 - 1, ())
+    largest = max(histories._outputs.nbytes, histories._prompts.nbytes)
+    assert histories._outputs.nbytes + histories._prompts.nbytes + largest <= shape.histories

@@ -92,8 +92,14 @@ class MemoryShape:
         return self.num_buffer_sets * (longs + 4 * (tables + 2 * self.max_num_seqs + 1))
 
     @property
+    def histories(self) -> int:
+        """Penalties: output and distinct prompt ids of every sequence, and a copy while one of both tables grows."""
+        return 3 * 8 * (self.max_num_seqs + 16) * (self.max_model_len + 1024)
+
+    @property
     def fixed(self) -> int:
-        return self.activations + self.graphs + self.logits + self.bookkeeping + self.workspace_bytes
+        steps = self.activations + self.graphs + self.logits + self.bookkeeping
+        return steps + self.histories + self.workspace_bytes
 
 
 def solve(shape: MemoryShape, budget_bytes: int, pool_cap_bytes: int | None = None) -> tuple[int, ...]:

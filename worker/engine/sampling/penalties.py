@@ -18,6 +18,8 @@ from torch import Tensor
 from worker.engine.sampling.transfer import Indices, to_device
 from worker.engine.sequence import Sequence
 
+MORE_ROWS, MORE_TOKENS = 16, 1024  # by which the tables grow: `kv.sizing` counts them
+
 
 @dataclass(slots=True)
 class _History:
@@ -43,6 +45,9 @@ class Histories:
         history = self._found.pop(sequence, None)
         if history is not None:
             self._free.append(history.slot)
+        if not self._found:  # give the memory back
+            self._free = []
+            self._outputs, self._prompts = (table.new_zeros((0, 0)) for table in (self._outputs, self._prompts))
 
     def open(self, sequence: Sequence, position: int, draft_ids: tuple[int, ...]) -> tuple[int, int]:
         """Bring the history up to output position `position` (exclusive), drafts behind it; (slot, prompt ids).
@@ -66,9 +71,9 @@ class Histories:
     def _start(self, sequence: Sequence) -> _History:
         if not self._free:
             rows = self._outputs.shape[0]
-            self._free = list(range(max(16, 2 * rows) - 1, rows - 1, -1))
-            self._outputs = _taller(self._outputs, max(16, 2 * rows))
-            self._prompts = _taller(self._prompts, max(16, 2 * rows))
+            self._free = list(range(rows + MORE_ROWS - 1, rows - 1, -1))
+            self._outputs = _taller(self._outputs, rows + MORE_ROWS)
+            self._prompts = _taller(self._prompts, rows + MORE_ROWS)
         slot = self._free.pop()
         prompt = np.unique(np.array(sequence.token_ids[: sequence.num_prompt_tokens], np.int64))
         self._prompts = _widened(self._prompts, len(prompt))
@@ -139,7 +144,7 @@ def _repel(part: Tensor, ids: Tensor, repetition: Tensor) -> None:
 def _widened(table: Tensor, width: int) -> Tensor:
     if width <= table.shape[1]:
         return table
-    grown = table.new_zeros((table.shape[0], max(256, width, 2 * table.shape[1])))
+    grown = table.new_zeros((table.shape[0], -(-width // MORE_TOKENS) * MORE_TOKENS))
     grown[:, : table.shape[1]] = table
     return grown
 
