@@ -164,6 +164,7 @@ class Watch:
         yield gauge("record_buffer_jobs", "Finished jobs that are not recorded and acknowledged yet", len(finalizer))
         limit = self._parts.settings.record_buffer
         yield gauge("record_buffer_limit_jobs", "Where intake stops", limit)
+        yield gauge("record_buffer_bytes", "Their estimated memory; intake stops at 512 MiB", finalizer.num_bytes)
         yield counter("sql_commits", "Transactions of finished jobs", stats.groups)
         yield counter("sql_commit_failures", "Transactions that failed, and are repeated", stats.record_failures)
         yield counter("jobs_recorded", "Jobs written", stats.recorded)

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import threading
+from typing import Any
 
 import pytest
 
@@ -9,6 +11,7 @@ from schemas import ChoiceResult, JobStatus, Usage
 from schemas.codec import decode_result
 from tests.record.support import counts, failed, finished, result, rows
 from worker.record import ResultStore
+from worker.record.rows import JobRow
 
 
 async def test_a_finished_job_is_one_row_in_each_table(store: ResultStore, url: str) -> None:
@@ -143,3 +146,17 @@ async def test_only_what_this_queue_recorded_for_good_is_found(store: ResultStor
     found = await store.find(["a", "dead", "elsewhere", "never"])
     await other.close()
     assert found == {"a": finished("a").result}
+
+
+async def test_rows_are_made_beside_the_event_loop(store: ResultStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large result takes tens of milliseconds to encode."""
+    threads, make = [], JobRow.of
+
+    def of(*arguments: Any, **options: Any) -> JobRow:
+        threads.append(threading.current_thread())
+        return make(*arguments, **options)
+
+    monkeypatch.setattr(JobRow, "of", of)
+    await store.record([finished("a")])
+    assert threads
+    assert threading.current_thread() not in threads

@@ -26,6 +26,7 @@ from schemas.chunk import Chunk
 from schemas.result import JobError, JobResult, JobStatus, Usage
 from worker.errors import StoreUnavailable
 from worker.jobs import Acknowledger, Admitted, Finished
+from worker.record.sizes import size_of
 from worker.record.stage import Backoff, Stage
 from worker.record.store import RecordReport
 
@@ -45,7 +46,9 @@ class Recorder(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinalizerLimits:
     max_buffered: int = 1024  # jobs in both stages from which on `is_full`
+    max_buffered_bytes: int = 512 * 1024 * 1024  # likewise, by `size_of`
     max_group: int = 256
+    max_group_bytes: int = 32 * 1024 * 1024
     linger_s: float = 0.25  # so long lines of a batch wait for others to share a transaction
     record_backoff: Backoff = field(default_factory=Backoff)
     acknowledge_backoff: Backoff = field(default_factory=lambda: Backoff(longest_s=2.0))
@@ -96,11 +99,12 @@ class Finalizer:
         self._changed = asyncio.Event()
         self._to_record = Stage[Finished](
             self._record, limits.max_group, limits.record_backoff, on_failure=self._record_failed,
-            can_wait=_is_line, linger_s=limits.linger_s,
+            can_wait=_is_line, linger_s=limits.linger_s, size_of=size_of, max_group_bytes=limits.max_group_bytes,
         )  # fmt: skip
         self._to_acknowledge = Stage[Finished](
-            self._acknowledge, limits.max_group, limits.acknowledge_backoff, on_failure=self._acknowledge_failed
-        )
+            self._acknowledge, limits.max_group, limits.acknowledge_backoff, on_failure=self._acknowledge_failed,
+            size_of=size_of, max_group_bytes=limits.max_group_bytes,
+        )  # fmt: skip
 
     def __len__(self) -> int:
         """Jobs that are not done, those being written right now included."""
@@ -109,7 +113,12 @@ class Finalizer:
     @property
     def is_full(self) -> bool:
         """Claim nothing more. Jobs that are running may still be submitted: they cannot wait elsewhere."""
-        return len(self) >= self._limits.max_buffered
+        return len(self) >= self._limits.max_buffered or self.num_bytes >= self._limits.max_buffered_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Estimated memory of the jobs that are not done."""
+        return self._to_record.num_bytes + self._to_acknowledge.num_bytes
 
     @property
     def held_ids(self) -> list[str]:

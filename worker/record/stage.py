@@ -43,8 +43,12 @@ class Stage(Generic[T]):
         rng: random.Random | None = None,
         can_wait: Callable[[T], bool] = lambda _: False,
         linger_s: float = 0.0,
+        size_of: Callable[[T], int] = lambda _: 0,
+        max_group_bytes: int = 0,
     ) -> None:
-        """A group that is not full waits `linger_s` for more, while all that is in it `can_wait`."""
+        """A group that is not full waits `linger_s` for more, while all that is in it `can_wait`. A group has at most
+        `max_group_bytes` by `size_of`, or one item; 0: no limit.
+        """
         self._work = work
         self._max_group = max_group
         self._backoff = backoff
@@ -55,6 +59,8 @@ class Stage(Generic[T]):
         self._current: list[T] = []
         self._arrived = asyncio.Event()
         self._can_wait, self._linger_s = can_wait, linger_s
+        self._size_of, self._max_group_bytes = size_of, max_group_bytes
+        self.num_bytes = 0  # of all items
         self._is_awaited = False  # somebody waits for one of those that wait here
 
     def __len__(self) -> int:
@@ -67,6 +73,7 @@ class Stage(Generic[T]):
     def put(self, items: Iterable[T]) -> None:
         for item in items:
             self._waiting.append(item)
+            self.num_bytes += self._size_of(item)
             self._is_awaited = self._is_awaited or not self._can_wait(item)
         self._arrived.set()
 
@@ -77,8 +84,8 @@ class Stage(Generic[T]):
         while True:
             await self._wait_for_items()
             await self._wait_for_more(size)
-            self._is_awaited = self._is_awaited and len(self._waiting) > size
-            self._current = [self._waiting.popleft() for _ in range(min(size, len(self._waiting)))]
+            self._current = self._next_group(size)
+            self._is_awaited = self._is_awaited and bool(self._waiting)
             try:
                 with heeding_cancellation():
                     again = await self._work(self._current)
@@ -90,8 +97,19 @@ class Stage(Generic[T]):
                 continue
             failures = 0
             size = min(self._max_group, 2 * size)
+            self.num_bytes += sum(map(self._size_of, again)) - sum(map(self._size_of, self._current))
             self._current = []
             self._later.extend(again)
+
+    def _next_group(self, size: int) -> list[T]:
+        group: list[T] = []
+        num_bytes = 0
+        while self._waiting and len(group) < size:
+            num_bytes += self._size_of(self._waiting[0])
+            if group and 0 < self._max_group_bytes < num_bytes:
+                break
+            group.append(self._waiting.popleft())
+        return group
 
     async def _wait_for_more(self, size: int) -> None:
         loop = asyncio.get_running_loop()

@@ -79,9 +79,8 @@ class ResultStore:
     async def record(self, finished: Sequence[Finished]) -> RecordReport:
         """Raises StoreUnavailable when nothing, or not everything, could be decided: then call again."""
         latest = {item.result.job_id: item for item in sorted(finished, key=lambda item: item.token)}
-        rows = [JobRow.of(item, queue=self._queue, with_prompt=self._with_prompts) for item in latest.values()]
-        rows.sort(key=lambda row: row.job_id)  # two writers that lock in one order cannot deadlock
-        return await self._threads.run(lambda: self._record(rows), self._answer_timeout_s)
+        items = [latest[job_id] for job_id in sorted(latest)]  # two writers that lock in one order cannot deadlock
+        return await self._threads.run(lambda: self._record(self._rows_of(items)), self._answer_timeout_s)
 
     async def find(self, ids: Sequence[str]) -> dict[str, JobResult]:
         """Results of this queue's jobs that are recorded for good (not as dead, which may be redriven) and can be read.
@@ -124,6 +123,9 @@ class ResultStore:
     def _standing(self) -> Standing:
         with self._engine.connect() as connection:
             return standing(connection)
+
+    def _rows_of(self, items: list[Finished]) -> list[JobRow]:
+        return [JobRow.of(item, queue=self._queue, with_prompt=self._with_prompts) for item in items]
 
     def _record(self, rows: list[JobRow]) -> RecordReport:
         if not rows:
