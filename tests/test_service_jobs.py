@@ -174,3 +174,19 @@ async def test_an_order_to_try_again_is_for_the_delivery_that_failed(bench: Benc
     await bench.host.step()
     assert bench.orders.retried == []
     assert bench.service.num_held == 1
+
+
+async def test_what_cannot_be_taken_in_is_not_kept_in_hand(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The consumer gives it back to the queue; an end that was handed on already stays."""
+
+    async def broken(_outcomes: list[Any]) -> list[Any]:
+        raise RuntimeError("a fault of ours")
+
+    await bench.service.take([delivery("before")])
+    monkeypatch.setattr(bench.record, "recall", broken)
+    with pytest.raises(RuntimeError, match="a fault of ours"):
+        await bench.service.take([delivery("job")])
+    assert bench.service.num_held == 1
+    monkeypatch.undo()
+    await bench.service.take([delivery("job", token=2)])
+    assert bench.host.submitted == ["before/1", "job/2"]

@@ -112,7 +112,15 @@ class Service:
         self._watcher.claimed(deliveries)
         self._idle.clear()
         ended = [delivery for delivery in deliveries if delivery.verdict != "run"]  # these only want recording
-        await self._start([*ended, *self._quarantine.admit([d for d in deliveries if d.verdict == "run"])])
+        try:
+            await self._start([*ended, *self._quarantine.admit([d for d in deliveries if d.verdict == "run"])])
+        except Exception:  # the consumer gives them back to the queue
+            held = [delivery for delivery in deliveries if self._is_held(delivery)]
+            for delivery in held:
+                self._stop_generating(delivery.request_id)
+                self._publisher.close(delivery.request_id)
+            self._leave(held, "crash")
+            raise
 
     async def _start(self, deliveries: list[Delivery]) -> None:
         """Admit all together and submit those that can run; a bad job is answered, never dropped."""
