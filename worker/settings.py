@@ -106,7 +106,9 @@ class Settings(_EngineFields):
     poll_seconds: Seconds = Field(1.0, gt=0, description="a claim is tried at least this often")
     # recording
     record_group: int = Field(256, ge=1, description="most finished jobs in one SQL transaction")
-    record_buffer: int = Field(1024, ge=1, description="finished jobs that may wait for SQL before intake stops")
+    record_buffer: int = Field(
+        1024, ge=1, description="finished jobs that may wait for SQL before intake stops; 512 MiB of them stop it too"
+    )
     record_prompts: bool = Field(False, description="keep prompts in the jobs table")
     # `tokenmill tasks`: webhooks, sums, retention
     tasks_broker_url: str = Field("", description="Celery's broker (default: TOKENMILL_REDIS_URL)")
