@@ -10,16 +10,13 @@ import msgspec
 import pytest
 
 from schemas import ChoiceResult
-from schemas.codec import encode
 from schemas.job import JobRequest
 from schemas.result import JobResult
 from tests.record.support import FakeRedis, finished
-from tests.support.large import large_result
 from tests.support.waiting import until
 from worker.errors import StoreUnavailable
 from worker.jobs import Admitted, Delivery, Finished
 from worker.record import Finalizer, FinalizerLimits, RecordReport
-from worker.record.sizes import size_of
 from worker.record.stage import Backoff
 
 FAST = Backoff(first_s=0.001, longest_s=0.01)
@@ -201,50 +198,6 @@ async def test_the_buffer_fills_and_intake_waits(rig: Rig) -> None:
         await asyncio.wait_for(waiting, 60)
         assert not _intake_stops(finalizer)
         assert await finalizer.drain(60) == []
-
-
-async def test_few_large_results_fill_the_buffer_too(rig: Rig) -> None:
-    """They are recorded in groups that are bounded by bytes as well; one alone may be larger than the bound."""
-    large = replace(finished("job-0"), result=large_result("job-0"))
-    size = size_of(large)
-    assert size > len(encode(large.result))
-    rig.store.down = True
-    async with rig.running(max_buffered_bytes=3 * size, max_group_bytes=size) as finalizer:
-        for number in range(2):
-            await finalizer.submit(replace(large, result=large_result(f"job-{number}")))
-        assert not _intake_stops(finalizer)
-        await finalizer.submit(replace(large, result=large_result("job-2")))
-        assert _intake_stops(finalizer)
-        await until(lambda: bool(rig.store.groups))
-        rig.store.down = False
-        assert await finalizer.drain(60) == []
-        assert finalizer.num_bytes == 0
-        assert not _intake_stops(finalizer)
-    assert set(rig.store.groups) == {1}
-    assert {len(call) for call in rig.redis.calls} == {1}
-
-
-async def test_small_results_still_share_a_transaction(rig: Rig) -> None:
-    rig.store.gate = asyncio.Event()
-    async with rig.running() as finalizer:
-        await _submit(finalizer, 1)
-        await until(lambda: rig.store.groups == [1])
-        await _submit(finalizer, 200, start=1)
-        rig.store.gate.set()
-        assert await finalizer.drain(60) == []
-        assert finalizer.num_bytes == 0
-    assert rig.store.groups == [1, 200]
-
-
-async def test_what_comes_back_by_itself_keeps_its_bytes(rig: Rig) -> None:
-    rig.store.refuse = {"job-1"}
-    async with rig.running() as finalizer:
-        await _submit(finalizer, 3)
-        await until(lambda: len(finalizer) == 1)
-        assert finalizer.num_bytes == size_of(finished("job-1"))
-        rig.store.refuse.clear()
-        assert await finalizer.drain(60) == []
-        assert finalizer.num_bytes == 0
 
 
 async def test_jobs_of_other_workers_are_reported(rig: Rig) -> None:
