@@ -23,6 +23,7 @@ from schemas.generation import FinishReason
 from worker.engine.config import EngineConfig
 from worker.engine.faults import why
 from worker.engine.mailbox import (
+    FOLLOWS,
     Broken,
     Cancel,
     Command,
@@ -90,6 +91,7 @@ class _Reports:
 
     def __init__(self, stall_s: float | None = None) -> None:
         self._stall_s = stall_s
+        self._follows = False  # a rank above 0
         self._has_reported = False  # since the last look
         self._reports: deque[Report | None] = deque()
         self._arrival: asyncio.Future[None] | None = None  # who waits for the next
@@ -132,6 +134,7 @@ class _Reports:
             report = self._reports.popleft()
             match report:
                 case Progress():
+                    self._follows = self._follows or report.message == FOLLOWS
                     if on_progress is not None:
                         on_progress(report.message, report.fraction)
                 case Ready():
@@ -224,8 +227,15 @@ class EngineProcess(_Reports):
             self._frames.write(payload)
 
     async def stop(self) -> None:
-        """Ask it to end; kill it after five seconds. While it loads it hears nothing."""
+        """Ask it to end; kill it after five seconds. While it loads it hears nothing.
+
+        One that follows rank 0 ends when rank 0 says so or is gone: killed before, it would leave rank 0, which may
+        still drain, in a collective that never ends.
+        """
         self._stopping = True
+        if self._follows:
+            await self._end(patience_s=None)
+            return
         self._send(Stop())
         await self._end(patience_s=5.0 if self._capacity is not None else 0.0)
 
@@ -233,10 +243,10 @@ class EngineProcess(_Reports):
         self._stopping = True
         await self._end(patience_s=0.0)
 
-    async def _end(self, patience_s: float) -> None:
+    async def _end(self, patience_s: float | None) -> None:
         process = self._process
         if process is not None:
-            if self._frames is not None and self._frames.ended.is_set():
+            if patience_s is not None and self._frames is not None and self._frames.ended.is_set():
                 patience_s = max(patience_s, DYING_S)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(patience_s):

@@ -16,6 +16,7 @@ from schemas.generation import FinishReason
 from worker.engine.types import Capacity, EngineStats, GenerationRequest, TokenEvent
 
 MAX_FRAME_BYTES: Final = 1 << 28
+FOLLOWS: Final = "following rank 0"  # the Progress of a rank that never becomes ready
 
 
 class FrameError(ValueError):

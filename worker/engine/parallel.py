@@ -18,6 +18,7 @@ import msgspec
 
 from schemas.generation import SamplingParams
 from worker.engine.config import EngineConfig
+from worker.engine.mailbox import FOLLOWS
 from worker.engine.plan import BlockCopy, ScheduledSequence, StepOutput, StepPlan
 from worker.engine.ranks import Ranks
 from worker.engine.runner import InFlightStep, ModelRunner
@@ -120,7 +121,10 @@ class LeadingRunner(ModelRunner):
         """On every rank the same call: ranks above 0 follow until rank 0 closes, then exit."""
         ranks = Ranks.join(config.device)
         if ranks.rank != 0:
-            follow(ModelRunner.load(config, cache_dir, on_progress), ranks)
+            runner = ModelRunner.load(config, cache_dir, on_progress)
+            if on_progress is not None:
+                on_progress(FOLLOWS, 0.0)
+            follow(runner, ranks)
             raise SystemExit(0)
         loaded = super().load(config, cache_dir, on_progress)
         loaded.ranks = ranks

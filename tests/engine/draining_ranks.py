@@ -1,0 +1,62 @@
+"""One of two ranks, as a worker runs it: an engine process of its own, which SIGTERM drains. `MODEL`.
+
+Rank 0 prints STEPPING after its first token, and the number of tokens at the end; rank 1 has nothing to drain.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+
+from schemas.generation import SamplingParams
+from worker.engine.config import EngineConfig
+from worker.engine.host import EngineDied, EngineProcess
+from worker.engine.types import GenerationRequest
+
+COUNT = 50
+
+
+def say(what: str) -> None:
+    sys.stdout.write(what + "\n")
+    sys.stdout.flush()
+
+
+async def lead(host: EngineProcess, told: asyncio.Event) -> None:
+    await host.start()
+    params = SamplingParams(max_tokens=COUNT, temperature=0, ignore_eos=True)
+    host.submit([GenerationRequest(request_id="a", prompt_ids=(3, 4, 5), params=params)])
+    count = 0
+    async for frame in host.frames():
+        for event in frame.events:
+            count += len(event.token_ids)
+            if count == 1:
+                say("STEPPING")
+                await told.wait()
+                await asyncio.sleep(2)  # the other rank has heard of it by now
+        if count == COUNT:
+            break
+    say(f"TOKENS {count}")
+    await host.stop()
+
+
+async def main(path: str) -> None:
+    config = EngineConfig(
+        model=path, dtype="float32", device="cpu", num_blocks=64, block_size=4, attention="reference",
+        tensor_parallel=True, num_threads=1,
+    )  # fmt: skip
+    host, told = EngineProcess(config), asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.set)
+    if os.environ["RANK"] == "0":  # noqa: TID251 - as torchrun tells it
+        await lead(host, told)
+        return
+    starting = asyncio.create_task(host.start())
+    await told.wait()
+    await host.stop()
+    try:
+        await starting
+    except EngineDied:
+        say("ENDED")
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1]))
