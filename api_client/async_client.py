@@ -79,7 +79,9 @@ class AsyncClient(ClientBase):
         with producing(self.queue, self._requests(jobs)) as requests:
             return self._noted(await self._run(programs.submit(self._view, requests)))
 
-    def stream(self, job: str, *, starting_after: int = 0, timeout: float | None = None) -> AsyncGenerator[Chunk, None]:
+    def stream(
+        self, job: str, *, starting_after: str | int = 0, timeout: float | None = None
+    ) -> AsyncGenerator[Chunk, None]:
         """As Client.stream. Close it (`aclose`) when you leave it early and care when its subscription ends."""
         starting_after = programs.check_starting_after(starting_after)
         return self._tell(programs.follow(self._view, str(job), starting_after, timeout))

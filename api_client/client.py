@@ -77,9 +77,10 @@ class Client(ClientBase):
         with producing(self.queue, self._requests(jobs)) as requests:
             return self._noted(self._run(programs.submit(self._view, requests)))
 
-    def stream(self, job: str, *, starting_after: int = 0, timeout: float | None = None) -> Iterator[Chunk]:
+    def stream(self, job: str, *, starting_after: str | int = 0, timeout: float | None = None) -> Iterator[Chunk]:
         """Every chunk of the job once and in order, from now or long ago, through reconnects, to its last chunk.
-        `starting_after`: tokens that you have already. `timeout`: the longest silence, then ResultTimeout."""
+        `starting_after`: the `position` of the last chunk that you have; with one choice, a number of tokens will do.
+        `timeout`: the longest silence, then ResultTimeout."""
         starting_after = programs.check_starting_after(starting_after)
         return self._drive(programs.follow(self._view, str(job), starting_after, timeout))
 

@@ -1,238 +1,208 @@
-"""How far one subscriber has been told a job's answer; turns log entries, messages and results into chunks that
-he has not seen, each exactly once and in order.
+"""Tracks which tokens of a job a subscriber has; turns log entries, messages and results into chunks that it has not
+received, each exactly once and in order.
 
-    told ────────── next_index ───── (a message from here on is told) ───── (beyond: a gap, read the log)
-
-It knows no connection: whoever drives it reads the log when it says so.
+It keeps one number per choice. It knows no connection: its caller reads the log when a message leaves a gap.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+import re
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 
 import msgspec
 
+from api_client.errors import ConfigurationError
 from schemas.chunk import Chunk
-from schemas.result import ChoiceResult, JobResult, JobStatus
+from schemas.result import ChoiceResult, JobResult
+from schemas.validation import MAX_CHOICES
 
-
-class _Told:
-    """What was told of one choice, or silently passed. `marks`: after so many tokens, so many characters."""
-
-    __slots__ = ("chars", "marks", "tokens")
-
-    def __init__(self) -> None:
-        self.tokens = 0
-        self.chars = 0
-        self.marks: dict[int, int] = {}
+_POSITION = re.compile(rf"[0-9]{{1,15}}e?(?:\.[0-9]{{1,15}}e?){{0,{MAX_CHOICES - 1}}}", re.ASCII)
+_ENDED = "e"  # marks a choice of a position whose end was told
 
 
 class StreamCursor:
-    """`starting_after` is a number of tokens (all choices together) that the subscriber has already.
-
-    A token of several choices is known by its place in its choice: another worker, which goes on where a server that
-    lost its last moments believes the log to end, may make the lost tokens again in another order.
+    """`starting_after`: the position of the last chunk that the subscriber has, or a number of tokens where there is
+    one choice. Raises ConfigurationError for what is neither.
     """
 
-    __slots__ = ("_ended", "_has_hole", "_silent_until", "_told", "is_over", "is_torn", "job_id", "next_index")
+    __slots__ = ("_ended", "_has", "_is_number", "_num_choices", "is_over", "job_id")
 
-    def __init__(self, job_id: str, starting_after: int = 0) -> None:
+    def __init__(self, job_id: str, starting_after: str | int = 0) -> None:
         self.job_id = job_id
-        self.next_index = 0
         self.is_over = False
-        self.is_torn = False  # the log tells another order than we did: read it from its start
-        self._silent_until = starting_after  # what ends at or before this has been told in an earlier life
-        self._has_hole = False  # the log's beginning had expired: places say nothing
-        self._told: defaultdict[int, _Told] = defaultdict(_Told)  # per choice
-        self._ended: set[int] = set()
+        self._has, self._ended = read_position(starting_after)
+        self._num_choices = len(self._has)  # as far as is known
+        self._is_number = self._num_choices == 1 and self._has[0] > 0
+
+    @property
+    def has(self) -> dict[int, int]:
+        """Tokens of each choice that the subscriber has."""
+        return dict(enumerate(self._has))
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self._has)
 
     @property
     def log_start(self) -> str:
-        """The log entry to read from; entries at the cursor itself may be ends without a token."""
-        return f"{self.next_index}-0" if self.next_index and not self.is_torn else "-"
+        """The log entry to read from. The log of several choices is read whole: the numbers of its entries count all
+        choices together, in the order in which the job's present worker came to them.
+        """
+        return f"{self._has[0]}-0" if self._has[0] and self._num_choices == 1 else "-"
 
     def accept(self, chunk: Chunk) -> list[Chunk] | None:
-        """The chunk as it is to be told (nothing, if it was told before); None when something before it is missing."""
-        if self.is_over:
-            return []
+        """The chunk as it is to be told (nothing if it was told before); None when what is before it is missing."""
+        has = self._has
         if (
-            chunk.index == self.next_index >= self._silent_until
-            and chunk.place is None
+            chunk.index == has[0]
             and chunk.status is None
             and chunk.token_ids
+            and not (chunk.choice or self.is_over)
+            and chunk.n == self._num_choices == 1
         ):  # as a rule
-            self._advance(chunk, 0)
+            has[0] += len(chunk.token_ids)
             return [chunk]
-        if chunk.index > self.next_index:
-            return None
+        if self.is_over or not 0 <= chunk.choice < MAX_CHOICES:
+            return []
+        self._expect(max(chunk.n, chunk.choice + 1))
         if chunk.is_last:
-            if self._may_lack_an_end(chunk):
+            if self._lacks_something(chunk):
                 return None
             self.is_over = True
-            return [chunk]
-        seen = self._num_seen(chunk)
-        if seen < 0:
-            self.is_torn = True
-            return None
-        if not chunk.token_ids:
-            return self._accept_end(chunk)
-        if seen >= len(chunk.token_ids):
-            return []
-        told = self._unseen(chunk, seen)
-        self._advance(chunk, seen)
-        return [told] if self.next_index > self._silent_until else []
+            return [self._placed(chunk)]
+        return self._accept(chunk)
 
     def accept_log(self, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
-        """A page of the log, which has no holes. The first begins at the cursor or before it, or, if that is torn, at
-        the log's start. Where the cursor is torn afterwards, the rest of the page was not taken.
-        """
-        from_start, self.is_torn = self.is_torn or not self.next_index, False
+        """A page of the log. What follows a gap is not taken: the log is being made anew, or the result has it."""
         for chunk in chunks:
-            if self._num_seen(chunk) < 0:
-                if not from_start:
-                    self.is_torn = True
-                    return
-                self._skip_to(chunk)
-            yield from self.accept(chunk) or ()
+            told = self.accept(chunk)
+            if told is None:
+                return
+            yield from told
 
     def accept_result(self, result: JobResult) -> Iterator[Chunk]:
-        """The rest of an answer whose log is gone: one chunk per token, then the last chunk."""
+        """The rest of an answer whose log is gone: one chunk per token, choice by choice, then the last chunk."""
         if self.is_over:
             return
-        choices = result.choices
-        for index, choice in _as_told(result):
-            if index >= self._told[choice.index].tokens:
-                yield from self._retell(result, choice, index)
-        for choice in choices if len(choices) > 1 else ():
-            end = Chunk(
-                job_id=self.job_id,
-                index=self.next_index,
-                choice=choice.index,
-                text=choice.text[self._told[choice.index].chars :],
-                finish_reason=choice.finish_reason,
-                attempt=result.attempt,
-            )
-            yield from self._accept_end(end)
+        choices = [choice for choice in result.choices if 0 <= choice.index < MAX_CHOICES]
+        self._expect(max((choice.index + 1 for choice in choices), default=1))
+        for choice in choices:
+            yield from self._retell(result, choice)
         self.is_over = True
-        yield Chunk(
+        last = Chunk(
             job_id=self.job_id,
-            index=self.next_index,
-            text=choices[0].text[self._told[0].chars :] if len(choices) == 1 else "",
+            index=self._has[0],
+            text=self._rest(choices[0]) if len(choices) == 1 and self._num_choices == 1 else "",
             finish_reason=result.finish_reason,
             attempt=result.attempt,
             status=result.status,
             usage=result.usage,
             error=result.error,
+            n=self._num_choices,
         )
+        yield self._placed(last)
 
-    def _retell(self, result: JobResult, choice: ChoiceResult, index: int) -> Iterator[Chunk]:
-        told = self._told[choice.index].chars
-        end = choice.text_ends[index] if index < len(choice.text_ends) else told
-        chunk = Chunk(
-            job_id=self.job_id,
-            index=self.next_index,
-            choice=choice.index,
-            token_ids=(choice.token_ids[index],),
-            text=choice.text[told:end],
-            logprobs=choice.logprobs[index : index + 1] if choice.logprobs else None,
-            attempt=result.attempt,
-        )
-        self._advance(chunk, 0)
-        if chunk.end > self._silent_until:
-            yield chunk
+    def _retell(self, result: JobResult, choice: ChoiceResult) -> Iterator[Chunk]:
+        first, ends, which = self._has[choice.index], (0, *choice.text_ends), choice.index
+        borders = pairwise(ends[min(i, len(ends) - 1)] for i in range(first, len(choice.token_ids) + 1))
+        for index, (start, end) in enumerate(borders, first):
+            self._has[which] = index + 1
+            chunk = Chunk(
+                job_id=self.job_id,
+                index=index,
+                choice=which,
+                token_ids=(choice.token_ids[index],),
+                text=choice.text[start:end],
+                logprobs=choice.logprobs[index : index + 1] if choice.logprobs else None,
+                attempt=result.attempt,
+                n=self._num_choices,
+            )
+            yield self._placed(chunk)
+        if self._num_choices > 1 and which not in self._ended:
+            self._ended.add(which)
+            end_chunk = Chunk(
+                job_id=self.job_id,
+                index=self._has[which],
+                choice=which,
+                text=self._rest(choice),
+                finish_reason=choice.finish_reason,
+                attempt=result.attempt,
+                n=self._num_choices,
+            )
+            yield self._placed(end_chunk)
 
-    def _may_lack_an_end(self, last: Chunk) -> bool:
-        """Did a choice hold back text when it was broken off, and no chunk told it, the log being away? A lone choice's
-        is in the last chunk; how many there are is known by their tokens only.
-        """
-        begun = [choice for choice, told in self._told.items() if told.tokens]
-        is_open = any(choice not in self._ended for choice in begun)
-        was_broken_off = last.status not in (None, JobStatus.SUCCEEDED) and not last.text
-        return is_open and (was_broken_off or max(begun) > 0)
+    def _rest(self, choice: ChoiceResult) -> str:
+        """The text behind a choice's last token, unless the subscriber has more tokens than that."""
+        if self._has[choice.index] > len(choice.token_ids):
+            return ""
+        return choice.text[choice.text_ends[-1] if choice.text_ends else 0 :]
 
-    def _num_seen(self, chunk: Chunk) -> int:
-        """Tokens told from the chunk's beginning on; less than none where tokens before it were not."""
-        seen = self.next_index - chunk.index
-        if seen < 0 or chunk.place is None or self._has_hole:
-            return seen
-        return self._told[chunk.choice].tokens - chunk.place
+    def _lacks_something(self, last: Chunk) -> bool:
+        """A lone choice's last chunk says how many tokens there are; each of several must have told its end."""
+        if self._num_choices == 1:
+            return last.index > self._has[0]
+        return len(self._ended) < self._num_choices
 
-    def _skip_to(self, chunk: Chunk) -> None:
-        """The log lost its beginning (it expired): go on with what there is."""
-        self._has_hole = True
-        self.next_index = max(self.next_index, chunk.index)
+    def _expect(self, num_choices: int) -> None:
+        """The job has so many choices, or more: the chunks of an older worker do not say how many."""
+        missing = min(num_choices, MAX_CHOICES) - self._num_choices
+        if missing <= 0:
+            return
+        if self._is_number:
+            raise ConfigurationError(
+                f"job {self.job_id} has several choices: starting_after must be the position of a chunk, "
+                f"not the number {self._has[0]}"
+            )
+        self._has += [0] * missing
+        self._num_choices += missing
 
-    def _accept_end(self, chunk: Chunk) -> list[Chunk]:
-        if chunk.choice in self._ended or (chunk.place is None and chunk.index < self.next_index):
+    def _accept(self, chunk: Chunk) -> list[Chunk] | None:
+        choice = chunk.choice
+        seen = self._has[choice] - chunk.index
+        if seen < 0:
+            return None
+        if not chunk.token_ids:
+            if choice in self._ended:
+                return []
+        elif seen >= len(chunk.token_ids):
             return []
-        self._ended.add(chunk.choice)
-        self._told[chunk.choice].chars += len(chunk.text)
-        return [self._at_cursor(chunk)] if self.next_index >= self._silent_until else []
-
-    def _at_cursor(self, chunk: Chunk) -> Chunk:
-        return chunk if chunk.index == self.next_index else msgspec.structs.replace(chunk, index=self.next_index)
-
-    def _unseen(self, chunk: Chunk, seen: int) -> Chunk:
-        """The rest of a chunk that begins before the cursor (after the server lost its last moments, chunks may be cut
-        anew), or before where the subscriber begins (a checkpoint holds many tokens).
-        """
-        start = max(self.next_index, self._silent_until)
-        skipped = seen + start - self.next_index
-        if not 0 < skipped < len(chunk.token_ids):
-            return self._at_cursor(chunk)
-        if len(chunk.text_ends) == len(chunk.token_ids):
-            told = chunk.text_ends[skipped - 1]
-        elif skipped == seen and (known := self._boundary(chunk, seen)) is not None:
-            told = self._told[chunk.choice].chars - known
-        else:
-            return chunk
-        return Chunk(
-            job_id=chunk.job_id,
-            index=start,
-            token_ids=chunk.token_ids[skipped:],
-            text=chunk.text[told:],
-            choice=chunk.choice,
-            logprobs=chunk.logprobs[skipped:] if chunk.logprobs else None,
-            finish_reason=chunk.finish_reason,
-            attempt=chunk.attempt,
-            text_ends=tuple(end - told for end in chunk.text_ends[skipped:]),
-            place=None if chunk.place is None else chunk.place + skipped,
-        )
-
-    def _boundary(self, chunk: Chunk, seen: int) -> int | None:
-        told = self._told[chunk.choice]
-        return told.marks.get(told.tokens - seen)
-
-    def _advance(self, chunk: Chunk, seen: int) -> None:
-        told, num_tokens = self._told[chunk.choice], len(chunk.token_ids)
-        place = told.tokens - seen
-        known = chunk.text_ends[seen - 1] if 0 < seen <= len(chunk.text_ends) else 0
-        told.chars = told.marks.setdefault(place, told.chars - known) + len(chunk.text)
-        told.tokens = place + num_tokens
-        self.next_index += num_tokens - seen
+        elif seen:
+            chunk = _without(chunk, seen)
+        self._has[choice] = max(self._has[choice], chunk.end)
         if chunk.finish_reason is not None:
-            self._ended.add(chunk.choice)
+            self._ended.add(choice)
+        return [self._placed(chunk)]
+
+    def _placed(self, chunk: Chunk) -> Chunk:
+        """With the subscriber's position behind it, where its index alone does not say that."""
+        if self._num_choices == 1:
+            return chunk
+        ended = self._ended
+        after = ".".join(f"{has}{_ENDED}" if i in ended else str(has) for i, has in enumerate(self._has))
+        return msgspec.structs.replace(chunk, after=after)
 
 
-def _as_told(result: JobResult) -> Iterator[tuple[int, ChoiceResult]]:
-    """(token's place in its choice, the choice) in the order of the log; by turns where the result does not say."""
-    choices = {choice.index: choice for choice in result.choices}
-    places = dict.fromkeys(choices, 0)
-    for index in result.order:
-        choice = choices.get(index)
-        if choice is not None and places[index] < len(choice.token_ids):
-            yield places[index], choice
-            places[index] += 1
-    for place, choice in _by_turns(result.choices):
-        if place >= places[choice.index]:
-            yield place, choice
+def read_position(value: str | int) -> tuple[list[int], set[int]]:
+    """Tokens of each choice, and choices whose end was told. Raises ConfigurationError."""
+    text = str(value)
+    if not isinstance(value, str | int) or isinstance(value, bool) or not _POSITION.fullmatch(text):
+        raise ConfigurationError(f"starting_after is the position of a chunk, or a number of tokens, not {value!r}")
+    parts = text.split(".")
+    ended = {i for i, part in enumerate(parts) if part.endswith(_ENDED)}
+    return [int(part.removesuffix(_ENDED)) for part in parts], ended
 
 
-def _by_turns(choices: tuple[ChoiceResult, ...]) -> Iterator[tuple[int, ChoiceResult]]:
-    """(token's place in its choice, the choice): the choices' tokens side by side, as they were made."""
-    longest = max((len(choice.token_ids) for choice in choices), default=0)
-    for index in range(longest):
-        for choice in choices:
-            if index < len(choice.token_ids):
-                yield index, choice
+def _without(chunk: Chunk, seen: int) -> Chunk:
+    """The chunk from its token `seen` on: a subscriber may begin inside it, and chunks may be cut anew after the server
+    lost its last moments.
+    """
+    told = chunk.text_ends[seen - 1] if seen <= len(chunk.text_ends) else 0
+    return msgspec.structs.replace(
+        chunk,
+        index=chunk.index + seen,
+        token_ids=chunk.token_ids[seen:],
+        text=chunk.text[told:],
+        logprobs=chunk.logprobs[seen:] if chunk.logprobs else None,
+        text_ends=tuple(end - told for end in chunk.text_ends[seen:]),
+    )

@@ -11,10 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from api_client.cursor import StreamCursor
+from api_client.cursor import StreamCursor, read_position
 from api_client.effects import Commands, Follow, Listen, LookUp, Program, Receive, RunScript, Sleep, Tell
 from api_client.errors import (
-    ConfigurationError,
     IdempotencyConflict,
     InvalidRequest,
     JobNotFound,
@@ -156,8 +155,8 @@ def cancel(view: QueueView, job_id: str) -> Program[str]:
 # ── waiting and following ──
 
 
-def follow(view: QueueView, job_id: str, starting_after: int, timeout: float | None) -> Program[None]:
-    """Tells every chunk after the first `starting_after` tokens once. `timeout`: the longest silence."""
+def follow(view: QueueView, job_id: str, starting_after: str | int, timeout: float | None) -> Program[None]:
+    """Tells every chunk behind the position `starting_after` once. `timeout`: the longest silence."""
     cursor = StreamCursor(job_id, starting_after)
     patience = Patience(view, job_id, timeout)
     told_by = functools.partial(_told_by, cursor)
@@ -184,9 +183,9 @@ def follow(view: QueueView, job_id: str, starting_after: int, timeout: float | N
 
 def _look_again(view: QueueView, cursor: StreamCursor, patience: Patience, *, was_silent: bool) -> Program[None]:
     """The messages do not say how it goes on: the log does."""
-    before = cursor.next_index
+    before = cursor.num_tokens
     yield from _catch_up(view, cursor, patience)
-    if was_silent and cursor.next_index > before:  # the log knew what nobody told us: the subscription is dead
+    if was_silent and cursor.num_tokens > before:  # the log had what no message told: the subscription is dead
         yield Listen(view.keys.chunks(cursor.job_id))
 
 
@@ -212,12 +211,9 @@ def _catch_up(view: QueueView, cursor: StreamCursor, patience: Patience) -> Prog
             ("XRANGE", keys.log(cursor.job_id), start, "+", "COUNT", LOG_PAGE),
             ("HMGET", keys.job(cursor.job_id), *FIELDS),
         )
-        for chunk in cursor.accept_log(read_log(entries, cursor.next_index)):
+        for chunk in cursor.accept_log(read_log(entries, cursor.has)):
             yield Tell(chunk)
             patience.progress()
-        if cursor.is_torn:
-            start = cursor.log_start
-            continue
         if len(entries) == LOG_PAGE:
             start = b"(" + entries[-1][0]
             continue
@@ -293,7 +289,7 @@ def _result_now(view: QueueView, job_id: str, patience: Patience) -> Program[Job
     return result
 
 
-def check_starting_after(value: int) -> int:
-    if value < 0:
-        raise ConfigurationError(f"starting_after is a number of tokens, not {value}")
+def check_starting_after(value: str | int) -> str | int:
+    """Raises ConfigurationError."""
+    read_position(value)
     return value

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Final
 
 import msgspec
@@ -122,7 +123,7 @@ def read_record(job_id: str, values: Any, last: Any = ()) -> Record | None:
 
 
 def _end_of(last: Any) -> int:
-    """Of a log, by its last entry."""
+    """The number of a log's last entry; with one choice, how many tokens the log has."""
     if isinstance(last, Exception) or not last:
         return 0
     return int(last[0][0].partition(b"-")[0])
@@ -204,23 +205,27 @@ def is_wrong_type(reply: object) -> bool:
     return isinstance(reply, ResponseError) and "WRONGTYPE" in str(reply)
 
 
-def read_log(entries: Sequence[tuple[bytes, Mapping[bytes, bytes]]], so_far: int = 0) -> list[Chunk]:
-    """From the reply to XRANGE; `so_far` tokens are known before it. What is no chunk is somebody else's, and is passed
-    over where no token is missing for it. Raises UnreadableRecord.
+def read_log(
+    entries: Sequence[tuple[bytes, Mapping[bytes, bytes]]], have: Mapping[int, int] = MappingProxyType({})
+) -> list[Chunk]:
+    """From the reply to XRANGE. `have`: known tokens of each choice. An entry that is no chunk is passed over where no
+    token is missing for it. Raises UnreadableRecord.
     """
     chunks: list[Chunk] = []
+    ends = dict(have)
     has_other = False
     for _, fields in entries:
         chunk = _chunk_of(fields)
         if chunk is None:
             has_other = True
             continue
+        so_far = ends.get(chunk.choice, 0)
         if has_other and chunk.index > so_far:
             raise UnreadableRecord(
                 f"the job's log cannot be read by this version: what follows token {so_far} is no chunk"
             )
         chunks.append(chunk)
-        so_far = max(so_far, chunk.end)
+        ends[chunk.choice] = max(so_far, chunk.end)
     return chunks
 
 

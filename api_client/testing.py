@@ -153,7 +153,7 @@ class InMemoryQueue:
         for packed in self._redis.zrange(self._keys.ended, 0, -1):
             job_id = packed.decode()
             state = JobStatus(self._redis.hget(self._keys.job(job_id), "state").decode())
-            self._finish(JobResult(job_id=job_id, status=state, finished_ms=_now_ms()), index=0)
+            self._finish(JobResult(job_id=job_id, status=state, finished_ms=_now_ms()))
 
     async def _perform(self, request: JobRequest) -> None:
         self.requests.append(request)
@@ -163,7 +163,7 @@ class InMemoryQueue:
             if self._is_over_time(request):
                 break
             publishes = "1" if request.stream else "0"
-            if self._play("append", request.job_id, str(chunk.end), encode(chunk), publishes):
+            if self._play("append", request.job_id, str(performance.told), encode(chunk), publishes):
                 performance.cancel()
                 break
             if performance.is_held:
@@ -171,7 +171,7 @@ class InMemoryQueue:
             await asyncio.sleep(performance.answer.pause_s)
         if self._is_over_time(request):
             performance.expire()
-        self._finish(performance.result(_now_ms()), performance.told)
+        self._finish(performance.result(_now_ms()), request.params.n)
 
     async def _until_open(self, job_id: str, performance: Performance) -> None:
         """Until `release`, or until somebody cancels the job."""
@@ -189,8 +189,8 @@ class InMemoryQueue:
     def _is_over_time(self, request: JobRequest) -> bool:
         return request.deadline_ms is not None and request.deadline_ms <= _now_ms()
 
-    def _finish(self, result: JobResult, index: int) -> None:
-        last = Performance.last_chunk(result, index)
+    def _finish(self, result: JobResult, num_choices: int = 1) -> None:
+        last = Performance.last_chunk(result, num_choices)
         self._play("finish", result.job_id, result.status.value, encode(result), encode(last))
 
     def _play(self, *arguments: str | bytes) -> Any:

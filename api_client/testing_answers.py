@@ -67,11 +67,12 @@ class Performance:
                 is_end = place == len(self._words) - 1
                 chunk = Chunk(
                     job_id=self._request.job_id,
-                    index=self.told,
+                    index=place,
                     token_ids=(place,),
                     text=word,
                     choice=choice,
                     finish_reason=self._reason if is_end else None,
+                    n=self._request.params.n,
                 )
                 self.told += 1
                 yield chunk
@@ -96,23 +97,19 @@ class Performance:
             started_ms=self._started_ms,
             finished_ms=now_ms,
             metadata=request.metadata,
-            order=self._order(),
         )
 
     @staticmethod
-    def last_chunk(result: JobResult, index: int) -> Chunk:
+    def last_chunk(result: JobResult, num_choices: int = 1) -> Chunk:
         return Chunk(
             job_id=result.job_id,
-            index=index,
+            index=len(result.token_ids),
             finish_reason=result.finish_reason,
             status=result.status,
             usage=result.usage,
             error=result.error,
+            n=num_choices,
         )
-
-    def _order(self) -> tuple[int, ...]:
-        several = self._request.params.n > 1 and self._words
-        return tuple(place // len(self._words) for place in range(self.told)) if several else ()
 
     def _choices(self) -> Iterator[ChoiceResult]:
         left = self.told

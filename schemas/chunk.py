@@ -9,10 +9,10 @@ from schemas.result import JobError, JobStatus, Usage
 class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """One or more consecutive tokens of one choice; a chunk per token while streaming.
 
-    `index` is the number of tokens of this job (all choices together) before this chunk, so a reader
-    that has seen `index + len(token_ids)` tokens needs exactly the chunk that starts there. `text` may
-    be empty (half a character, or the possible beginning of a stop string is held back).
-    The last chunk of a job has `status` set: it carries the usage, the error, and possibly no token.
+    `index` is the number of tokens of this choice before this chunk, so a reader keeps one number per choice.
+    `text` may be empty (half a character, or the possible beginning of a stop string is held back).
+    The last chunk of a job has `status` set: it carries the usage, the error, and no token. With several choices each
+    tells its own end before it, in a chunk with `finish_reason`.
     """
 
     job_id: str
@@ -27,12 +27,19 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fa
     usage: Usage | None = None
     error: JobError | None = None
     text_ends: tuple[int, ...] = ()  # of several tokens: len(text) after each, so that a reader may begin between them
-    place: int | None = None  # where there are several choices: tokens of this one before the chunk
+    place: int | None = None  # read only, from workers before `n`: what `index` is now (theirs counted all choices)
+    n: int = 1  # how many choices the job has
+    after: str = ""  # never sent: set by a reader of several choices; see `position`
 
     @property
     def end(self) -> int:
-        """The index that the next chunk will have."""
+        """The index that the next chunk of this choice will have."""
         return self.index + len(self.token_ids)
+
+    @property
+    def position(self) -> str:
+        """Where a reader stands that has this chunk and those before it: the `starting_after` to go on from."""
+        return self.after or str(self.end)
 
     @property
     def is_last(self) -> bool:

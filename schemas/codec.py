@@ -76,8 +76,11 @@ def decode_result(data: bytes) -> JobResult:
 
 
 def decode_chunk(data: bytes) -> Chunk:
-    """Raises DecodeError."""
-    return _decode(_chunk_decoder, data, "chunk")
+    """Raises DecodeError. A chunk of a worker before `Chunk.n` is rewritten: its index counted all choices together."""
+    chunk = _decode(_chunk_decoder, data, "chunk")
+    if chunk.place is None:
+        return chunk
+    return msgspec.structs.replace(chunk, index=chunk.place, place=None, n=max(2, chunk.n, chunk.choice + 1))
 
 
 def decode_control(data: bytes) -> ControlMessage:

@@ -7,7 +7,7 @@ so that each script touches one slot of a cluster.
 | `tm:{q}:jobs:<class>:<tenant>` | stream, group `workers` | the same | the same: a named tenant's own lane |
 | `tm:{q}:lanes:<class>` | sorted set tenant → served cost | submit, claim | while a lane has undelivered entries |
 | `tm:{q}:job:<id>` | hash | scripts only | alive: until finish; then result TTL |
-| `tm:{q}:log:<id>` | stream, entry id `<end>-0` | append | deleted by finish; TTL meanwhile |
+| `tm:{q}:log:<id>` | stream, entry id `<tokens so far>-0` | append | deleted by finish; TTL meanwhile |
 | `tm:{q}:chunks:<id>` | pub/sub channel | append, finish, cancel | – |
 | `tm:{q}:idem:<tenant>:<key>` | fingerprint, space, job id | submit, finish | until finish; then idempotency TTL |
 | `tm:{q}:worker:<id>` | string | heartbeat | TTL = lease |

@@ -76,7 +76,7 @@ class JobResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     finished_ms: int = 0
     metadata: dict[str, str] = {}
     v: int = 1
-    order: tuple[int, ...] = ()  # of several choices: which one each token belongs to, as they were told
+    order: tuple[int, ...] = ()  # read only, from workers before `Chunk.n`; nobody needs it
 
     @property
     def text(self) -> str:

@@ -40,6 +40,7 @@ class Delivery:
     attempt: int
     alone: bool = False  # suspected of crashing the engine: to be run by itself
     is_redriven: bool = False  # it was dead before: its deadline counts no more
+    log_end: int = 0  # the number of the log's last entry; see Append
 
     @property
     def request_id(self) -> str:
@@ -71,11 +72,21 @@ class Admitted:
 
 
 class Append(msgspec.Struct, frozen=True, gc=False):  # one for every token: a dataclass takes ten times as long to make
-    """One chunk to log and publish, under a fencing token. `checkpoint` chunks are logged, not published."""
+    """One chunk to log and publish, under a fencing token. `checkpoint` chunks are logged, not published.
+
+    `start` is the number of the log entry before it, 0 at the log's beginning. An entry's number grows by the chunk's
+    tokens, or by one for a chunk that only ends a choice: with one choice it is the number of tokens that the log has.
+    """
 
     token: int
     chunk: Chunk
+    start: int
     checkpoint: bool = False
+
+    @property
+    def end(self) -> int:
+        """The number of its own entry."""
+        return self.start + (len(self.chunk.token_ids) or 1)
 
 
 class AppendReply(StrEnum):
@@ -86,8 +97,8 @@ class AppendReply(StrEnum):
     GAP = "gap"  # the log is shorter than this worker believed (Redis lost its tail): send again from its end
 
 
-# What became of the chunks of one call that are not simply logged, by place in it, with the log's end index after the
-# call. As a rule there are none, and nothing is said of each.
+# What became of the chunks of one call that are not simply logged, by place in it, with the number of the log's last
+# entry after the call. As a rule there are none, and nothing is said of each.
 Exceptions: TypeAlias = Mapping[int, tuple[AppendReply, int]]
 
 

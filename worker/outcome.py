@@ -46,7 +46,6 @@ def conclude(
         started_ms=delivery.started_ms,
         finished_ms=now_ms,
         metadata=request.metadata if request is not None else {},
-        order=answer.told_order if answer is not None else (),
     )
     return Finished(delivery.token, result, _final_chunk(result, answer), request)
 
@@ -67,11 +66,12 @@ def _usage(delivery: Delivery, answer: Answer | None, now_ms: int) -> Usage:
 def _final_chunk(result: JobResult, answer: Answer | None) -> Chunk:
     return Chunk(
         job_id=result.job_id,
-        index=answer.num_tokens if answer is not None else 0,
+        index=answer.choices[0].num_tokens if answer is not None else 0,
         text=answer.rest if answer is not None else "",
         finish_reason=result.finish_reason,
         attempt=result.attempt,
         status=result.status,
         usage=result.usage,
         error=result.error,
+        n=len(answer.choices) if answer is not None else 1,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import typer
+from msgspec import to_builtins
 
 from api_client.cli.output import complain, emit, err, say, seconds
 from api_client.client import Client
@@ -15,7 +16,7 @@ def follow(
     client: Client,
     job_id: str,
     *,
-    starting_after: int = 0,
+    starting_after: str = "0",
     quiet: bool = False,
     as_json: bool = False,
     timeout: float | None = None,
@@ -33,13 +34,13 @@ def follow(
         raise typer.Exit(130) from None
 
 
-def _stream(client: Client, job_id: str, starting_after: int, as_json: bool, timeout: float | None) -> None:
+def _stream(client: Client, job_id: str, starting_after: str, as_json: bool, timeout: float | None) -> None:
     choice: int | None = None  # of the last text
     for chunk in client.stream(job_id, starting_after=starting_after, timeout=timeout):
         if as_json:
-            emit(chunk, line=True)
+            emit(to_builtins(chunk) | {"position": chunk.position}, line=True)
         elif chunk.text:
-            if chunk.choice != choice and (chunk.choice or choice is not None or chunk.place is not None):
+            if chunk.choice != choice and (chunk.choice or choice is not None or chunk.n > 1):
                 say(("" if choice is None else "\n") + f"[{chunk.choice}] ")
             choice = chunk.choice
             say(chunk.text)

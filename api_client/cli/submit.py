@@ -143,7 +143,7 @@ def tail(
     target: Target,
     job: Job,
     *,
-    starting_after: Annotated[int, typer.Option(help="Tokens that you have already.", min=0)] = 0,
+    starting_after: Annotated[str, typer.Option(help="Position of the last chunk that you have.")] = "0",
     timeout: Annotated[float | None, typer.Option(help="Longest silence in seconds.", min=0)] = None,
     json: Json = False,
 ) -> None:

@@ -33,7 +33,7 @@ if move == 'take' then  -- [5] worker; reply: the request, or nothing
   return job[6]
 end
 
-if move == 'append' then  -- [5] the log's end after it [6] chunk [7] publish?; reply: is it to be cancelled?
+if move == 'append' then  -- [5] the entry's number in the log [6] chunk [7] publish?; reply: is it to be cancelled?
   redis.call('XADD', log_key(id), whole(stop) .. '-0', 'chunk', ARGV[6])
   if ARGV[7] == '1' then publish_chunk(id, ARGV[6]) end
   return job[7] and 1 or 0

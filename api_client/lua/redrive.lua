@@ -30,9 +30,6 @@ for _, entry in ipairs(entries) do
       redis.call('PERSIST', key)
       if job[7] then redis.call('PERSIST', idem_key(job[7])) end
       redis.call('DEL', log_key(id))
-      for _, field in ipairs(redis.call('HKEYS', key)) do  -- what the log told of its choices is gone with it
-        if string.sub(field, 1, 6) == 'ended:' then redis.call('HDEL', key, field) end
-      end
       count_queued(class_of(job[3]), 1, number(job[5], 0))
       enter_lane(id, class_of(job[3]), job[4] or '')
       revived[#revived + 1] = id

@@ -2,9 +2,9 @@
 
     python -m ops.examples.fastapi_app        # http://127.0.0.1:8000, for the worker of `tokenmill dev`
 
-It needs FastAPI, uvicorn and tokenmill with the extra `sql`, and nothing of the worker. An event's id is the number
-of tokens that its reader has then, so a browser that reconnects (Last-Event-ID) goes on where it was, on any of your
-servers. Who the user is stands in one function, `current_user`: put your own login there. Each user is a tenant of the
+It needs FastAPI, uvicorn and tokenmill with the extra `sql`, and nothing of the worker. An event's id is its chunk's
+position, so a browser that reconnects (Last-Event-ID) goes on where it was, on any of your servers.
+Who the user is stands in one function, `current_user`: put your own login there. Each user is a tenant of the
 queue: they share it fairly, and nobody sees another's jobs.
 """
 
@@ -40,6 +40,7 @@ from api_client import (
     ResultTimeout,
     TokenmillError,
 )
+from api_client.cursor import read_position
 from api_client.errors import IdempotencyConflict
 from api_client.sql import SqlResults
 from schemas import Chunk
@@ -97,6 +98,18 @@ async def own_job(job_id: str, parts: Parts, user: User) -> str:
 OwnJob = Annotated[str, Depends(own_job)]
 
 
+def seen_position(last_event_id: Annotated[str, Header()] = "0") -> str:
+    """Where the browser says it is; what is no position is refused before the response begins."""
+    try:
+        read_position(last_event_id)
+    except ConfigurationError as error:
+        raise HTTPException(422, str(error)) from error
+    return last_event_id
+
+
+Position = Annotated[str, Depends(seen_position)]
+
+
 def add_job_routes(app: FastAPI) -> None:
     @app.post("/api/jobs", status_code=201)
     async def submit(
@@ -126,17 +139,15 @@ def add_job_routes(app: FastAPI) -> None:
         return {"outcome": await parts.jobs.cancel(job)}
 
     @app.get("/api/jobs/{job_id}/events", response_class=EventSourceResponse)
-    async def events(
-        job: OwnJob, parts: Parts, last_event_id: Annotated[int, Header(ge=0)] = 0
-    ) -> AsyncIterator[ServerSentEvent]:
+    async def events(job: OwnJob, parts: Parts, position: Position) -> AsyncIterator[ServerSentEvent]:
         """Goes on by itself when the queue comes back; a browser that lost us comes back with the id that it has."""
-        told, is_over = last_event_id, False
+        is_over = False
         while not is_over:
             try:
-                stream = parts.jobs.stream(job, starting_after=told, timeout=SILENCE_S)
+                stream = parts.jobs.stream(job, starting_after=position, timeout=SILENCE_S)
                 async with contextlib.aclosing(stream):
                     async for chunk in stream:
-                        told, is_over = chunk.end, chunk.is_last
+                        position, is_over = chunk.position, chunk.is_last
                         yield as_event(chunk)
             except ResultTimeout:  # it waits for its turn: the queue was reached, or the next try finds that it is not
                 yield ServerSentEvent(event="notice", data="")
@@ -147,12 +158,13 @@ def add_job_routes(app: FastAPI) -> None:
 
 def as_event(chunk: Chunk) -> ServerSentEvent:
     if not chunk.is_last:
-        return ServerSentEvent(event="token", id=str(chunk.end), data=chunk.text, retry=1_000)
+        data = {"text": chunk.text, "tokens": len(chunk.token_ids)}
+        return ServerSentEvent(event="token", id=chunk.position, data=data, retry=1_000)
     end = {
         "text": chunk.text, "status": chunk.status, "finish_reason": chunk.finish_reason,
         "usage": to_builtins(chunk.usage), "error": to_builtins(chunk.error),
     }  # fmt: skip
-    return ServerSentEvent(event="end", id=str(chunk.end), data=end)
+    return ServerSentEvent(event="end", id=chunk.position, data=end)
 
 
 def add_record_routes(app: FastAPI) -> None:

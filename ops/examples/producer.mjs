@@ -46,8 +46,8 @@ export class Producer {
     return String(outcome); // cancelled, cancelling, the state it ended in, or unknown
   }
 
-  /** Every chunk once and in order, to the last one, which has a status. `index`: tokens that you have already. */
-  async *stream(job, index = 0) {
+  /** Every chunk once and in order, to the last one, which has a status. `has`: tokens of each choice that you have. */
+  async *stream(job, has = []) {
     const messages = new Mailbox();
     const subscriber = this.redis.duplicate();
     subscriber.on("error", () => {});
@@ -55,11 +55,11 @@ export class Producer {
     subscriber.on("ready", () => messages.put(null)); // a new connection: something may have been missed
     try {
       await subscriber.subscribe(`${this.base}chunks:${job}`); // first listen, then read: nothing falls between
-      const reader = new Reader(index);
+      const reader = new Reader(has);
       yield* this.#catchUp(job, reader);
       while (!reader.isOver) {
         const chunk = await messages.take(SILENCE_MS);
-        if (chunk !== null && chunk.index <= reader.index) yield* reader.accept(chunk);
+        if (chunk !== null && !reader.lacks(chunk)) yield* reader.accept(chunk);
         else yield* this.#catchUp(job, reader); // a gap, a silence, or a new connection
       }
     } finally {
@@ -69,11 +69,17 @@ export class Producer {
 
   /** What the log has beyond the reader; when the job is over, the rest from its result. */
   async *#catchUp(job, reader) {
+    let start = "-";
     while (!reader.isOver) {
-      const start = reader.index ? `${reader.index}-0` : "-";
       const entries = await this.redis.xrangeBuffer(`${this.base}log:${job}`, start, "+", "COUNT", PAGE);
-      for (const [, fields] of entries) yield* reader.accept(decode(fields[1]), true);
-      if (entries.length === PAGE) continue;
+      for (const [, fields] of entries) {
+        const chunk = decode(fields[1]);
+        if (!reader.lacks(chunk)) yield* reader.accept(chunk);
+      }
+      if (entries.length === PAGE) {
+        start = `(${entries[PAGE - 1][0]}`;
+        continue;
+      }
       const ended = await this.#outcome(job);
       if (ended !== null) yield* reader.finish(ended);
       return;
@@ -119,42 +125,52 @@ function script(folder, name) {
   }
 }
 
-/** Where one reader stands: `index` tokens have been told, all choices together. */
+/** Where one reader stands: how many tokens of each choice it has, and of which choices it has the end. */
 class Reader {
   isOver = false;
-  #ended = new Set(); // choices whose end was told
+  #ended = new Set();
+  #choices = 1;
 
-  constructor(index) { this.index = index; }
+  constructor(has) { this.has = [...has]; }
 
-  *accept(chunk, fromLog = false) {
-    const ids = chunk.token_ids ?? [];
+  #has(choice) { return this.has[choice] ?? 0; }
+
+  /** Is something before this chunk missing? Of several choices each tells its end before the job's last chunk. */
+  lacks({ index, choice = 0, status, n = 1 }) {
+    this.#choices = Math.max(this.#choices, n);
+    if (status !== undefined && this.#choices > 1) return this.#ended.size < this.#choices;
+    return index > this.#has(choice);
+  }
+
+  *accept(chunk) {
+    const { index, choice = 0, token_ids: ids = [] } = chunk;
     if (this.isOver) return;
-    if (fromLog && chunk.index > this.index) this.index = chunk.index; // the log has lost its beginning
-    const told = this.index - chunk.index;
-    if (told > 0 && told < ids.length) { // the reader begins inside a checkpoint, or a gathered chunk
-      yield* this.accept(without(told, chunk));
+    const seen = this.#has(choice) - index;
+    if (seen > 0 && seen < ids.length) { // the reader begins inside a checkpoint, or a gathered chunk
+      yield* this.accept(without(seen, chunk));
       return;
     }
     if (chunk.status !== undefined) this.isOver = true;
-    else if (ids.length === 0 && this.#ended.has(chunk.choice ?? 0)) return;
-    else if (ids.length > 0 && chunk.index + ids.length <= this.index) return; // told before
-    if (chunk.finish_reason !== undefined) this.#ended.add(chunk.choice ?? 0);
-    this.index = Math.max(this.index, chunk.index + ids.length);
+    else if (ids.length === 0 ? this.#ended.has(choice) : seen > 0) return; // told before
+    if (chunk.finish_reason !== undefined) this.#ended.add(choice);
+    if (ids.length > 0) this.has[choice] = index + ids.length;
     yield chunk;
   }
 
-  /** The rest from the result. A lone choice's tokens are told one by one: text_ends[i] is how many characters there
-   * are after token i. Of several choices only the end is told: they are in the result. */
+  /** The rest from the result, choice by choice: text_ends[i] is how many characters there are after token i. */
   *finish({ choices = [], status, usage, error }) {
-    const { token_ids = [], text_ends = [], text = "", finish_reason } = choices[0] ?? {};
-    const letters = [...text]; // a character is a code point, as in Python
-    let told = this.index ? text_ends[this.index - 1] ?? letters.length : 0;
-    for (let place = this.index; choices.length === 1 && place < token_ids.length; place++) {
-      yield* this.accept({ index: place, token_ids: [token_ids[place]], text: letters.slice(told, text_ends[place]).join("") });
-      told = text_ends[place];
+    const n = choices.length;
+    for (const { index: choice = 0, token_ids = [], text_ends = [], text = "", finish_reason } of choices) {
+      const letters = [...text]; // a character is a code point, as in Python
+      const piece = (start, end) => letters.slice(start, end).join("");
+      for (let i = this.#has(choice); i < token_ids.length; i++) {
+        yield* this.accept({ index: i, choice, n, token_ids: [token_ids[i]], text: piece(text_ends[i - 1] ?? 0, text_ends[i]) });
+      }
+      const rest = { index: token_ids.length, text: piece(text_ends.at(-1) ?? 0), finish_reason };
+      if (n === 1) yield* this.accept({ ...rest, status, usage, error });
+      else yield* this.accept({ ...rest, choice, n });
     }
-    const rest = choices.length === 1 ? letters.slice(told).join("") : "";
-    yield* this.accept({ index: this.index, text: rest, finish_reason, status, usage, error });
+    yield* this.accept({ index: this.#has(0), status, usage, error });
   }
 }
 
@@ -246,7 +262,7 @@ async function main() {
   const job = values.stream ?? (await producer.submit(request));
   const say = (kind, value) => values.json && console.log(JSON.stringify({ [kind]: value }));
   say("job", job);
-  for await (const chunk of producer.stream(job, startingAfter)) {
+  for await (const chunk of producer.stream(job, [startingAfter])) {
     say("chunk", chunk);
     if (!values.json) process.stdout.write(chunk.text ?? "");
   }

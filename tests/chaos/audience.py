@@ -46,7 +46,7 @@ async def listen(
     while not told.ended:
         left = leave_after() if leave_after is not None else 1 << 60
         try:
-            stream = client.stream(job, starting_after=told.num_tokens)
+            stream = client.stream(job, starting_after=told.position)
             try:
                 async for chunk in stream:
                     told.hear(chunk)
@@ -64,7 +64,7 @@ def listen_in_a_thread(client: Client, job: str, told: Told) -> None:
     """As `listen`, by the client that has a connection per stream."""
     while not told.ended:
         try:
-            for chunk in client.stream(job, starting_after=told.num_tokens):
+            for chunk in client.stream(job, starting_after=told.position):
                 told.hear(chunk)
         except QueueUnavailable:
             pass

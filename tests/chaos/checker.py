@@ -37,6 +37,7 @@ class Told:
     texts: dict[int, str] = field(default_factory=lambda: collections.defaultdict(str))
     problems: list[str] = field(default_factory=list)
     status: str = ""
+    position: str = "0"
 
     @property
     def num_tokens(self) -> int:
@@ -58,8 +59,10 @@ class Told:
     def hear(self, chunk: Any) -> None:
         if self.ended:
             self.problems.append("a chunk after the last one")
-        if chunk.index != self.num_tokens:
-            self.problems.append(f"a chunk at {chunk.index} after {self.num_tokens} tokens")
+        had = len(self.choices[chunk.choice])
+        if chunk.index != had:
+            self.problems.append(f"a chunk at {chunk.index} of choice {chunk.choice} after {had} tokens")
+        self.position = chunk.position
         self.choices[chunk.choice] += chunk.token_ids
         self.texts[chunk.choice] += chunk.text
         self.status = str(chunk.status.value) if chunk.status is not None else ""

@@ -25,7 +25,7 @@ class Witness:
         self.num_heard = 0
         self._client = redis.asyncio.Redis.from_url(url)
         self._pattern = f"tm:{{{queue}}}:chunks:*"
-        self._tokens: Counter[tuple[str, int]] = Counter()
+        self._tokens: Counter[tuple[str, int, int]] = Counter()
         self._ends: Counter[str] = Counter()
 
     async def run(self) -> None:
@@ -44,13 +44,13 @@ class Witness:
         if chunk.get("status"):
             self._ends[job] += 1
         for place in range(len(chunk.get("token_ids", ()))):
-            self._tokens[job, chunk["index"] + place] += 1
+            self._tokens[job, chunk.get("choice", 0), chunk["index"] + place] += 1
 
     def violations(self, states: dict[str, str]) -> list[Violation]:
         """A job that was ended while it waited says so at once, and again when it is recorded."""
         found = [
-            Violation("duplicate", f"token {index} of job {job} was published {count} times")
-            for (job, index), count in self._tokens.items()
+            Violation("duplicate", f"token {index} of choice {choice} of job {job} was published {count} times")
+            for (job, choice, index), count in self._tokens.items()
             if count > 1
         ]
         for job, count in self._ends.items():

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from typing import Any
 
 import msgspec
 import pytest
@@ -9,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from api_client.cursor import StreamCursor
+from api_client.errors import ConfigurationError
 from schemas.chunk import Chunk
+from schemas.codec import decode_chunk, encode
 from schemas.generation import FinishReason
 from schemas.result import ChoiceResult, JobResult, JobStatus, Usage
 
@@ -61,7 +64,7 @@ def test_every_token_once_however_messages_arrive(
         accepted = cursor.accept(message)
         if accepted is None:  # a gap: the log has everything up to this message
             logged = [chunk for chunk in chunks if chunk.end <= message.end]
-            told += cursor.accept_log(logged[rng.randint(0, len([c for c in logged if c.end <= cursor.next_index])) :])
+            told += cursor.accept_log(logged[rng.randint(0, len([c for c in logged if c.end <= cursor.num_tokens])) :])
             accepted = cursor.accept(message)
         assert accepted is not None
         told += accepted
@@ -87,30 +90,30 @@ def test_starting_after_tells_exactly_the_rest(num_tokens: int, after: int, is_o
         told = [*cursor.accept_log(cut(num_tokens, list(range(num_tokens)))), *(cursor.accept(last(num_tokens)) or [])]
     assert told_of(told)[0] == list(range(after, num_tokens))
     if is_over:
-        assert told_of(told)[1] == words(min(after, num_tokens), num_tokens) + "!"
+        assert told_of(told)[1] == ("" if after > num_tokens else words(after, num_tokens) + "!")
 
 
 def test_a_message_beyond_the_cursor_waits_for_the_log() -> None:
     cursor = StreamCursor(JOB)
     assert cursor.accept(Chunk(job_id=JOB, index=2, token_ids=(2,))) is None
     assert cursor.accept(last(3)) is None
-    assert cursor.next_index == 0
+    assert cursor.num_tokens == 0
 
 
 def test_chunks_cut_anew_after_a_loss_are_trimmed_to_what_is_new() -> None:
     """The server forgot the last two chunks; the worker sends the same tokens again in one piece."""
     cursor = StreamCursor(JOB)
     told = list(cursor.accept_log(cut(4, [1, 2, 3])))
-    again = Chunk(job_id=JOB, index=2, token_ids=(2, 3, 4, 5), text=words(2, 6))
+    again = Chunk(job_id=JOB, index=2, token_ids=(2, 3, 4, 5), text=words(2, 6), text_ends=(3, 6, 9, 12))
     told += cursor.accept(again) or []
     assert told_of(told) == (list(range(6)), words(0, 6))
     assert cursor.accept(again) == []
 
 
-def test_a_log_that_lost_its_beginning_does_not_stop_a_late_reader() -> None:
+def test_what_a_log_without_its_beginning_lacks_is_told_by_the_result() -> None:
     cursor = StreamCursor(JOB)
-    told = list(cursor.accept_log(cut(5, [1, 2, 3, 4])[3:]))
-    assert told_of(told)[0] == [3, 4]
+    assert list(cursor.accept_log(cut(5, [1, 2, 3, 4])[3:])) == []
+    assert told_of(list(cursor.accept_result(result_of(5)))) == (list(range(5)), words(0, 5) + "!")
 
 
 def two_choices() -> JobResult:
@@ -127,10 +130,10 @@ def two_choices() -> JobResult:
 @pytest.mark.parametrize("seen", range(5))
 def test_several_choices_are_told_once_each_wherever_the_log_ended(seen: int) -> None:
     live = [
-        Chunk(job_id=JOB, index=0, choice=1, token_ids=(10,), text="b0"),
-        Chunk(job_id=JOB, index=1, choice=1, token_ids=(11,), text="b1", finish_reason=FinishReason.STOP),
-        Chunk(job_id=JOB, index=2, choice=0, token_ids=(0,), text="a0"),
-        Chunk(job_id=JOB, index=3, choice=0, token_ids=(1,), text="a1"),
+        Chunk(job_id=JOB, index=0, choice=1, token_ids=(10,), text="b0", n=2),
+        Chunk(job_id=JOB, index=1, choice=1, token_ids=(11,), text="b1", finish_reason=FinishReason.STOP, n=2),
+        Chunk(job_id=JOB, index=0, choice=0, token_ids=(0,), text="a0", n=2),
+        Chunk(job_id=JOB, index=1, choice=0, token_ids=(1,), text="a1", n=2),
     ][:seen]
     cursor = StreamCursor(JOB)
     told = [*cursor.accept_log(live), *cursor.accept_result(two_choices())]
@@ -138,15 +141,17 @@ def test_several_choices_are_told_once_each_wherever_the_log_ended(seen: int) ->
         mine = [chunk for chunk in told if chunk.choice == i and chunk.status is None]
         assert told_of(mine) == ([10 * i, 10 * i + 1], text)
         assert [chunk.finish_reason for chunk in mine if chunk.finish_reason] == [FinishReason.STOP]
-    assert [chunk.index for chunk in told if chunk.token_ids] == [0, 1, 2, 3]
+        assert [chunk.index for chunk in mine if chunk.token_ids] == [0, 1]
 
 
 def test_the_end_of_a_choice_without_a_token_is_told_once() -> None:
     cursor = StreamCursor(JOB)
-    list(cursor.accept_log([Chunk(job_id=JOB, index=0, token_ids=(1,), text="x")]))
-    end = Chunk(job_id=JOB, index=1, text="rest", finish_reason=FinishReason.CANCELLED)
-    assert cursor.accept(end) == [end]
+    list(cursor.accept_log([Chunk(job_id=JOB, index=0, choice=1, token_ids=(1,), text="x", n=2)]))
+    end = Chunk(job_id=JOB, index=1, choice=1, text="rest", finish_reason=FinishReason.CANCELLED, n=2)
+    (told,) = cursor.accept(end) or [end]
+    assert (told.text, told.position) == ("rest", "0.1e")
     assert cursor.accept(end) == []
+    assert StreamCursor(JOB, told.position).accept(end) == []
 
 
 def test_after_the_end_there_is_nothing() -> None:
@@ -156,28 +161,8 @@ def test_after_the_end_there_is_nothing() -> None:
     assert list(cursor.accept_result(result_of(2))) == []
 
 
-@given(st.lists(st.integers(0, 2), min_size=1, max_size=30), st.integers(0, 30))
-def test_who_hangs_up_among_several_choices_gets_the_rest_from_the_result(order: list[int], left_at: int) -> None:
-    """The log is gone by then: only the result can say in which order its choices' tokens were told."""
-    tokens: list[list[int]] = [[], [], []]
-    heard: list[list[int]] = [[], [], []]
-    for index, choice in enumerate(order):
-        tokens[choice].append(index)
-        if index < left_at:
-            heard[choice].append(index)
-    choices = tuple(
-        ChoiceResult(index=i, text="x" * len(ids), token_ids=tuple(ids), text_ends=tuple(range(1, len(ids) + 1)))
-        for i, ids in enumerate(tokens)
-    )
-    result = JobResult(job_id=JOB, status=JobStatus.SUCCEEDED, choices=choices, order=tuple(order))
-    for chunk in StreamCursor(JOB, min(left_at, len(order))).accept_result(result):
-        heard[chunk.choice] += chunk.token_ids
-    assert heard == tokens
-
-
 @given(st.integers(2, 20), st.data())
-def test_who_begins_in_the_middle_of_a_checkpoint_gets_its_rest(num_tokens: int, data: st.DataObject) -> None:
-    """He has the beginning from a result in SQL, say, and takes it up from a log that was written in larger pieces."""
+def test_a_reader_that_begins_inside_a_checkpoint_gets_its_rest(num_tokens: int, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, num_tokens))
     borders = data.draw(st.lists(st.integers(0, 100)))
     ends = [len(words(0, i + 1)) for i in range(num_tokens)]
@@ -192,79 +177,146 @@ def test_who_begins_in_the_middle_of_a_checkpoint_gets_its_rest(num_tokens: int,
     assert [chunk.index for chunk in told[:1]] == ([start] if start < num_tokens else [])
 
 
-def one_by_one(order: list[int], from_index: int = 0) -> list[Chunk]:
-    """A chunk per token; a token is 100 times its choice and its place."""
-    places: dict[int, int] = {}
-    chunks = []
-    for index, choice in enumerate(order):
-        place = places.get(choice, 0)
-        places[choice] = place + 1
-        ids, text = (100 * choice + place,), words(place, place + 1)
-        chunks.append(Chunk(job_id=JOB, index=index, choice=choice, place=place, token_ids=ids, text=text))
-    return chunks[from_index:]
+LENGTHS = st.lists(st.integers(0, 12), min_size=2, max_size=4)
 
 
-@given(st.lists(st.integers(0, 2), min_size=1, max_size=24), st.randoms(use_true_random=False))
-def test_a_lost_end_may_be_made_again_in_another_order(order: list[int], rng: random.Random) -> None:
-    """The server lost what a reader was told; another worker makes the same tokens of several choices, as they come."""
-    told_until = rng.randint(0, len(order))
-    kept = rng.randint(0, told_until)
-    rest = order[kept:]
-    rng.shuffle(rest)
-    anew = one_by_one(order[:kept] + rest)
-    cursor = StreamCursor(JOB)
-    told = [told for chunk in one_by_one(order)[:told_until] for told in cursor.accept(chunk) or ()]
-    for message in anew[kept:]:
-        if rng.random() < 0.3:
-            continue
-        accepted = cursor.accept(message)
-        if accepted is None:
-            told += read_pages(cursor, anew[: message.end], rng.randint(1, 5))
-        told += accepted or []
-    told += read_pages(cursor, anew, 4)
-    result = JobResult(
-        job_id=JOB,
-        status=JobStatus.SUCCEEDED,
-        order=tuple(order[:kept] + rest),
-        choices=tuple(
-            ChoiceResult(
-                index=i,
-                text=words(0, order.count(i)),
-                token_ids=tuple(range(100 * i, 100 * i + order.count(i))),
-                text_ends=tuple(len(words(0, place + 1)) for place in range(order.count(i))),
-                finish_reason=FinishReason.STOP,
-            )
-            for i in range(3)
-        ),
+def answer_of_several(lengths: list[int]) -> JobResult:
+    """A token is 100 times its choice and its place; each choice held back a "!" to its end."""
+    choices = tuple(
+        ChoiceResult(
+            index=i,
+            text=words(100 * i, 100 * i + length) + "!",
+            token_ids=tuple(range(100 * i, 100 * i + length)),
+            text_ends=tuple(len(words(100 * i, 100 * i + place + 1)) for place in range(length)),
+            finish_reason=FinishReason.STOP,
+        )
+        for i, length in enumerate(lengths)
     )
-    told += cursor.accept_result(result)
+    return JobResult(job_id=JOB, status=JobStatus.SUCCEEDED, choices=choices)
+
+
+def logged(result: JobResult, log: list[Chunk], rng: random.Random) -> list[Chunk]:
+    """What a worker appends to this log, to its end: runs of any choice, in any order."""
+    has = {choice.index: 0 for choice in result.choices}
+    ended = {chunk.choice for chunk in log if chunk.finish_reason is not None}
+    for chunk in log:
+        has[chunk.choice] = chunk.end
+    chunks = []
+    while still := [choice for choice in result.choices if choice.index not in ended]:
+        choice = rng.choice(still)
+        start = has[choice.index]
+        stop = has[choice.index] = min(len(choice.token_ids), start + rng.choice((1, 1, 2, 3)))
+        is_end = start == len(choice.token_ids)
+        ids = choice.token_ids[start:stop]
+        chunk = Chunk(
+            job_id=JOB,
+            index=start,
+            choice=choice.index,
+            token_ids=ids,
+            text="!" if is_end else words(ids[0], ids[-1] + 1),
+            text_ends=tuple(len(words(ids[0], token + 1)) for token in ids) if len(ids) > 1 else (),
+            finish_reason=FinishReason.STOP if is_end else None,
+            n=len(result.choices),
+        )
+        if is_end:
+            ended.add(choice.index)
+        chunks.append(chunk)
+    return chunks
+
+
+class Reader:
+    """Misses messages, and hangs up and comes back with its position."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.cursor = StreamCursor(JOB)
+        self.told: list[Chunk] = []
+        self._rng = rng
+
+    def hear(self, message: Chunk, log: list[Chunk]) -> None:
+        """`log` is what the log has when the message comes."""
+        if self._rng.random() < 0.2:
+            self.cursor = StreamCursor(JOB, self.told[-1].position if self.told else 0)
+        if self._rng.random() < 0.3:
+            return
+        accepted = self.cursor.accept(message)
+        if accepted is None:
+            assert self.cursor.log_start == "-"
+            accepted = list(self.cursor.accept_log(log))
+        self.told += accepted
+
+
+@given(LENGTHS, st.randoms(use_true_random=False), st.booleans())
+def test_each_choice_is_told_once_whatever_the_server_lost_and_whoever_appends_again(
+    lengths: list[int], rng: random.Random, ends_in_result: bool
+) -> None:
+    result = answer_of_several(lengths)
+    reader, log = Reader(rng), list[Chunk]()
+    for _ in range(rng.randint(0, 3)):  # workers, after each of which the server lost the log's tail
+        made = logged(result, log, rng)
+        for chunk in made[: rng.randint(0, len(made))]:
+            log.append(chunk)
+            reader.hear(chunk, log)
+        del log[rng.randint(0, len(log)) :]
+    for chunk in logged(result, log, rng):
+        log.append(chunk)
+        reader.hear(chunk, log)
+    reader.cursor = StreamCursor(JOB, reader.told[-1].position if reader.told else 0)
+    end = Chunk(job_id=JOB, index=lengths[0], status=JobStatus.SUCCEEDED, n=len(lengths))
+    if not ends_in_result:
+        reader.told += reader.cursor.accept_log(log)
+    last_told = reader.cursor.accept(end)
+    assert ends_in_result or last_told is not None, "every choice has told its end"
+    reader.told += reader.cursor.accept_result(result) if last_told is None else last_told
     for choice in result.choices:
-        mine = [chunk for chunk in told if chunk.choice == choice.index and chunk.status is None]
+        mine = [chunk for chunk in reader.told if chunk.choice == choice.index and chunk.status is None]
         assert told_of(mine) == (list(choice.token_ids), choice.text)
-    assert [chunk.index for chunk in told if chunk.token_ids] == list(range(len(order)))
+        assert [chunk.finish_reason for chunk in mine if chunk.finish_reason] == [FinishReason.STOP]
+    assert [chunk.is_last for chunk in reader.told].count(True) == 1
+    assert reader.told[-1].is_last
 
 
-def read_pages(cursor: StreamCursor, log: list[Chunk], size: int) -> list[Chunk]:
-    """As a client reads the log: from where the cursor says, page by page, from its start where that is torn."""
-    told: list[Chunk] = []
-    start = 0 if cursor.log_start == "-" else cursor.next_index
-    for _ in range(1000):
-        page = [chunk for chunk in log if chunk.end >= start][:size] if start else log[:size]
-        told += cursor.accept_log(page)
-        if cursor.is_torn:
-            start = 0
-        elif len(page) < size:
-            return told
-        else:
-            start = page[-1].end + 1
-    raise AssertionError("the log is read for ever")
-
-
-def test_a_torn_log_without_its_beginning_is_taken_as_it_is() -> None:
+def test_a_position_says_where_each_choice_stands() -> None:
     cursor = StreamCursor(JOB)
-    told = [told for chunk in one_by_one([0, 1, 0, 1]) for told in cursor.accept(chunk) or ()]
-    assert cursor.accept(one_by_one([0, 0, 0, 0, 1])[3]) is None
-    assert cursor.log_start == "-"
-    told += cursor.accept_log(one_by_one([0, 0, 0, 0, 1, 1, 1], 3))
-    assert not cursor.is_torn
-    assert [chunk.index for chunk in told] == list(range(7))
+    result = answer_of_several([2, 1])
+    told = list(cursor.accept_result(result))
+    assert [chunk.position for chunk in told] == ["1.0", "2.0", "2e.0", "2e.1", "2e.1e", "2e.1e"]
+    for place, chunk in enumerate(told[:-1]):
+        rest = list(StreamCursor(JOB, chunk.position).accept_result(result))
+        assert rest == told[place + 1 :]
+    assert [chunk.position for chunk in StreamCursor(JOB).accept_result(result_of(2))] == ["1", "2", "2"]
+
+
+def test_a_number_does_not_say_where_several_choices_stand() -> None:
+    chunk = Chunk(job_id=JOB, index=3, token_ids=(1,), n=2)
+    for takes in (lambda cursor: cursor.accept(chunk), lambda cursor: list(cursor.accept_log([chunk]))):
+        with pytest.raises(ConfigurationError, match="has several choices: starting_after must be the position"):
+            takes(StreamCursor(JOB, 3))
+    with pytest.raises(ConfigurationError, match="several choices"):
+        list(StreamCursor(JOB, 3).accept_result(two_choices()))
+    assert StreamCursor(JOB, 0).accept(chunk) is None
+
+
+@pytest.mark.parametrize(
+    "value", ["", "x", "-1", -1, "1.", ".1", "1..2", "1e2", " 1", "1\n", "١", 1.5, True, "1" * 20, ".".join("1" * 129)]
+)
+def test_what_is_no_position_is_refused(value: Any) -> None:
+    with pytest.raises(ConfigurationError, match="starting_after is the position of a chunk"):
+        StreamCursor(JOB, value)
+
+
+def test_chunks_of_the_version_before_are_placed_by_choice() -> None:
+    """Their index counted the tokens of all choices, and `place` those of their own."""
+    cursor = StreamCursor(JOB)
+    told: list[Chunk] = []
+    for index, (choice, place) in enumerate([(1, 0), (0, 0), (1, 1), (2, 0)]):
+        before = Chunk(job_id=JOB, index=index, choice=choice, token_ids=(index,), text="x", place=place)
+        told += cursor.accept(decode_chunk(encode(before))) or []
+    assert [(chunk.choice, chunk.index) for chunk in told] == [(1, 0), (0, 0), (1, 1), (2, 0)]
+    assert told[-1].position == "1.2.1"
+    assert cursor.accept(Chunk(job_id=JOB, index=4, status=JobStatus.SUCCEEDED)) is None, "no choice has told its end"
+
+
+def test_a_choice_that_cannot_be_is_passed_over() -> None:
+    cursor = StreamCursor(JOB)
+    for choice in (-1, 128, 1 << 40):
+        assert cursor.accept(Chunk(job_id=JOB, index=0, choice=choice, token_ids=(1,))) == []

@@ -29,13 +29,13 @@ def entry(index: int, count: int = 1) -> tuple[bytes, dict[bytes, bytes]]:
 def test_what_is_no_chunk_is_passed_over(other: dict[bytes, bytes]) -> None:
     log = [(b"0-1", other), entry(0), (b"1-1", other), (b"1-2", other), entry(1, 2), (b"9-0", other)]
     assert [chunk.index for chunk in read_log(log)] == [0, 1]
-    assert [chunk.index for chunk in read_log([(b"3-1", other), entry(3)], so_far=3)] == [3]
+    assert [chunk.index for chunk in read_log([(b"3-1", other), entry(3)], {0: 3})] == [3]
 
 
 def test_a_token_that_is_missing_for_it_is_not() -> None:
-    for log, so_far in (([entry(0), (b"2-0", OTHER[0]), entry(2)], 0), ([(b"4-0", OTHER[0]), entry(4)], 3)):
+    for log, have in (([entry(0), (b"2-0", OTHER[0]), entry(2)], 0), ([(b"4-0", OTHER[0]), entry(4)], 3)):
         with pytest.raises(UnreadableRecord, match=r"what follows token [13] is no chunk"):
-            read_log(log, so_far)
+            read_log(log, {0: have})
 
 
 @pytest.fixture(params=["sync", "async"])

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from api_client import AsyncClient, Client, ClientOptions, JobNotFound
@@ -94,7 +95,7 @@ async def test_a_subscription_that_was_made_anew_is_no_silence(queue: Queue, red
     first = asyncio.create_task(anext(stream))
     await asyncio.sleep(0.3)
     item = token(delivery, 0)
-    await worker.append([type(item)(item.token, item.chunk, checkpoint=True)])  # in the log, and never published
+    await worker.append([msgspec.structs.replace(item, checkpoint=True)])  # in the log, and never published
     assert await queue.redis.execute_command("CLIENT", "KILL", "TYPE", "PUBSUB")
     async with asyncio.timeout(8):
         told = [await first]
@@ -146,7 +147,7 @@ async def test_messages_that_never_came_are_read_from_the_log(queue: Queue, miss
         await asyncio.sleep(0.1)
         for i in range(10):
             item = token(delivery, i)
-            await worker.append([type(item)(item.token, item.chunk, checkpoint=i in missed)])
+            await worker.append([msgspec.structs.replace(item, checkpoint=i in missed)])
             await asyncio.sleep(0.005)
         await worker.finish([end_of(delivery, 10)])
         assert_told(await reading, 10)
@@ -276,7 +277,7 @@ async def test_a_stream_of_checkpoints_is_told_too(queue: Queue, redis_url: str,
         first = asyncio.create_task(anext(stream))
         await asyncio.sleep(0.05)
         item = token(delivery, 0, 8)
-        await worker.append([type(item)(item.token, item.chunk, checkpoint=True)])
+        await worker.append([msgspec.structs.replace(item, checkpoint=True)])
         told = [await first]
         await worker.finish([end_of(delivery, 10)])
         told += [chunk async for chunk in stream]

@@ -18,7 +18,7 @@ class Job:
     settled: bool = False
     claims: int = 0
     tenant: str = ""
-    ended: bool = False  # its log tells the end of its choice
+    ends: frozenset[int] = frozenset()  # entries of its log that are no tokens
     doomed: bool = False  # to be set aside at its next claim
     due: bool = False  # scheduled, and its time has come
     attempt: int = 1

@@ -68,18 +68,18 @@ async def close_queue(queue: Queue) -> None:
     await queue.redis.aclose()
 
 
-def token(delivery: Delivery, index: int, count: int = 1, *, choice: int = 0, text: str | None = None) -> Append:
-    """Tokens index … index+count-1; token i is the number i and says "<i> "."""
+def token(delivery: Delivery, index: int, count: int = 1, *, text: str | None = None) -> Append:
+    """Tokens index … index+count-1 of a lone choice; token i is the number i and says "<i> "."""
     ids = tuple(range(index, index + count))
     words = "".join(f"{i} " for i in ids) if text is None else text
-    chunk = Chunk(job_id=delivery.job_id, index=index, token_ids=ids, text=words, choice=choice)
-    return Append(delivery.token, chunk)
+    chunk = Chunk(job_id=delivery.job_id, index=index, token_ids=ids, text=words)
+    return Append(delivery.token, chunk, index)
 
 
 async def appended(worker: JobStream, items: list[Append]) -> list[tuple[AppendReply, int]]:
-    """The reply to each chunk, with the log's end after the call."""
+    """The reply to each chunk, with the number of the log's last entry after the call."""
     exceptions = await worker.append(items)
-    return [exceptions.get(place, (AppendReply.OK, item.chunk.end)) for place, item in enumerate(items)]
+    return [exceptions.get(place, (AppendReply.OK, item.end)) for place, item in enumerate(items)]
 
 
 def end_of(delivery: Delivery, num_tokens: int = 0, status: JobStatus = JobStatus.SUCCEEDED) -> Finished:

@@ -42,7 +42,7 @@ async def test_a_half_done_job_is_continued():
 
 
 async def test_choices_that_ended_are_not_run_again():
-    log = (tokens("a"), tokens("x", 1, 1), tokens("b", 2, 0, LENGTH))
+    log = (tokens("a"), tokens("x", 0, 1), tokens("b", 1, 0, LENGTH))
     admitted = await resume(*log, n=3, max_tokens=2)
     assert isinstance(admitted, Admitted)
     assert admitted.generation.resumed == (tuple(b"ab"), tuple(b"x"), ())
@@ -57,7 +57,7 @@ async def test_choices_that_ended_are_not_run_again():
         ((tokens("ab"), tokens("##", 2)), {"stop": ("##",)}, STOP, "ab"),
         ((Chunk(job_id="job", index=0, token_ids=(97, EOS), text="a"),), {}, STOP, "a"),
         ((tokens("ab"),), {"stop_token_ids": (98,)}, STOP, "ab"),
-        ((tokens("a", end=STOP), tokens("b", 1, 1, LENGTH)), {"n": 2}, STOP, "a"),
+        ((tokens("a", end=STOP), tokens("b", 0, 1, LENGTH)), {"n": 2}, STOP, "a"),
     ],
 )
 async def test_an_end_in_the_log_is_the_end(log, params, reason, text):
@@ -68,7 +68,7 @@ async def test_an_end_in_the_log_is_the_end(log, params, reason, text):
     assert result.usage.prompt_tokens == 2
     assert result.usage.completion_tokens == sum(len(c.token_ids) for c in log)
     assert (result.attempt, result.worker_id, outcome.token) == (2, "w2", 2)
-    assert outcome.final_chunk.index == result.usage.completion_tokens
+    assert outcome.final_chunk.index == len(result.token_ids)
 
 
 async def test_text_that_came_with_the_last_token_is_told_with_it():
@@ -128,12 +128,13 @@ async def test_a_complete_answer_is_not_set_aside(verdict, status):
     assert incomplete.result.status is JobStatus.DEAD
 
 
-async def test_several_choices_end_with_what_was_told_of_each():
-    """One final chunk cannot tell what each of them held back."""
-    outcome = await resume(tokens("a#"), tokens("b", 2, 1), n=2, stop=("##",), verdict="cancelled")
+async def test_what_several_choices_held_back_is_in_the_result():
+    """The last chunk cannot tell it; a reader that was told no end of a choice reads the result."""
+    outcome = await resume(tokens("a#"), tokens("b", 0, 1), n=2, stop=("##",), verdict="cancelled")
     assert isinstance(outcome, Finished)
-    assert [c.text for c in outcome.result.choices] == ["a", "b"]
+    assert [c.text for c in outcome.result.choices] == ["a#", "b"]
     assert outcome.result.choices[0].token_ids == tuple(b"a#")
+    assert (outcome.final_chunk.text, outcome.final_chunk.n) == ("", 2)
 
 
 @pytest.mark.parametrize("payload", [b"\xc1", encode(JobRequest(job_id="job", params=SamplingParams(n=10**9)))])

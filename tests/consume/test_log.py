@@ -25,10 +25,10 @@ async def claimed(queue: Queue, worker_id: str = "w1", **fields):
     return worker, delivery
 
 
-def last_chunk(delivery, index: int, choice: int = 0) -> Append:
+def end_chunk(delivery, start: int, choice: int = 0) -> Append:
     """A choice's end without a token."""
-    chunk = Chunk(job_id=delivery.job_id, index=index, choice=choice, text="!", finish_reason=FinishReason.STOP)
-    return Append(delivery.token, chunk)
+    chunk = Chunk(job_id=delivery.job_id, index=start, choice=choice, text="!", finish_reason=FinishReason.STOP, n=2)
+    return Append(delivery.token, chunk, start)
 
 
 async def test_what_is_logged_is_published_in_the_same_call(queue: Queue) -> None:
@@ -46,27 +46,37 @@ async def test_what_is_logged_is_published_in_the_same_call(queue: Queue) -> Non
 
 async def test_a_repeated_append_neither_logs_nor_publishes_again(queue: Queue) -> None:
     worker, job = await claimed(queue)
-    step = [token(job, 0), token(job, 1), last_chunk(job, 2, choice=1)]
-    assert await appended(worker, step) == [(OK, 1), (OK, 2), (OK, 2)]
-    assert await appended(worker, step) == [(DUPLICATE, 2), (DUPLICATE, 2), (DUPLICATE, 2)]
-    assert await appended(worker, [token(job, 2), last_chunk(job, 3)]) == [(OK, 3), (OK, 3)]
-    assert await appended(worker, [last_chunk(job, 2, choice=1)]) == [(DUPLICATE, 3)]
+    step = [token(job, 0), token(job, 1, 3), end_chunk(job, 4, choice=1)]
+    assert await appended(worker, step) == [(OK, 1), (OK, 4), (OK, 5)]
+    assert await appended(worker, step) == [(DUPLICATE, 5), (DUPLICATE, 5), (DUPLICATE, 5)]
+    assert await appended(worker, [token(job, 5), end_chunk(job, 6)]) == [(OK, 6), (OK, 7)]
+    assert await appended(worker, [end_chunk(job, 4, choice=1)]) == [(DUPLICATE, 7)]
     ids = [entry_id for entry_id, _ in await queue.redis.xrange(queue.keys.log(job.job_id))]
-    assert ids == [b"1-0", b"2-0", b"2-1", b"3-0", b"3-2"]
+    assert ids == [b"1-0", b"4-0", b"5-0", b"6-0", b"7-0"]
 
 
 async def test_a_log_that_lost_its_tail_says_from_where_to_send_again(queue: Queue) -> None:
     worker, job = await claimed(queue)
     await worker.append([token(job, 0)])
     assert await appended(worker, [token(job, 3)]) == [(GAP, 1)]
-    assert await appended(worker, [token(job, 0, 3)]) == [(GAP, 1)]  # begins before the end: cut anew, not overlaid
     assert await appended(worker, [token(job, 1, 2)]) == [(OK, 3)]
+    assert await appended(worker, [token(job, 2, 3)]) == [(GAP, 3)]  # begins before the end: cut anew, not overlaid
 
 
-async def test_a_chunk_that_could_not_be_told_twice_is_refused(queue: Queue) -> None:
+async def test_a_chunk_that_begins_the_log_makes_it_anew(queue: Queue) -> None:
+    worker, job = await claimed(queue)
+    await worker.append([token(job, 0), token(job, 1), token(job, 2)])
+    assert await appended(worker, [token(job, 0, 2), token(job, 2)]) == [(OK, 2), (OK, 3)]
+    assert await appended(worker, [token(job, 0, 2)]) == [(DUPLICATE, 3)], "the reply was lost, and it is sent again"
+    ids = [entry_id for entry_id, _ in await queue.redis.xrange(queue.keys.log(job.job_id))]
+    assert ids == [b"2-0", b"3-0"]
+    assert 0 < await queue.redis.ttl(queue.keys.log(job.job_id)) <= 86_400
+
+
+async def test_a_chunk_that_says_nothing_is_refused(queue: Queue) -> None:
     worker, job = await claimed(queue)
     with pytest.raises(ValueError, match="neither a token nor an end"):
-        await worker.append([Append(job.token, Chunk(job_id=job.job_id, index=0, text="x"))])
+        await worker.append([Append(job.token, Chunk(job_id=job.job_id, index=0, text="x"), 0)])
 
 
 async def test_a_cancelled_job_hears_of_it_at_its_next_append(queue: Queue) -> None:
@@ -80,7 +90,7 @@ async def test_checkpoints_are_logged_and_not_published(queue: Queue) -> None:
     async with queue.redis.pubsub() as pubsub:
         await pubsub.subscribe(queue.keys.chunks(job.job_id))
         await pubsub.get_message(timeout=30)
-        await worker.append([Append(job.token, token(job, 0, 32).chunk, checkpoint=True)])
+        await worker.append([Append(job.token, token(job, 0, 32).chunk, 0, checkpoint=True)])
         assert await pubsub.get_message(timeout=0.1) is None
     assert await queue.redis.xlen(queue.keys.log(job.job_id)) == 1
 
@@ -91,7 +101,7 @@ async def test_a_zombie_can_write_nothing(queue: Queue) -> None:
     await queue.redis.delete(queue.keys.worker("w1"))  # its lease ran out
     heir = queue.worker("w2")
     (after,) = await heir.claim(1)
-    assert len(after.log) == 1
+    assert (len(after.log), after.log_end) == (1, 1)
     assert await appended(zombie, [token(before, 1)]) == [(LOST, 1)]
     assert await zombie.finish([end_of(before)]) == [False]
     assert await zombie.release([(before.job_id, before.token, True)]) == [False]

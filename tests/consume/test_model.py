@@ -153,7 +153,7 @@ class QueueMachine(RuleBasedStateMachine):
             assert job.holder is None or is_back
             assert not job.settled
             assert delivery.token > job.token
-            assert len(delivery.log) == job.length + job.ended
+            assert (len(delivery.log), delivery.log_end) == (job.length, job.length)
             assert delivery.attempt == job.attempt
             ended = job.cancelled or job.state is JobStatus.CANCELLED
             assert delivery.verdict == ("cancelled" if ended else "dead" if job.doomed else "run")
@@ -177,6 +177,8 @@ class QueueMachine(RuleBasedStateMachine):
     def append(self, pick: int, back: int) -> None:
         worker, delivery, job, _ = self.pick_seen(pick)
         index = max(0, job.length - back)
+        if index in job.ends:
+            return
         ((word, end),) = self.run(appended(worker, [token(delivery, index)]))
         self.check_append(worker.worker_id, delivery, index, word, end)
 
@@ -219,19 +221,20 @@ class QueueMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.seen)
     @rule(pick=PICK)
     def append_end(self, pick: int) -> None:
-        """A chunk without a token, once per choice."""
+        """A chunk without a token: its entry counts as one."""
         worker, delivery, job, is_holder = self.pick_seen(pick)
         if not job.length:
             return
-        chunk = Chunk(job_id=delivery.job_id, index=job.length, finish_reason=FinishReason.STOP)
-        ((word, _),) = self.run(appended(worker, [Append(delivery.token, chunk)]))
+        chunk = Chunk(job_id=delivery.job_id, index=job.length, choice=1, finish_reason=FinishReason.STOP, n=2)
+        ends = [Append(delivery.token, chunk, job.length)] * 2
+        (first, again) = self.run(appended(worker, ends))
         if not is_holder or job.state is not JobStatus.RUNNING:
-            assert word is AppendReply.LOST
-        elif job.ended:
-            assert word is AppendReply.DUPLICATE
+            assert first[0] is again[0] is AppendReply.LOST
         else:
-            job.ended = True
-            assert word is (AppendReply.CANCELLED if job.cancelled else AppendReply.OK)
+            job.length, job.ends = job.length + 1, job.ends | {job.length}
+            assert first[0] is (AppendReply.CANCELLED if job.cancelled else AppendReply.OK)
+            assert again == (AppendReply.DUPLICATE, job.length)
+        self.written[worker.worker_id, delivery.job_id, delivery.token] = again[1]
 
     @precondition(lambda self: self.seen)
     @rule(pick=PICK, status=st.sampled_from([JobStatus.SUCCEEDED, JobStatus.FAILED]))
@@ -244,7 +247,7 @@ class QueueMachine(RuleBasedStateMachine):
         (done,) = self.run(worker.finish([end_of(delivery, job.length, status)]))
         assert done == (is_holder or (job.settled and job.token == delivery.token))
         if is_holder:
-            job.state, job.settled, job.holder, job.length, job.ended = status, True, None, 0, False
+            job.state, job.settled, job.holder, job.length, job.ends = status, True, None, 0, frozenset()
 
     @precondition(lambda self: self.seen)
     @rule(pick=PICK, crash=st.booleans())
@@ -327,9 +330,7 @@ class QueueMachine(RuleBasedStateMachine):
         for name in self.jobs:
             pipeline.hget(keys.job(name), "state").xlen(keys.log(name))
         replies = self.run(pipeline.execute())
-        assert replies == [
-            value for job in self.jobs.values() for value in (job.state.value.encode(), job.length + job.ended)
-        ]
+        assert replies == [value for job in self.jobs.values() for value in (job.state.value.encode(), job.length)]
 
     @invariant()
     def a_key_stands_while_its_job_lives(self) -> None:

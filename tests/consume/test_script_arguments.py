@@ -62,7 +62,7 @@ def job(name: str, **other: Any) -> tuple[tuple[str, Any], ...]:
 
 
 def chunk(name: str, token: bytes) -> bytes:
-    return bytes(msgpack.packb([name, token.decode(), 1, 1, 1, 0, "chunk"]))
+    return bytes(msgpack.packb([name, token.decode(), 1, 1, 1, "chunk"]))
 
 
 def cases(tokens: dict[str, bytes]) -> dict[str, Case]:
@@ -126,7 +126,7 @@ def populated(server: Any) -> dict[str, bytes]:
             break
         (delivery,) = run(server, worker_scripts.CLAIM, "w1", 10_000, 0, 1, 10_000, 3, 50, 600, 8, 10, 0, 0)
         tokens[name] = delivery[1]
-        body = bytes(msgpack.packb([name, delivery[1].decode(), 0, 1, 1, 0, "first"]))
+        body = bytes(msgpack.packb([name, delivery[1].decode(), 0, 1, 1, "first"]))
         run(server, worker_scripts.APPEND, 600, "w1", 1, body)
         if name == "over":
             assert run(server, worker_scripts.FINISH, 600, 600, name, delivery[1], "dead", "r", "c", 5) == [1]
@@ -206,8 +206,8 @@ def check_call(server: Any, script: Script, values: list[Any], replaced: set[str
         check_counts(server)
 
 
-GOOD, NEXT = ["runs", "1", 1, 1, 1, 0, "c"], ["runs", "1", 2, 1, 1, 0, "d"]
-NUMBERS, TEXTS = (2, 3, 4, 5), (0, 1, 6)
+GOOD, NEXT = ["runs", "1", 1, 1, 1, "c"], ["runs", "1", 2, 1, 1, "d"]
+NUMBERS, TEXTS = (2, 3, 4), (0, 1, 5)
 SPOILT: list[Any] = [None, True, [], -1, 0.5, float("nan"), 2**40]
 PLACES: list[tuple[int, Any]] = [(place, value) for place in (*NUMBERS, *TEXTS) for value in SPOILT]
 SPOILT_CHUNKS: list[Any] = [
@@ -216,10 +216,11 @@ SPOILT_CHUNKS: list[Any] = [
     "text",
     {"a": 1},
     [1],
-    GOOD[:6],
+    GOOD[:5],
     [*GOOD, None, *NEXT[1:]],
     *([*GOOD, *NEXT[:place], value, *NEXT[place + 1 :]] for place, value in PLACES),
     *([*GOOD, *NEXT[:place], "7", *NEXT[place + 1 :]] for place in NUMBERS),
+    [*GOOD, *NEXT[:3], 0, *NEXT[4:]],
 ]
 
 

@@ -65,9 +65,9 @@ async def redis(redis_url: str) -> AsyncIterator[Any]:
 
 
 async def listen(client: AsyncClient, job: str, told: list[Chunk], *, leave_after: int = 1 << 30) -> None:
-    """To the end; hangs up after so many chunks, and comes back with the number of tokens that he has."""
+    """To the end; hangs up after so many chunks, and comes back with its position."""
     while not told or not told[-1].is_last:
-        stream = client.stream(job, starting_after=told[-1].end if told else 0, timeout=60)
+        stream = client.stream(job, starting_after=told[-1].position if told else 0, timeout=60)
         left = leave_after
         async for chunk in stream:
             told.append(chunk)
@@ -77,14 +77,15 @@ async def listen(client: AsyncClient, job: str, told: list[Chunk], *, leave_afte
         await stream.aclose()
 
 
-def said(told: list[Chunk], num_choices: int) -> tuple[list[int], list[tuple[tuple[int, ...], str]]]:
-    """Places in the answer; tokens and text of each choice."""
-    ids: list[tuple[int, ...]] = [()] * num_choices
-    texts = [""] * num_choices
-    for chunk in told:
-        ids[chunk.choice] += chunk.token_ids
-        texts[chunk.choice] += chunk.text
-    return [place for chunk in told for place in range(chunk.index, chunk.end)], list(zip(ids, texts, strict=True))
+def said(told: list[Chunk], num_choices: int) -> list[tuple[list[int], tuple[int, ...], str]]:
+    """Of each choice: the tokens' indexes, the tokens, and the text."""
+    answers: list[tuple[list[int], tuple[int, ...], str]] = []
+    for choice in range(num_choices):
+        mine = [chunk for chunk in told if chunk.choice == choice]
+        indexes = [index for chunk in mine for index in range(chunk.index, chunk.end)]
+        ids = tuple(token for chunk in mine for token in chunk.token_ids)
+        answers.append((indexes, ids, "".join(chunk.text for chunk in mine)))
+    return answers
 
 
 async def spoil_and_attend(client: AsyncClient, redis: Any, job: str, spoil: Spoil) -> list[list[Chunk]]:
@@ -118,6 +119,6 @@ async def test_every_subscriber_is_told_each_token_once_and_in_order(
         job, undisturbed = [await client.submit(prompt="go on", **asked) for _ in range(2)]
         audience = await spoil_and_attend(client, redis, job, spoil)
         wanted, result = await client.result(undisturbed, timeout=60), await client.result(job, timeout=60)
-    everything = list(range(num_choices * NUM_TOKENS)), [(each.token_ids, each.text) for each in wanted.choices]
+    everything = [(list(range(NUM_TOKENS)), each.token_ids, each.text) for each in wanted.choices]
     assert [said(told, num_choices) for told in audience] == [everything] * len(audience)
     assert (result.status, result.choices) == (wanted.status, wanted.choices)

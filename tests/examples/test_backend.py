@@ -72,12 +72,13 @@ async def submit_twice(backend: Backend) -> str:
 
 async def events_resume_where_the_reader_was(backend: Backend, job: str, text: str) -> None:
     everything = events((await call(backend, f"/api/jobs/{job}/events"))[1])
-    assert "".join(json.loads(event["data"]) for event in everything[:-1]) == text
+    assert "".join(json.loads(event["data"])["text"] for event in everything[:-1]) == text
     assert everything[-1]["event"] == "end"
     assert json.loads(everything[-1]["data"])["usage"]["completion_tokens"] == len(everything) - 1
     middle = len(everything) // 2  # an answer drawn at random may be short
     seen = {"Last-Event-ID": everything[middle - 1]["id"]}
     assert events((await call(backend, f"/api/jobs/{job}/events", headers=seen))[1]) == everything[middle:]
+    assert (await call(backend, f"/api/jobs/{job}/events", headers={"Last-Event-ID": "x"}))[0] == 422
 
 
 async def refusals_have_their_statuses(backend: Backend) -> None:

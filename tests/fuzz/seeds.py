@@ -78,9 +78,9 @@ def log_seeds(*, with_result: bool = False) -> list[bytes]:
     """Chunks of two choices with an end; the result instead of the rest."""
     chunks = [
         Chunk(job_id="job", index=0, token_ids=(72,), text="H", logprobs=LOGPROBS[:1], usage=USAGE),
-        Chunk(job_id="job", index=1, token_ids=(105, 33), text="i!", choice=1, logprobs=LOGPROBS),
-        Chunk(job_id="job", index=3, choice=0, text="?", finish_reason=FinishReason.STOP),
-        Chunk(job_id="job", index=3, token_ids=(69,), text="", choice=1, logprobs=LOGPROBS[:1]),
+        Chunk(job_id="job", index=0, token_ids=(105, 33), text="i!", choice=1, logprobs=LOGPROBS),
+        Chunk(job_id="job", index=1, choice=0, text="?", finish_reason=FinishReason.STOP),
+        Chunk(job_id="job", index=2, token_ids=(69,), text="", choice=1, logprobs=LOGPROBS[:1]),
     ]
     log = [encode(chunk) for chunk in chunks]
     return [pack(log), pack([log[0], encode(RESULT)]), pack(log[::-1])] if with_result else [pack(log), pack(log[:2])]

@@ -131,8 +131,8 @@ def _cursor(data: bytes) -> None:
                 said = list(cursor.accept_result(codec.decode_result(part)))
             except DecodeError:
                 said = []
-        assert cursor.next_index >= told
-        told = cursor.next_index
+        assert cursor.num_tokens >= told
+        told = cursor.num_tokens
         assert all(encode(item) for item in said)
 
 
@@ -165,7 +165,7 @@ def _delivery(data: bytes) -> None:
     """The claim script's reply: numbers are numbers (the script sees to it), every text may be anything."""
     texts = _bytes(_parts(data))
     job_id, payload, verdict, *log = [*texts, b"", b"", b""][: max(3, len(texts))]
-    delivery = read_delivery([job_id, b"3", payload, 1, 0, verdict, b"5", b"6", 1, 0, log, 0])
+    delivery = read_delivery([job_id, b"3", payload, 1, 0, verdict, b"5", b"6", 1, 0, log, 0, len(log)])
     assert delivery.job_id.encode("utf-8", "surrogateescape") == job_id
 
 

@@ -75,7 +75,7 @@ async def test_a_job_s_whole_life_needs_no_more_than_the_users_have(server: Valk
         await stream.heartbeat(WorkerStatus(worker_id="w1"))
         taken = {delivery.job_id: delivery for delivery in await stream.claim(4)}
         token = taken[job].token
-        assert not await stream.append([Append(token, Chunk(job_id=job, index=0, token_ids=(7,), text="hi"))])
+        assert not await stream.append([Append(token, Chunk(job_id=job, index=0, token_ids=(7,), text="hi"), 0)])
         assert reader.status(job).status is JobStatus.RUNNING
         assert [worker.worker_id for worker in reader.workers()] == ["w1"]
         assert reader.depth() is not None

@@ -1,6 +1,7 @@
 """A log in memory that answers as the append script does, and jobs to publish into it."""
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from schemas.chunk import Chunk
@@ -28,6 +29,10 @@ class Clock:
         return self.ms / 1000
 
 
+def size_of(chunk: Chunk) -> int:
+    return len(chunk.token_ids) or 1
+
+
 @dataclass
 class FakeLog:
     """Holds each job's chunks; faults are switched on by a test."""
@@ -39,11 +44,10 @@ class FakeLog:
     cancelled: set[str] = field(default_factory=set)
     is_down: bool = False
     loses_replies: bool = False  # does the work, then the connection breaks
-    ended: set[tuple[str, int]] = field(default_factory=set)
 
     def end(self, job_id: str) -> int:
-        log = self.chunks.get(job_id, [])
-        return log[-1].end if log else 0
+        """The number of the log's last entry."""
+        return sum(map(size_of, self.chunks.get(job_id, [])))
 
     async def append(self, items: list[Append]) -> Exceptions:
         self.calls.append(items)
@@ -56,22 +60,24 @@ class FakeLog:
 
     def _append(self, item: Append) -> tuple[AppendReply, int]:
         chunk = item.chunk
-        end = self.end(chunk.job_id)
+        log, end = self.chunks.setdefault(chunk.job_id, []), self.end(chunk.job_id)
+        assert chunk.token_ids or chunk.finish_reason is not None
         if chunk.job_id in self.lost:
             return AppendReply.LOST, end
-        if chunk.token_ids and chunk.end <= end:
+        ends = list(accumulate(map(size_of, log)))
+        if item.end in ends and log[ends.index(item.end)] == chunk:
             return AppendReply.DUPLICATE, end
-        if chunk.index != end:
+        if item.start == 0:
+            log.clear()
+        elif item.end <= end:
+            log.clear()
+            return AppendReply.GAP, 0
+        elif item.start != end:
             return AppendReply.GAP, end
-        if not chunk.token_ids:
-            assert chunk.finish_reason is not None
-            if (chunk.job_id, chunk.choice) in self.ended:
-                return AppendReply.DUPLICATE, end
-            self.ended.add((chunk.job_id, chunk.choice))
-        self.chunks.setdefault(chunk.job_id, []).append(chunk)
+        log.append(chunk)
         if not item.checkpoint:
             self.published.append(chunk)
-        return AppendReply.CANCELLED if chunk.job_id in self.cancelled else AppendReply.OK, chunk.end
+        return AppendReply.CANCELLED if chunk.job_id in self.cancelled else AppendReply.OK, item.end
 
     def truncate(self, job_id: str, length: int) -> None:
         """The server lost the log's tail."""
@@ -93,6 +99,7 @@ def delivery_of(request: JobRequest, log: tuple[Chunk, ...] = (), **fields) -> D
         "created_ms": CREATED_MS,
         "started_ms": CREATED_MS + 200,
         "attempt": 1,
+        "log_end": sum(map(size_of, log)),
     } | fields
     return Delivery(job_id=request.job_id, payload=encode(request), log=tuple(encode(c) for c in log), **values)
 

@@ -110,7 +110,7 @@ async def test_a_broken_off_answer_keeps_its_text_and_the_final_chunk_has_the_re
         assert finished.final_chunk.index == 2
 
 
-async def test_choices_share_one_index_and_end_one_by_one(publisher, log):
+async def test_each_choice_counts_its_own_tokens_and_ends_by_itself(publisher, log):
     publisher.open(await admit(n=3, stop=("!",)))
     await publisher.handle([event("a", choice=0), event("bb", choice=1), event("c", choice=2)])
     report = await publisher.handle([event("!zz", choice=1), event("d", choice=0, end=LENGTH)])
@@ -120,15 +120,16 @@ async def test_choices_share_one_index_and_end_one_by_one(publisher, log):
     [finished] = report.finished
     chunks = log.chunks["job"]
     assert [(c.index, c.choice, c.text) for c in chunks] == [
-        (0, 0, "a"), (1, 1, "b"), (2, 1, "b"), (3, 2, "c"), (4, 1, ""), (5, 0, "d"), (6, 2, ""),
+        (0, 0, "a"), (0, 1, "b"), (1, 1, "b"), (0, 2, "c"), (1, 0, "d"), (2, 1, ""), (1, 2, ""),
     ]  # fmt: skip
-    assert [c.finish_reason for c in chunks][4:] == [STOP, LENGTH, FinishReason.EXPIRED]
+    assert {c.n for c in chunks} == {3}
+    assert [c.finish_reason for c in chunks][4:] == [LENGTH, STOP, FinishReason.EXPIRED]
     assert [(c.text, c.finish_reason) for c in finished.result.choices] == [
         ("ad", LENGTH), ("bb", STOP), ("c", FinishReason.EXPIRED),
     ]  # fmt: skip
     assert finished.result.status is JobStatus.EXPIRED
     assert finished.result.usage.completion_tokens == 6
-    assert finished.final_chunk.index == 6
+    assert (finished.final_chunk.index, finished.final_chunk.n) == (2, 3)
 
 
 async def test_a_choice_that_is_broken_off_tells_its_rest_itself(publisher, log):
@@ -221,7 +222,7 @@ async def test_checkpoints_of_several_choices_hold_runs(log, clock):
     publisher.open(await admit(stream=False, n=2))
     for _ in range(3):
         await publisher.handle([event("a", choice=0), event("b", choice=1)])
-    assert [(c.index, c.choice, c.text) for c in log.chunks["job"]] == [(0, 0, "aaa"), (3, 1, "bbb")]
+    assert [(c.index, c.choice, c.text) for c in log.chunks["job"]] == [(0, 0, "aaa"), (0, 1, "bbb")]
 
 
 async def test_the_first_chunk_tells_what_was_measured_at_the_first_token(publisher, log):
@@ -246,7 +247,7 @@ async def test_a_resumed_job_goes_on_where_its_log_ends(publisher, log):
     publisher.open(resumed)
     assert not publisher.has_pending
     report = await publisher.handle([event("cd", choice=0), event("y", choice=1, end=LENGTH)])
-    assert [(c.index, c.choice, c.text) for c in log.chunks["job"]][3:] == [(3, 0, ""), (4, 0, ""), (5, 1, "y")]
+    assert [(c.index, c.choice, c.text) for c in log.chunks["job"]][3:] == [(2, 0, ""), (3, 0, ""), (1, 1, "y")]
     [finished] = report.finished
     assert [c.text for c in finished.result.choices] == ["ab", "xy"]
     assert (finished.result.usage.ttft_ms, finished.result.usage.cached_tokens) == (500, 1)

@@ -40,7 +40,7 @@ REQUEST: Final = JobRequest(
 CHUNK: Final = Chunk(
     job_id="job-1", index=3, token_ids=(72, 105), text="Hi", choice=1, logprobs=LOGPROBS,
     finish_reason=FinishReason.STOP, attempt=2, status=JobStatus.FAILED, usage=USAGE, error=ERROR,
-    text_ends=(1, 2), place=1,
+    text_ends=(1, 2), n=2, after="3.5e",
 )  # fmt: skip
 RESULT: Final = JobResult(
     job_id="job-1", status=JobStatus.SUCCEEDED, model="q", tenant="acme",

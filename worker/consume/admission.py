@@ -123,7 +123,6 @@ class Admission:
         answer.prompt_tokens = len(prompt_ids)
         if not answer.is_finished and self._is_late(request):
             answer.end_all(FinishReason.EXPIRED)
-            answer.drop_untold()
         if answer.is_finished:
             return self._complete(delivery, request, answer)
         generation = self._generation(delivery, request, answer, prompt_ids, max_tokens)
@@ -247,7 +246,6 @@ class Admission:
             if delivery.verdict == "dead" and answer.is_finished:  # it needs no engine, and none died of it
                 return self._complete(delivery, request, answer)
             answer.end_all(reason)
-            answer.drop_untold()
         return self._conclude(delivery, status, request, answer, error)
 
     def _complete(self, delivery: Delivery, request: JobRequest, answer: Answer) -> Finished:

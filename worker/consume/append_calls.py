@@ -1,8 +1,8 @@
 """What append.lua is asked and what it answers: the call of every engine step, and the voucher that makes it cheap.
 
-The server looks after two things before it writes a chunk: that the job is still this worker's, and that the log ends
-where the chunk begins. Both are known where the worker has put the last chunk there itself and nothing has happened
-since; the voucher, a number that both sides count up, tells them that nothing has.
+The server checks two things before it writes a chunk: that the job is still this worker's, and that the log's last
+entry has the number that the chunk follows. Both are known where the worker has appended that entry itself and nothing
+has happened since; the voucher, a number that both sides count up, tells them that nothing has.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from schemas.codec import encode
 from worker.jobs import Append, AppendReply, Exceptions
 
 _ARRAY, _TEXT, _UINT = 0xDD, 0xDB, 0xCE  # MessagePack: all of 32 bits
-_LENGTH, _VALUES = struct.Struct(">BI"), struct.Struct(">BIBIBBIBI")
+_LENGTH, _VALUES = struct.Struct(">BI"), struct.Struct(">BIBIBBI")
 _PUBLISHED, _FOLLOWS = 1, 2
 _VOUCHER_BITS: Final = 48  # it begins anywhere, so that no other process has its like; Lua counts exactly up to 2 ** 53
 
@@ -26,37 +26,38 @@ class AppendCalls:
 
     def __init__(self) -> None:
         self._voucher = random.SystemRandom().getrandbits(_VOUCHER_BITS)
-        # Job → [log's end, fencing token, how a call begins with both], as seen under this voucher.
+        # Job → [number of the log's last entry, fencing token, how a chunk's values begin], as seen under this voucher.
         self._known: dict[str, list[Any]] = {}
         self._unknown: list[int] = []  # places of the others in the present call
 
     def next_call(self, items: Sequence[Append]) -> tuple[int, bytes]:
-        """The voucher and one MessagePack array, seven values for each chunk, put together by hand with every number in
+        """The voucher and one MessagePack array, six values for each chunk, put together by hand with every number in
         the width that holds any: an object for each value costs more than the chunk itself. Raises ValueError for a
-        chunk that could not be told twice.
+        chunk that says nothing.
         """
         known, unknown = self._known, self._unknown
         unknown.clear()
-        parts = [_LENGTH.pack(_ARRAY, 7 * len(items))]
+        parts = [_LENGTH.pack(_ARRAY, 6 * len(items))]
         for place, item in enumerate(items):
             chunk, token = item.chunk, item.token
-            job_id, index, num_tokens, body = chunk.job_id, chunk.index, len(chunk.token_ids), encode(chunk)
+            job_id, start, body = chunk.job_id, item.start, encode(chunk)
+            size = len(chunk.token_ids)
+            if not size:
+                if chunk.finish_reason is None:
+                    self.fail()
+                    raise ValueError(f"a chunk of job {job_id} has neither a token nor an end")
+                size = 1
             how = 0 if item.checkpoint else _PUBLISHED
             seen = known.get(job_id)
-            if seen is not None and seen[0] == index and seen[1] == token and num_tokens:
+            if seen is not None and seen[0] == start and seen[1] == token:
                 how |= _FOLLOWS
-                seen[0] = index + num_tokens
+                seen[0] = start + size
                 whose = seen[2]
             else:
                 unknown.append(place)
                 whose = _whose(job_id, token)
-                if not num_tokens and chunk.finish_reason is None:
-                    self.fail()
-                    raise ValueError(
-                        f"a chunk of job {job_id} has neither a token nor an end: it could not be told twice"
-                    )
             # The chunk goes as text, whatever it holds: the server's library is older than the type for bytes.
-            values = _VALUES.pack(_UINT, index, _UINT, num_tokens, how, _UINT, chunk.choice, _TEXT, len(body))
+            values = _VALUES.pack(_UINT, start, _UINT, size, how, _TEXT, len(body))
             parts += (whose, values, body)
         self._voucher += 1
         return self._voucher, b"".join(parts)
@@ -74,8 +75,8 @@ class AppendCalls:
             for place, word, end in zip(reply[::3], reply[1::3], reply[2::3], strict=True)
         }
         for place in learned:
-            chunk, token = items[place].chunk, items[place].token
-            known[chunk.job_id] = [chunk.end, token, _whose(chunk.job_id, token)]
+            job_id, token = items[place].chunk.job_id, items[place].token
+            known[job_id] = [items[place].end, token, _whose(job_id, token)]
         for place in exceptions:
             self.forget(items[place].chunk.job_id)
         return exceptions

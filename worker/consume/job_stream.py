@@ -148,7 +148,7 @@ class JobStream:
     async def append(self, items: list[Append]) -> Exceptions:
         """One round trip for all; see ChunkLog. One call at a time."""
         if self.guard():
-            return {place: (AppendReply.LOST, item.chunk.index) for place, item in enumerate(items)}
+            return {place: (AppendReply.LOST, item.start) for place, item in enumerate(items)}
         if not items:
             return {}
         voucher, packed = self._appends.next_call(items)

@@ -37,7 +37,9 @@ def started_ms(status: bytes) -> int:
 
 def read_delivery(item: list[Any]) -> Delivery:
     """A verdict that this version does not know (a damaged state, say) sets the job aside; it raises for no text."""
-    job_id, token, payload, deliveries, crashes, verdict, created, started, attempt, alone, log, redriven = item
+    job_id, token, payload, deliveries, crashes, verdict, created, started, attempt, alone, log, redriven, log_end = (
+        item
+    )
     word = verdict.decode("utf-8", "replace")
     return Delivery(
         job_id=job_id.decode("utf-8", "surrogateescape"),
@@ -52,4 +54,5 @@ def read_delivery(item: list[Any]) -> Delivery:
         attempt=int(attempt),
         alone=bool(alone),
         is_redriven=bool(redriven),
+        log_end=int(log_end),
     )

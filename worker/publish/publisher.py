@@ -198,7 +198,7 @@ class Publisher:
         choice = answer.choices[event.choice]
         if choice.finish_reason is not None:
             return
-        if not answer.order:
+        if not answer.num_tokens:
             self._note_first(running, event)
         if event.preemptions > choice.preemptions:
             choice.preemptions = event.preemptions
@@ -288,7 +288,7 @@ class Publisher:
     ) -> None:
         rewound: set[_Running] = set()  # to be sent again from the log's end: their other replies say the same
         for place, (running, item) in enumerate(zip(owners, items, strict=True)):
-            reply, end = exceptions.get(place, (AppendReply.OK, item.chunk.end))
+            reply, end = exceptions.get(place, (AppendReply.OK, item.end))
             request_id = running.request_id
             if running in rewound or self._running.get(request_id) is not running:
                 continue
@@ -298,7 +298,10 @@ class Publisher:
             elif reply is AppendReply.GAP:
                 rewound.add(running)
                 log.warning(
-                    "the log of job %s ends at %d, not at %d: sent again", item.chunk.job_id, end, item.chunk.index
+                    "the log of job %s ends with entry %d, not %d: its tail is sent again",
+                    item.chunk.job_id,
+                    end,
+                    item.start,
                 )
                 running.chunker.seek(end)
             else:

@@ -258,7 +258,7 @@ def _recalled(job: Admitted, known: dict[str, JobResult]) -> Admitted | Finished
 
 def as_recorded(finished: Finished, existing: dict[str, JobResult]) -> Finished:
     """A job that SQL has already ends in Redis as it stands in SQL, so that both give one answer for ever. Its last
-    chunk lies behind all the tokens of that answer: who was told fewer than those sees a gap, and reads the result.
+    chunk stands behind all tokens of that answer: a reader that has fewer sees a gap, and reads the result.
     """
     result = existing.get(finished.result.job_id)
     if result is None or result == finished.result:
@@ -282,10 +282,11 @@ def _last_chunk(chunk: Chunk, result: JobResult) -> Chunk:
     ends = choices[0].text_ends if len(choices) == 1 else ()
     return msgspec.structs.replace(
         chunk,
-        index=sum(len(choice.token_ids) for choice in choices),
+        index=len(result.token_ids),
         text=choices[0].text[ends[-1] if ends else 0 :] if len(choices) == 1 else "",
         finish_reason=result.finish_reason,
         status=result.status,
         usage=result.usage,
         error=result.error,
+        n=max(1, len(choices)),
     )

@@ -1,4 +1,4 @@
-"""A job's answer as it grows: n choices, the order in which their tokens came, and what is to be billed.
+"""A job's answer as it grows: n choices, and what is to be billed.
 
 The same value is filled by the engine's events, by the log of an earlier attempt, or by both in turn.
 It knows no delivery, no chunk and no queue.
@@ -7,7 +7,7 @@ It knows no delivery, no chunk and no queue.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from schemas.generation import FinishReason, SamplingParams, TokenLogprob
 from schemas.result import ChoiceResult, JobStatus, Usage
@@ -38,14 +38,13 @@ class Choice:
 
 @dataclass(slots=True)
 class Answer:
-    """`order[i]` is the choice that the job's i-th token belongs to. Times in milliseconds after creation."""
+    """Times are milliseconds after the job's creation."""
 
     choices: tuple[Choice, ...]
     prompt_tokens: int = 0
     cached_tokens: int = 0
     queue_ms: int = 0
     ttft_ms: int = 0
-    order: list[int] = field(default_factory=list)
 
     @classmethod
     def start(cls, tokenizer: Tokenizer, params: SamplingParams) -> Answer:
@@ -67,10 +66,9 @@ class Answer:
         choice = self.choices[index]
         if choice.finish_reason is not None:
             return False
-        stream, order = choice.stream, self.order
+        stream = choice.stream
         for i, token_id in enumerate(token_ids):
             stream.push(token_id)
-            order.append(index)
             if choice.logprobs is not None and logprobs is not None:
                 choice.logprobs.append(logprobs[i])
             if stream.stopped:
@@ -90,18 +88,12 @@ class Answer:
         for index in range(len(self.choices)):
             self.end(index, reason, with_last_token=False)
 
-    def drop_untold(self) -> None:
-        """Where no chunk will tell the text that broken-off choices held back, the answer ends before it."""
-        if len(self.choices) > 1:
-            for choice in self.choices:
-                choice.stream.rest = ""
-
     # ── reading ──
 
     @property
     def num_tokens(self) -> int:
-        """Of all choices together: the index that the next chunk will have."""
-        return len(self.order)
+        """All choices together."""
+        return sum(choice.num_tokens for choice in self.choices)
 
     @property
     def is_finished(self) -> bool:
@@ -133,7 +125,7 @@ class Answer:
 
     def usage(self, total_ms: int) -> Usage:
         """The prompt is billed once the answer has begun."""
-        prompt_tokens = self.prompt_tokens if self.order else 0
+        prompt_tokens = self.prompt_tokens if self.num_tokens else 0
         return Usage(
             prompt_tokens=prompt_tokens,
             cached_tokens=min(self.cached_tokens, prompt_tokens),
@@ -143,11 +135,6 @@ class Answer:
             total_ms=total_ms,
             preemptions=sum(choice.preemptions for choice in self.choices),
         )
-
-    @property
-    def told_order(self) -> tuple[int, ...]:
-        """What a reader needs who saw the beginning in this order, and reads the rest from the result."""
-        return tuple(self.order) if len(self.choices) > 1 else ()
 
     def results(self) -> tuple[ChoiceResult, ...]:
         return tuple(self._result(index, choice) for index, choice in enumerate(self.choices))

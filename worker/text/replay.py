@@ -6,6 +6,7 @@ back.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -39,22 +40,25 @@ class EndRules:
 
 
 def read_log(entries: Iterable[bytes], vocab_size: int = 1 << 31) -> list[Chunk]:
-    """Decoded and checked to be one unbroken run of tokens from index 0. Raises LogCorrupt."""
+    """The chunks, checked to be one unbroken run of tokens for each choice. Raises LogCorrupt."""
     chunks: list[Chunk] = []
-    end = 0
+    ends: defaultdict[int, int] = defaultdict(int)
     for entry in entries:
         try:
             chunk = decode_chunk(entry)
         except DecodeError as error:
-            raise LogCorrupt(f"the log of earlier attempts cannot be read after {end} tokens: {error}") from error
-        if chunk.index != end:
-            raise LogCorrupt(f"the log of earlier attempts has a chunk at {chunk.index} where {end} was due")
+            raise LogCorrupt(f"entry {len(chunks)} of the log of earlier attempts cannot be read: {error}") from error
+        due = ends[chunk.choice]
+        if chunk.index != due:
+            raise LogCorrupt(
+                f"the log of earlier attempts has token {chunk.index} of choice {chunk.choice} where {due} was due"
+            )
         if chunk.token_ids and not 0 <= min(chunk.token_ids) <= max(chunk.token_ids) < vocab_size:
-            raise LogCorrupt(f"the log of earlier attempts has a token after {end} that this model does not know")
+            raise LogCorrupt(f"the log of earlier attempts has a token after {due} that this model does not know")
         if chunk.logprobs is not None and len(chunk.logprobs) < len(chunk.token_ids):
-            raise LogCorrupt(f"the log of earlier attempts lacks log-probabilities after {end} tokens")
+            raise LogCorrupt(f"the log of earlier attempts lacks log-probabilities after {due} tokens")
         chunks.append(chunk)
-        end = chunk.end
+        ends[chunk.choice] = chunk.end
     return chunks
 
 
@@ -63,12 +67,11 @@ def replay(answer: Answer, chunks: Iterable[Chunk], rules: EndRules) -> None:
     for chunk in chunks:
         if not 0 <= chunk.choice < len(answer.choices):
             raise LogCorrupt(f"the log of earlier attempts has a choice {chunk.choice} of {len(answer.choices)}")
-        if chunk.index == 0 and chunk.usage is not None:  # measured at the job's first token, whoever made it
+        if chunk.usage is not None:  # measured at the job's first token
             answer.cached_tokens = chunk.usage.cached_tokens
             answer.ttft_ms = chunk.usage.ttft_ms
-        before = answer.num_tokens
         answer.push(chunk.choice, chunk.token_ids, chunk.logprobs)
-        if answer.num_tokens - before != len(chunk.token_ids):
+        if answer.choices[chunk.choice].num_tokens != chunk.end:
             raise LogCorrupt(f"the log of earlier attempts goes on after the end of choice {chunk.choice}")
         if chunk.finish_reason is not None:
             answer.end(chunk.choice, chunk.finish_reason, with_last_token=bool(chunk.token_ids))

@@ -165,7 +165,7 @@ _JOB: dict[str, Any] = {"prompt": "calibration " * 20, "max_tokens": 128}
 def _append(delivery: Delivery, index: int, cutting: Cutting) -> Append:
     tokens = tuple(17_000 + index + n for n in range(cutting.tokens))
     chunk = Chunk(job_id=delivery.job_id, index=index, token_ids=tokens, text=" word" * cutting.tokens)
-    return Append(delivery.token, chunk, checkpoint=not cutting.is_published)
+    return Append(delivery.token, chunk, index, checkpoint=not cutting.is_published)
 
 
 def _finished(delivery: Delivery) -> Finished:

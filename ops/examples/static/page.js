@@ -86,10 +86,11 @@ function follow(job) {
   const mine = source;
   source.addEventListener("open", () => say(""));
   source.addEventListener("token", (event) => {
-    $("answer").append(JSON.parse(event.data));
+    const { text, tokens } = JSON.parse(event.data);
+    $("answer").append(text);
     say("");
     if ($("status").dataset.status !== "cancelling") setStatus("running");
-    told = Number(event.lastEventId);
+    told += tokens;
     first ??= [performance.now(), told];
     const seconds = (performance.now() - first[0]) / 1000;
     const rate = seconds > 0.5 ? ` · ${((told - first[1]) / seconds).toFixed(1)} a second` : "";

@@ -1,7 +1,8 @@
 -- claim: jobs for one worker, up to its credits; what only has to be written down (it ended while it waited) costs none.
 -- First what went astray on the way to this worker, then what dead or draining workers left, then the lanes.
 -- Arguments: see take.lua. Reply: a list of
--- {id, token, request, deliveries, crashes, verdict, created ms, started ms, attempt, alone, log, redriven}
+-- {id, token, request, deliveries, crashes, verdict, created ms, started ms, attempt, alone, log, redriven, number of the
+-- log's last entry}
 local returns = is_listed(worker)
 redis.call('SET', base .. 'worker:' .. worker, '', 'NX', 'PX', whole(lease_ms))
 redis.call('SADD', base .. 'workers', worker)

@@ -101,7 +101,7 @@ local function take(id, job, again)
     'mark', whole(index), 'deliveries', whole(job.deliveries), 'state', state)
   deliveries[#deliveries + 1] = {
     id, whole(token), job.request, job.deliveries, job.crashes, verdict, whole(job.created), whole(started),
-    job.attempt, (job.solo > 0) and 1 or 0, chunks, job.redriven and 1 or 0,
+    job.attempt, (job.solo > 0) and 1 or 0, chunks, job.redriven and 1 or 0, whole(index),
   }
   if verdict == 'run' then
     if credits > 0 then credits = credits - 1 else urgent = urgent - 1 end
