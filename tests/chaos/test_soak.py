@@ -41,7 +41,13 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*psycopg.Connection.*was deleted while still open:ResourceWarning"),
 ]
 
-SETTINGS = {**FAST.settings, "model": "synthetic", "max_num_seqs": 128, "num_blocks": 4096, "result_ttl_seconds": 60}
+SETTINGS: dict[str, Any] = {
+    **FAST.settings,
+    "model": "synthetic",
+    "max_num_seqs": 128,
+    "num_blocks": 4096,
+    "result_ttl_seconds": 60,
+}
 TROOP = Troop(FAST.queue, 1, ("thread", "process"), SETTINGS)
 NUM_KINDS = 20
 BATCH = 250

@@ -95,16 +95,16 @@ async def test_jobs_with_a_grammar_continue_at_every_token(
     steps = 1 if rounds >= 50 else 8
     (tmp_path / "calm").mkdir()
     calm = await undisturbed(redis_url, database_url(tmp_path / "calm"), settings)
-    for job, result in zip(JOBS, calm, strict=True):
-        assert result.finish_reason == "stop", (job, result.error)
-        assert_valid(job, result.text)
+    for asked, result in zip(JOBS, calm, strict=True):
+        assert result.finish_reason == "stop", (asked, result.error)
+        assert_valid(asked, result.text)
     database = database_url(tmp_path)
     died_at: dict[str, set[int]] = {}
     async with client_of(redis_url, database) as client:
-        jobs = [await client.submit(**job) for job in JOBS]
-        told = {job: [Told(), Told()] for job in jobs}
+        jobs = [await client.submit(**asked) for asked in JOBS]
+        told: dict[str, list[Told]] = {job: [Told(), Told()] for job in jobs}
         early = [asyncio.create_task(listen(client, job, told[job][0])) for job in jobs]
-        wanted = {job: Wanted.of(result) for job, result in zip(jobs, calm, strict=True)}
+        wanted: dict[str, Wanted] = {job: Wanted.of(result) for job, result in zip(jobs, calm, strict=True)}
         lengths = {job: len(wanted[job].answer[0][0]) for job in jobs}
 
         def are_complete() -> bool:
@@ -113,8 +113,7 @@ async def test_jobs_with_a_grammar_continue_at_every_token(
         for number in itertools.count():
             if are_complete():
                 break
-            moment = "before append" if number % 5 == 4 else "after append"
-            await run_doomed(moment, steps, redis_url, database, settings, are_complete)
+            await run_doomed(steps, redis_url, database, settings, are_complete)
             await settle(told)
             for job in jobs:
                 died_at.setdefault(job, set()).add(told[job][0].num_tokens)
@@ -136,11 +135,20 @@ async def undisturbed(redis_url: str, database: str, settings: dict[str, Any]) -
 
 
 async def run_doomed(
-    point: str, count: int, redis_url: str, database: str, settings: dict[str, Any], are_complete: Callable[[], bool]
+    count: int, redis_url: str, database: str, settings: dict[str, Any], are_complete: Callable[[], bool]
 ) -> None:
     """Run a worker until it has killed itself, or kill it when the jobs leave it nothing to generate."""
     values = [f"{name}={value}" for name, value in settings.items()]
-    command = [sys.executable, "-m", "tests.chaos.structured_worker", point, str(count), redis_url, database, *values]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.chaos.structured_worker",
+        "after append",
+        str(count),
+        redis_url,
+        database,
+        *values,
+    ]
     process = await asyncio.create_subprocess_exec(*command, cwd=ROOT)
     try:
         async with asyncio.timeout(120):
