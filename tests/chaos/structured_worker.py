@@ -35,7 +35,7 @@ class GatheringEngine(Engine):
             num_ready, now = len(self.scheduler.request_ids()), time.monotonic()
             if num_ready > self._num_ready:
                 self._num_ready, self._since = num_ready, now
-            if now < self._since + SETTLED_S:
+            if self._preparing or now < self._since + SETTLED_S:
                 time.sleep(0.005)
                 return []
             self._is_open = True
@@ -49,7 +49,9 @@ def gathering_host(config: EngineConfig) -> Callable[[], EngineThread]:
 def main(point: str, count: int, redis_url: str, database: str, *changes: str) -> int:
     die_at(point, count)
     values = dict(change.split("=", 1) for change in changes)
-    chosen = settings(redis_url, database, worker_id="doomed", lease_seconds=5.0, max_deliveries=10_000, **values)
+    chosen = settings(
+        redis_url, database, worker_id="doomed", lease_seconds=5.0, max_deliveries=10_000, max_crashes=1_000, **values
+    )
     worker = Worker(chosen, gathering_host(chosen.engine_config()), stream_type=DoomedStream, store_type=DoomedStore)
     return asyncio.run(worker.serve())
 

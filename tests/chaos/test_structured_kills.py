@@ -108,7 +108,7 @@ async def test_jobs_with_a_grammar_continue_at_every_token(
         lengths = {job: len(wanted[job].answer[0][0]) for job in jobs}
 
         def are_complete() -> bool:
-            return all(told[job][0].num_tokens >= lengths[job] for job in jobs)
+            return all(told[job][0].ended or told[job][0].num_tokens >= lengths[job] for job in jobs)
 
         for number in itertools.count():
             if are_complete():
