@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from api_client.cancellation import wait_at_most
 from schemas.generation import FinishReason
+from worker.checking import Checks
 from worker.consume.admission import Admission
 from worker.consume.consumer import Credits
 from worker.consume.job_stream import JobStream
@@ -28,6 +29,7 @@ from worker.publish.publisher import Publisher
 from worker.publish.report import PublishReport, RetryOrder
 from worker.quarantine import Quarantine
 from worker.record.finalizer import Finalizer
+from worker.telemetry.logs import log_progress
 from worker.turns import EVENTS_AT_ONCE, in_turn
 
 log = logging.getLogger(__name__)
@@ -67,6 +69,7 @@ class Service:
         self._admission_factory = admission_factory
         self._publisher = publisher
         self._finalizer = finalizer
+        self._checks = Checks(self._record)
         self._quarantine = Quarantine(max_num_seqs)
         self._events_at_once = max(EVENTS_AT_ONCE, max_num_seqs)  # one step's are never parted
         self._held: dict[str, Delivery] = {}  # every job in hand: claimed and not yet finished or given back
@@ -97,12 +100,12 @@ class Service:
             or len(self._quarantine)
             or self._finalizer.is_full
             or self._publisher.is_full
+            or self._checks.is_full
         ):
             return Credits()
         capacity = self._host.capacity
         in_flight = max(0, len(self._in_engine) - capacity.running - capacity.waiting)  # sent, not yet in a frame
-        free = capacity.free_sequences + LOOKAHEAD - capacity.waiting - in_flight
-        free = max(0, free)
+        free = max(0, capacity.free_sequences + LOOKAHEAD - capacity.waiting - in_flight)
         return Credits(free, max(0, capacity.free_urgent - free - min(in_flight, len(self._urgent))))
 
     async def take(self, deliveries: list[Delivery]) -> None:
@@ -146,6 +149,13 @@ class Service:
             self._host.submit(job.generation for job in admitted)
 
     async def _finish(self, finished: Finished) -> None:
+        """An answer with a schema is validated first, beside all else; the job stays in hand meanwhile."""
+        if not self._checks.take(finished):
+            await self._record(finished)
+        elif (delivery := self._held.get(finished.result.job_id)) is not None and delivery.token == finished.token:
+            self._leave_engine(delivery)
+
+    async def _record(self, finished: Finished) -> None:
         delivery = self._held.get(finished.result.job_id)
         if delivery is not None and delivery.token == finished.token:
             self._forget(delivery)
@@ -159,11 +169,14 @@ class Service:
         if not self._is_held(delivery):
             return
         del self._held[delivery.job_id]
+        self._leave_engine(delivery)
+        if not self._held:
+            self._idle.set()
+
+    def _leave_engine(self, delivery: Delivery) -> None:
         self._in_engine.discard(delivery.request_id)
         self._urgent.discard(delivery.request_id)
         self._quarantine.ended(delivery.job_id)
-        if not self._held:
-            self._idle.set()
 
     # ── frames ──
 
@@ -186,13 +199,13 @@ class Service:
                     raise
                 log.error("engine died: %s", death)
                 await self._give_back_suspects()
-                await self._pause(RESTART_PAUSE_S[min(self._deaths, len(RESTART_PAUSE_S) - 1)])
+                await wait_at_most(self._stopping, RESTART_PAUSE_S[min(self._deaths, len(RESTART_PAUSE_S) - 1)])
                 self._deaths += 1
                 self.health.engine_restarts += 1
 
     async def _start_engine(self) -> None:
         self._host = self._host_factory()
-        ready = await self._host.start(_tell)
+        ready = await self._host.start(log_progress)
         if self._admission is None:
             try:
                 self._admission = await self._admission_factory(ready)
@@ -291,7 +304,7 @@ class Service:
                 await self._release(innocents, crash=False)
                 return
             except RedisUnavailable:
-                await self._pause(1.0)
+                await wait_at_most(self._stopping, 1.0)
 
     async def _release(self, deliveries: list[Delivery], *, crash: bool) -> None:
         """Give jobs back to the queue with their logs. Raises RedisUnavailable; may be repeated."""
@@ -300,9 +313,6 @@ class Service:
         if deliveries:
             await self._stream.release([(d.job_id, d.token, crash) for d in deliveries])
         self._leave(deliveries, "crash" if crash else "handed_over")
-
-    async def _pause(self, seconds: float) -> None:
-        await wait_at_most(self._stopping, seconds)
 
     # ── the end ──
 
@@ -317,10 +327,9 @@ class Service:
     async def _hand_over(self) -> None:
         """What is known is logged, then nobody listens to the engine any more, and only then it is told to stop: else
         the end that it reports would become the job's."""
-        left = list(self._held)
-        if not left:
+        if not self._held:
             return
-        log.info("handing over %d running jobs", len(left))
+        log.info("handing over %d running jobs", len(self._held))
         try:
             async with asyncio.timeout(HAND_OVER_S):
                 await self._act_on(await self._publisher.flush())
@@ -335,11 +344,6 @@ class Service:
     async def stop(self) -> None:
         """End the engine; `run_engine` returns."""
         self._stopping.set()
+        await self._checks.close(HAND_OVER_S)
         if self._host is not None:
             await self._host.stop()
-
-
-def _tell(what: str, fraction: float) -> None:
-    """A step that cannot say how far it is says that it has begun, and that it is done."""
-    how_far = "" if fraction <= 0 else ": done" if fraction >= 1 else f" ({100 * fraction:.0f} %)"
-    log.info("engine: %s%s", what, how_far)

@@ -99,3 +99,9 @@ def _one_line(words: str) -> str:
 def _value(value: object) -> str:
     words = f"{value:.6g}" if isinstance(value, float) else _one_line(str(value))
     return f'"{words}"' if " " in words or not words else words
+
+
+def log_progress(what: str, fraction: float) -> None:
+    """A step that cannot say how far it is says that it has begun, and that it is done."""
+    how_far = "" if fraction <= 0 else ": done" if fraction >= 1 else f" ({100 * fraction:.0f} %)"
+    logging.getLogger(__name__).info("engine: %s%s", what, how_far)

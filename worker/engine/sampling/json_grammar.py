@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -18,8 +18,8 @@ from worker.engine.sampling.json_schema.keywords import subschemas
 Encode = Callable[[str], Sequence[int]]
 
 # white space that a small model likes too much could otherwise fill its answer
-_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_LOOSE = {"lenient": True, "coerce_one_of": True}
+_STYLE: dict[str, Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_LOOSE: dict[str, Any] = {"lenient": True, "coerce_one_of": True}
 _MAX_TRIES = 64  # to find the place of what the compiler refuses
 _ONE_OF = "oneOf constraints"
 _SENTENCES = (
@@ -106,7 +106,9 @@ class JsonCompiler:
 
         text = json.dumps(schema if isinstance(schema, dict) else {"allOf": [schema]})
         return LLMatcher(
-            self._tokenizer, LLMatcher.grammar_from_json_schema(text, overrides=_STYLE | options), log_level=0
+            self._tokenizer,
+            LLMatcher.grammar_from_json_schema(text, overrides=cast("Any", _STYLE | options)),
+            log_level=0,
         )
 
     def _refusal(self, rewritten: Rewritten, schema: Any, error: str) -> str:

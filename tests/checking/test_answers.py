@@ -1,0 +1,88 @@
+"""A finished answer that breaks its JSON schema says so, whatever schema and answer are."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from schemas.generation import FinishReason, ResponseFormat, SamplingParams
+from schemas.job import JobRequest
+from schemas.result import JobStatus
+from tests.publish.support import delivery_of, event
+from tests.test_service_jobs import Bench, running
+from worker.checking import VIOLATION, AnswerChecker
+
+AGE: dict[str, object] = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
+
+
+@pytest.fixture
+async def checker() -> AsyncIterator[AnswerChecker]:
+    found = AnswerChecker()
+    yield found
+    await found.close()
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "problem"),
+    [
+        (AGE, '{"age": 3}', None),
+        (AGE, '{"age": "3"}', "(at /age)"),
+        (AGE, "{}", "(at the top)"),
+        (AGE, '{"age":', "it is not JSON"),
+        ({"type": "number"}, "98E88127", None),
+        ({"type": "number"}, "NaN", "it is not JSON"),
+        ({"pattern": "^a$"}, '"a\\n"', "(at the top)"),
+        ({"format": "date"}, '"2023-02-31"', "(at the top)"),
+        ({"$ref": "http://x.test/y"}, "1", "it cannot be checked"),
+    ],
+)
+async def test_what_is_wrong_is_said(
+    checker: AnswerChecker, schema: dict[str, object], text: str, problem: str | None
+) -> None:
+    found = await checker.violation(schema, text)
+    assert found is None if problem is None else problem in str(found)
+
+
+async def test_a_check_without_end_is_cut_off_and_the_next_goes_on(checker: AnswerChecker) -> None:
+    defs: dict[str, object] = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(40)}
+    endless: dict[str, object] = {"$defs": {**defs, "d40": {"type": "null"}}, "$ref": "#/$defs/d0"}
+    assert "could not be checked" in str(await checker.violation(endless, "1"))
+    assert await checker.violation(AGE, '{"age": 3}') is None
+
+
+async def test_a_check_that_is_cancelled_leaves_nothing_to_the_next(checker: AnswerChecker) -> None:
+    first = asyncio.create_task(checker.violation(AGE, "{}"))
+    await asyncio.sleep(0)
+    first.cancel()
+    assert await checker.violation(AGE, '{"age": 3}') is None
+
+
+@pytest.mark.parametrize(
+    ("strict", "text", "end", "status", "code"),
+    [
+        (True, '{"age": 3}', FinishReason.STOP, JobStatus.SUCCEEDED, None),
+        (True, "{}", FinishReason.STOP, JobStatus.FAILED, VIOLATION),
+        (False, "{}", FinishReason.STOP, JobStatus.SUCCEEDED, VIOLATION),
+        (True, '{"ag', FinishReason.LENGTH, JobStatus.SUCCEEDED, None),
+    ],
+)
+async def test_the_job_ends_with_what_was_found(
+    strict: bool, text: str, end: FinishReason, status: JobStatus, code: str | None
+) -> None:
+    wanted: dict[str, Any] = {"response_format": ResponseFormat(json_schema=AGE, strict=strict)}
+    async with running(Bench()) as bench:
+        request = JobRequest(job_id="job", prompt="hi", stream=True, params=SamplingParams(**wanted))
+        await bench.service.take([delivery_of(request)])
+        await bench.host.step(event(text))
+        await bench.host.step(event("", end=end))
+        async with asyncio.timeout(60):
+            while bench.service.num_held:
+                await bench.host.step()
+        (finished,) = bench.record.finished
+        result = finished.result
+        assert (result.status, result.text, result.finish_reason) == (status, text, end)
+        for said in (finished.result, finished.final_chunk):
+            assert (said.error.code if said.error else None) == code
+            assert said.status is status
+        await bench.service.stop()

@@ -1,0 +1,6 @@
+"""Finished answers against the JSON schemas they were asked to keep, in a process of its own."""
+
+from worker.checking.checker import VIOLATION, AnswerChecker
+from worker.checking.checks import Checks
+
+__all__ = ["VIOLATION", "AnswerChecker", "Checks"]

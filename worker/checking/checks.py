@@ -1,0 +1,85 @@
+"""The answers under validation: each ends as it would have, or with an error that says what breaks its schema."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from schemas.generation import FinishReason
+from schemas.result import ChoiceResult, JobError, JobStatus
+from worker.checking.checker import VIOLATION, AnswerChecker
+from worker.jobs import Finished
+
+MAX_WAITING = 256  # from which on no job should be claimed
+
+
+class Checks:
+    """`then` is called with every job that was taken, in the end."""
+
+    def __init__(self, then: Callable[[Finished], Awaitable[None]], checker: AnswerChecker | None = None) -> None:
+        self._then = then
+        self._checker = checker or AnswerChecker()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._tasks) >= MAX_WAITING
+
+    def take(self, finished: Finished) -> bool:
+        """False: there is nothing to validate."""
+        if not has_schema(finished):
+            return False
+        task = asyncio.create_task(self._check(finished))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return True
+
+    async def _check(self, finished: Finished) -> None:
+        await self._then(await checked(finished, self._checker))
+
+    async def close(self, patience_s: float) -> None:
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=patience_s)
+        await self._checker.close()
+
+
+def has_schema(finished: Finished) -> bool:
+    """Is there a complete answer that a JSON schema was asked for?"""
+    wanted = None if finished.request is None else finished.request.params.response_format
+    if wanted is None or wanted.json_schema is None or finished.is_recorded or finished.result.error is not None:
+        return False
+    return any(_is_complete(choice) for choice in finished.result.choices)
+
+
+async def checked(finished: Finished, checker: AnswerChecker) -> Finished:
+    """With an error where a complete answer breaks its schema: the job fails, or, not strict, only says so."""
+    wanted = None if finished.request is None else finished.request.params.response_format
+    if wanted is None or wanted.json_schema is None:
+        return finished
+    schema = wanted.json_schema or {"type": "object"}
+    for choice in finished.result.choices:
+        if not _is_complete(choice):
+            continue
+        problem = await checker.violation(schema, choice.text)
+        if problem is not None:
+            of = f" of choice {choice.index}" if len(finished.result.choices) > 1 else ""
+            error = JobError(VIOLATION, f"the answer{of} breaks its JSON schema: {problem}")
+            return _with_error(finished, error, fails=wanted.strict)
+    return finished
+
+
+def _is_complete(choice: ChoiceResult) -> bool:
+    return choice.finish_reason is FinishReason.STOP
+
+
+def _with_error(finished: Finished, error: JobError, *, fails: bool) -> Finished:
+    status = JobStatus.FAILED if fails else finished.result.status
+    return Finished(
+        finished.token,
+        msgspec.structs.replace(finished.result, status=status, error=error),
+        msgspec.structs.replace(finished.final_chunk, status=status, error=error),
+        finished.request,
+        finished.is_recorded,
+    )
