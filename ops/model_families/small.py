@@ -48,8 +48,15 @@ _SIZES = {name: number for number, names in _NUMBERS for name in names.split()} 
 }
 _LATENT: dict[str, Any] = {"num_key_value_heads": 4}  # keys come from a latent vector: one for each head
 _SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+_BY_TURNS = ["linear_attention", "full_attention"] * 2
 _SHARED: dict[str, Any] = {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
-_NOTE: dict[str, Any] = {"per_layer_config": {}, "head_dim": 24, "adapter_in_dim": 64, **_LATENT}
+_NOTE: dict[str, Any] = {
+    "per_layer_config": {},
+    "head_dim": 24,
+    "adapter_in_dim": 64,
+    "adapter_input_size": 64,
+    **_LATENT,
+}
 _NO_LAYER_INPUTS: dict[str, Any] = {
     "text_config": {
         "hidden_size_per_layer_input": 0,
@@ -81,15 +88,19 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma4_assistant": _NO_LAYER_INPUTS,
     "gemma4_unified_assistant": _NO_LAYER_INPUTS,
     "bamba": {"attn_layer_indices": [1, 3]},
+    "bailing_hybrid": {"layer_types": _BY_TURNS, **_LATENT},
     "codegen": {"rotary_dim": 8},
     "gptj": {"rotary_dim": 8},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
     "longcat_flash": {**_LATENT, "head_dim": 8},
     "gemma3n_text": _SHARED,
     "gpt_neo": {"attention_types": [[["global", "local"], LAYERS // 2]]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "kimi_linear": {"layer_types": _BY_TURNS, **_LATENT},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": (16, 48)},
+    "xmod": {"default_language": "en_XX"},
     "zamba": {"num_hidden_layers": 12},
     "zamba2": {"num_hidden_layers": 54},
     "zaya": {"num_experts_per_tok": 1},
@@ -97,14 +108,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         (
             "axk1",
             "axk2",
-            "bailing_hybrid",
             "deepseek_v2",
             "deepseek_v3",
             "deepseek_v32",
             "glm4_moe_lite",
             "glm_moe_dsa",
             "hy_v4",
-            "kimi_linear",
             "minicpm3",
             "youtu",
         ),

@@ -36,7 +36,8 @@ def describe_layers(probe: Probe, config: Any, name: str, length: int) -> list[L
 
     Raises EngineConfigError with one sentence for each reason that they cannot be served.
     """
-    num_layers = int(getattr(config, "decoder_layers", None) or config.num_hidden_layers)
+    stated = getattr(config, "decoder_layers", None) or getattr(config, "num_hidden_layers", None)
+    num_layers = int(stated or len(probe.layers))
     problems = []
     if sorted(probe.layers) != list(range(num_layers)):
         missing = len(set(range(num_layers)) - probe.layers.keys())

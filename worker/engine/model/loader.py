@@ -220,7 +220,7 @@ def resolve_length(config: Any, wanted: int | None) -> int:
             config, "original_max_position_embeddings", None
         )
         length = original or length
-    if length is None:
+    if length is None or length < 1:  # XLNet says -1
         if wanted is None:
             raise EngineConfigError(["the model does not say its context length: set max_model_len"])
         return wanted

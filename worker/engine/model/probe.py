@@ -148,17 +148,21 @@ def _coded_mask(
 ) -> Tensor:
     """In place of a mask a tensor of its shape that holds its code."""
     code = _CAUSAL if local_size is None else -1.0 - local_size
-    if not _has_form(mask_function, local_size):
+    if not _has_form(mask_function, local_size, q_length):
         code = _OTHER
     return torch.full((batch_size, 1, q_length, kv_length), code, device=kwargs.get("device", "cpu"))
 
 
-def _has_form(mask_function: Any, window: int | None) -> bool:
+def _has_form(mask_function: Any, window: int | None, num_tokens: int) -> bool:
     """Does the mask let a query at position p see (p - window, p], or everything up to p?"""
     length = window or 3
     queries = torch.tensor([0, 1, length - 1, length, length + 1, 2 * length])[:, None]
     keys = torch.arange(2 * length + 2)[None]
-    visible = mask_function(0, 0, queries, keys)
+    try:
+        visible = mask_function(0, 0, queries, keys)
+    except IndexError:  # it looks up the pass's own tokens: what it says of these has to do
+        queries, keys = torch.arange(num_tokens)[:, None], torch.arange(num_tokens)[None]
+        visible = mask_function(0, 0, queries, keys)
     wanted = keys <= queries
     if window is not None:
         wanted &= keys > queries - window

@@ -1,0 +1,118 @@
+"""`ops/families`: what it finds in a few families, in all of them (slow), and the guide's table that it writes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ops.model_families import __main__ as command
+from ops.model_families import small, table, trial
+from ops.model_families.trial import Trial
+
+GUIDE = Path(__file__).parents[2] / "ops" / "guides" / "models.md"
+FEW = ("bart", "doge", "falcon", "llama", "mamba", "stablelm")
+
+
+def lines(text: str) -> dict[str, str]:
+    """The reason that each family (with its setting) stands under."""
+    rows = [row.strip("|").rsplit("|", 1) for row in text.splitlines()[2:]]
+    return {name.strip(): reason.strip() for reason, names in rows for name in names.split("·")}
+
+
+@pytest.fixture(scope="module")
+def found() -> list[Trial]:
+    return list(command.run_all(list(FEW), jobs=1, time_limit_s=60, fuse=True))
+
+
+def test_none_of_a_few_families_is_wrong_or_crashes(found: list[Trial]) -> None:
+    verdicts = {one.name: one.verdict for one in found}
+    assert verdicts["llama"] == verdicts["stablelm"] == "equal"
+    assert verdicts["bart"] == verdicts["doge"] == verdicts["falcon"] == verdicts["mamba"] == "refused"
+    assert set(verdicts.values()) == {"equal", "refused"}
+
+
+def test_the_guides_table_says_the_same(found: list[Trial]) -> None:
+    written = lines(table.current(GUIDE.read_text()))
+    assert lines(table.rendered(found)).items() <= written.items()
+    assert {name.split(",")[0] for name in written} == set(small.families())
+    assert not [reason for reason in written.values() if reason.startswith(("wrong", "crashed"))]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_no_family_is_wrong_or_crashes() -> None:
+    results = list(command.run_all(small.families(), jobs=1, time_limit_s=trial.TIME_LIMIT_S, fuse=True))
+    assert not [one for one in results if one.verdict in ("wrong", "crashed")]
+    assert lines(table.rendered(results)) == lines(table.current(GUIDE.read_text()))
+
+
+# ── a trial ──
+
+
+def tried(monkeypatch: pytest.MonkeyPatch, answers: Any) -> Trial:
+    monkeypatch.setattr(trial, "_answers", answers)
+    return trial.run("llama", time_limit_s=20)
+
+
+def test_other_tokens_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = tried(monkeypatch, lambda _f, wanted, _e: [list(one.answer) for one in wanted])
+    assert right.verdict == "equal"
+    found = tried(monkeypatch, lambda _f, wanted, _e: [[one.answer[0] ^ 1, *one.answer[1:]] for one in wanted])
+    assert found.verdict == "wrong"
+    assert found.reason.startswith("generate answers [")
+
+
+def test_a_shorter_answer_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tried(monkeypatch, lambda _f, wanted, _e: [list(one.answer[:-1]) for one in wanted]).verdict == "wrong"
+
+
+def test_a_process_that_dies_or_hangs_is_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = tried(monkeypatch, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    assert (found.verdict, found.reason) == ("crashed", "the process ended with status -9")
+    monkeypatch.setattr(trial, "_try", lambda *_: time.sleep(60))
+    hung = trial.run("llama", time_limit_s=0.5)
+    assert (hung.verdict, hung.reason) == ("crashed", "took more than 0 seconds")
+
+
+# ── the table ──
+
+
+def results() -> Iterator[Trial]:
+    yield Trial("opt", "", "equal")
+    yield Trial("llama", "", "equal")
+    yield Trial(
+        "bert", "", "refused", "MODEL cannot be served: layer 0 has keys of size 24; MODEL cannot be served: else"
+    )
+    yield Trial("bart", "window", "refused", "MODEL cannot be served: layer 1 has keys of size 16")
+
+
+def test_the_table_joins_families_with_one_reason() -> None:
+    assert lines(table.rendered(results())) == {
+        "llama": "same tokens as `generate`",
+        "opt": "same tokens as `generate`",
+        "bart, window": "refused: layer n has keys of size n",
+        "bert": "refused: layer n has keys of size n",
+    }
+
+
+def test_only_what_stands_between_the_markers_is_replaced() -> None:
+    guide = f"before\n{table.BEGIN}\n\nold\n\n{table.END}\nafter\n"
+    assert table.replaced(guide, "new") == f"before\n{table.BEGIN}\n\nnew\n\n{table.END}\nafter\n"
+    assert table.current(guide) == "old"
+
+
+def test_the_command_says_what_is_wrong_and_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "run_all", lambda *_: [Trial("opt", "", "wrong", "generate answers [1]")])
+    assert command.main(["opt"]) == 1
+    assert "wrong      opt: generate answers [1]" in capsys.readouterr().out
+    monkeypatch.setattr(command, "run_all", lambda *_: results())
+    assert command.main([]) == 0
+    assert "2 equal, 2 refused" in capsys.readouterr().out
