@@ -28,6 +28,7 @@ COMMANDS = {
     "interference": "what a long prompt costs running streams and a short prompt after it",
     "scheduler": "the cost of one plan and commit, by batch and by backlog",
     "sampler": "the sampler alone, by what the requests ask for",
+    "schemas": "random answers under JSON schemas: what is refused, what is told as broken, what is silent",
     "attention": "the attention backends beside one another, and what they read per second",
     "floor": "the linear layers alone: what an engine's steps stand on",
     "quality": "what rounding weights, or keys and values, costs: perplexity on real text, equal greedy tokens",
