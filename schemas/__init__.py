@@ -1,4 +1,6 @@
-"""What travels between producers, workers and subscribers: msgspec structs, MessagePack on the wire."""
+"""Structs that producers, workers and subscribers exchange: msgspec structs, sent as
+MessagePack.
+"""
 
 from schemas.chunk import Chunk
 from schemas.generation import FinishReason, ResponseFormat, SamplingParams, TokenLogprob

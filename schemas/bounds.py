@@ -1,8 +1,10 @@
-"""Refuses bombs before anything is built of them: a megabyte of MessagePack can stand for gigabytes of objects.
+"""Rejects requests that would decode into far too many objects: a megabyte of MessagePack can
+expand to gigabytes.
 
-A large request is taken apart without being decoded (skipping needs no memory); what holds more parts than any
-request may is refused by its header's count, with the sentence that a smaller one gets. It knows only shapes.
-Keys of `logit_bias` that are texts are mended here as well, for the same reason: nothing else is built.
+A large request is split into its fields without decoding them, since skipping needs no memory. A
+list or map with more entries than any request may have is rejected by the count in its header; the
+message is the one that validation gives for a smaller request. Text keys of `logit_bias` are
+converted to integers here as well, again without decoding the rest.
 """
 
 from __future__ import annotations
@@ -32,7 +34,11 @@ _COUNT_BYTES: Final = {0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}
 
 
 def without_bombs(request: bytes) -> bytes:
-    """The same request, each field once. Raises ValueError with one sentence, or msgspec's errors for what is none."""
+    """Return the same request with each field once, after checking the sizes of its lists and maps.
+
+    Raises ValueError with one sentence for a size above its limit, and msgspec's errors for bytes
+    that are no request.
+    """
     fields = _take_apart(request)
     _limit(fields, "prompt_ids", MAX_PROMPT_IDS, "ids")
     _limit(fields, "messages", MAX_MESSAGES, "entries")
@@ -43,8 +49,10 @@ def without_bombs(request: bytes) -> bytes:
 
 
 def with_whole_keys(request: bytes) -> bytes | None:
-    """The same request, with the texts among the keys of its `logit_bias` as the whole numbers they are: the keys of a
-    map from JavaScript are texts. None if no key is such a text.
+    """Return the same request with the text keys of its `logit_bias` converted to integers.
+
+    The keys of a map sent from JavaScript are texts. Returns None if the request has no
+    `logit_bias` or a key is no integer.
     """
     try:
         fields = _take_apart(request)
@@ -90,7 +98,7 @@ def _is_map(packed: msgspec.Raw | None) -> bool:
 
 
 def _count(packed: bytes) -> int:
-    """Entries of an array or map; 0 for anything else."""
+    """Return the number of entries of an encoded array or map; 0 for any other value."""
     if not packed:
         return 0
     if 0x80 <= packed[0] <= 0x9F:

@@ -1,4 +1,4 @@
-"""A piece of a job's answer, as it is logged and published."""
+"""A piece of a job's answer, as it is written to the log and published."""
 
 import msgspec
 
@@ -7,12 +7,14 @@ from schemas.result import JobError, JobStatus, Usage
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """One or more consecutive tokens of one choice; a chunk per token while streaming.
+    """One or more consecutive tokens of one choice. While streaming, each token has its own chunk.
 
-    `index` is the number of tokens of this choice before this chunk, so a reader keeps one number per choice.
-    `text` may be empty (half a character, or the possible beginning of a stop string is held back).
-    The last chunk of a job has `status` set: it carries the usage, the error, and no token. With several choices each
-    tells its own end before it, in a chunk with `finish_reason`.
+    `index` is the number of tokens of this choice before this chunk, so a reader keeps one number
+    per choice. `text` may be empty: the first bytes of a character, or the possible beginning of a
+    stop string, are held back.
+
+    The last chunk of a job has `status` set. It carries the usage and the error, and no token. With
+    several choices, each choice first ends with a chunk of its own that has `finish_reason` set.
     """
 
     job_id: str
@@ -38,7 +40,9 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fa
 
     @property
     def position(self) -> str:
-        """Where a reader stands that has this chunk and those before it: the `starting_after` to go on from."""
+        """The position of a reader that has this chunk and all before it: pass it as
+        `starting_after` to resume.
+        """
         return self.after or str(self.end)
 
     @property

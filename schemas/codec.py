@@ -1,8 +1,9 @@
-"""Encoders and decoders, built once. MessagePack; unknown fields are ignored, so old and new bytes mix.
+"""Encoders and decoders, built once. The format is MessagePack; unknown fields are ignored, so that
+old and new versions can read each other.
 
-Messages from producers (requests, control messages) are refused above `MAX_PAYLOAD_BYTES`; a large request is refused
-before decoding when one of its lists is too long. Chunks and results have no size limit: workers write them, and
-whatever a worker has written must be readable.
+Messages from producers (requests and control messages) are rejected above `MAX_PAYLOAD_BYTES`. A
+large request is rejected before decoding when one of its lists is too long. Chunks and results have
+no size limit: workers write them, and every record that a worker wrote must be readable.
 """
 
 from typing import Final, TypeVar
@@ -21,7 +22,7 @@ T = TypeVar("T")
 
 
 def plain(value: object) -> str:
-    """A text of a kind of its own (a job handle, say) travels as the text it is."""
+    """Encode a subclass of str, such as a job handle, as the plain text that it holds."""
     if isinstance(value, str):
         return str.__str__(value)
     raise TypeError(f"objects of type {type(value).__name__} do not travel")
@@ -38,7 +39,7 @@ _status_decoder = msgspec.msgpack.Decoder(WorkerStatus)
 
 
 class DecodeError(ValueError):
-    """The bytes are not what they should be; the message says what is wrong with them."""
+    """The bytes do not have the expected form; the message says what is wrong with them."""
 
 
 def _bounded(data: bytes, what: str, limit: int = MAX_PAYLOAD_BYTES) -> bytes:
@@ -55,7 +56,7 @@ def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes, what: str) -> T:
 
 
 def decode_request(data: bytes, limit: int = MAX_PAYLOAD_BYTES) -> JobRequest:
-    """Raises DecodeError."""
+    """Decode a job request of at most `limit` bytes. Raises DecodeError."""
     if len(_bounded(data, "job request", limit)) > HARMLESS_BYTES:
         try:
             data = without_bombs(data)
@@ -71,12 +72,16 @@ def decode_request(data: bytes, limit: int = MAX_PAYLOAD_BYTES) -> JobRequest:
 
 
 def decode_result(data: bytes) -> JobResult:
-    """Raises DecodeError."""
+    """Decode a job's result. Raises DecodeError."""
     return _decode(_result_decoder, data, "job result")
 
 
 def decode_chunk(data: bytes) -> Chunk:
-    """Raises DecodeError. A chunk of a worker before `Chunk.n` is rewritten: its index counted all choices together."""
+    """Decode a chunk. Raises DecodeError.
+
+    A chunk from a worker older than `Chunk.n` is rewritten, because its index counted the tokens of
+    all choices together.
+    """
     chunk = _decode(_chunk_decoder, data, "chunk")
     if chunk.place is None:
         return chunk
@@ -84,10 +89,10 @@ def decode_chunk(data: bytes) -> Chunk:
 
 
 def decode_control(data: bytes) -> ControlMessage:
-    """Raises DecodeError."""
+    """Decode a control message. Raises DecodeError."""
     return _decode(_control_decoder, _bounded(data, "control message"), "control message")
 
 
 def decode_status(data: bytes) -> WorkerStatus:
-    """Raises DecodeError."""
+    """Decode a worker's status. Raises DecodeError."""
     return _decode(_status_decoder, _bounded(data, "worker status"), "worker status")

@@ -1,36 +1,40 @@
-"""Messages on a worker's control channel, and what a worker says of itself."""
+"""Messages on a worker's control channel, and the status that a worker reports."""
 
 import msgspec
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
-    """The job's sequence is to stop now."""
+    """Stop this job's sequence now."""
 
     job_id: str
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
-    """Stop intake and finish, as after SIGTERM."""
+    """Stop claiming jobs and finish the running ones, as after SIGTERM."""
 
 
 class Call(msgspec.Struct, frozen=True, tag="call"):
-    """A job came, and this worker is listed as having room: it claims. It is listed no more until that claim."""
+    """A job has arrived while this worker was listed with free places: the worker claims.
+
+    The worker is not listed again before that claim.
+    """
 
 
 ControlMessage = Cancel | Drain | Call
 
 
 class TenantLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one tenant has of a worker."""
+    """The load of one tenant on one worker: running jobs and tokens a second."""
 
     running: int = 0
     tokens_per_s: float = 0.0
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A worker's heartbeat value: who it is and how loaded it is, for people who look (`tokenmill top`).
+    """The value of a worker's heartbeat: its identity and its load, shown by `tokenmill top`.
 
-    Times are milliseconds over the last minute, as (median, 95th percentile); None where nothing was timed.
+    Times are milliseconds over the last minute, as (median, 95th percentile); None when nothing was
+    timed.
     """
 
     worker_id: str

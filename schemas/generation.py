@@ -1,7 +1,7 @@
-"""What a generation is asked to do, and how one ended.
+"""Parameters of a generation, and the reasons why one ends.
 
-The only part of `schemas` that the engine may import: token-level vocabulary, no queue, no text store.
-Names follow the OpenAI and vLLM sampling parameters.
+This is the only module of `schemas` that the engine may import: it has token-level terms, no queue
+and no text store. Names follow the sampling parameters of OpenAI and vLLM.
 """
 
 from enum import StrEnum
@@ -10,7 +10,7 @@ import msgspec
 
 
 class FinishReason(StrEnum):
-    """Why a sequence stopped growing."""
+    """The reason why a sequence ended."""
 
     STOP = "stop"  # end-of-sequence token, a stop token id, or a stop string
     LENGTH = "length"  # max_tokens, or the model's context is full
@@ -20,7 +20,9 @@ class FinishReason(StrEnum):
 
 
 class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Structured output: exactly one of the three is set (`json_schema={}` admits any JSON object)."""
+    """Structured output. Exactly one of the three formats is set; `json_schema={}` allows any JSON
+    object.
+    """
 
     json_schema: dict[str, object] | None = None
     regex: str | None = None
@@ -29,12 +31,12 @@ class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Per-request sampling. The defaults draw from the model's own distribution.
+    """Sampling parameters of one request. The defaults sample from the model's own distribution.
 
-    `temperature=0` is greedy. `top_p=0` keeps the most likely token alone. `top_k=0` and `-1` both mean "off".
-    `max_tokens=None` means "up to the model's length". `logprobs=True` returns the sampled token's
-    log-probability; an integer k, or `top_logprobs=k`, returns the k most likely ones with it. `seed=None`
-    draws a seed at admission.
+    `temperature=0` is greedy. `top_p=0` keeps only the most likely token. `top_k=0` and `-1` both
+    switch top-k off. `max_tokens=None` means up to the model's context length. `logprobs=True`
+    returns the log-probability of each sampled token; an integer k, or `top_logprobs=k`, adds the k
+    most likely tokens. `seed=None` draws a seed at admission.
     """
 
     max_tokens: int | None = None
@@ -72,7 +74,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """Natural-log probability of one sampled token, and of the most likely ones at its position."""
+    """Natural-log probability of one sampled token, and of the most likely tokens at its
+    position.
+    """
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()  # (token id, log-probability), most likely first

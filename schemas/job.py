@@ -1,4 +1,6 @@
-"""A job as its producer describes it: one struct, MessagePack on the wire, append-only fields."""
+"""A job as its producer describes it: one struct, sent as MessagePack, to which fields are only
+ever added.
+"""
 
 from enum import StrEnum
 from typing import Literal
@@ -11,7 +13,9 @@ SCHEMA_VERSION = 1
 
 
 class Priority(StrEnum):
-    """Three classes; `bulk` fills the slack, is never starved, and is the first to be preempted."""
+    """Three classes of jobs. `bulk` uses the capacity that the others leave; it is never starved
+    and is preempted first.
+    """
 
     INTERACTIVE = "interactive"
     STANDARD = "standard"
@@ -19,7 +23,7 @@ class Priority(StrEnum):
 
     @property
     def rank(self) -> int:
-        """0 for the most urgent class."""
+        """The class as a number: 0 is the most urgent."""
         return PRIORITY_ORDER.index(self)
 
 
@@ -27,14 +31,18 @@ PRIORITY_ORDER = (Priority.INTERACTIVE, Priority.STANDARD, Priority.BULK)
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One turn of a chat."""
+    """One message of a chat."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str
 
 
 class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How often a retryable failure may run again, and how long it waits: backoff_ms × 2^(n−1), capped."""
+    """Limits for running a job again after a retryable failure.
+
+    A job runs at most `max_attempts` times, the first included. After attempt n it waits for
+    backoff_ms × 2^(n−1), at most `max_backoff_ms`.
+    """
 
     max_attempts: int = 3
     backoff_ms: int = 1_000
@@ -42,10 +50,11 @@ class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class JobRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Everything a worker needs to answer one job.
+    """All that a worker needs to run one job.
 
-    Exactly one of `prompt` (text), `messages` (chat) and `prompt_ids` (token ids) is set.
-    Times are Unix milliseconds. `stream=False` writes log checkpoints instead of a chunk per token.
+    Exactly one of `prompt` (text), `messages` (chat) and `prompt_ids` (token ids) is set. Times are
+    Unix milliseconds. With `stream=False` the worker writes checkpoints to the job's log instead of
+    one chunk per token.
     """
 
     job_id: str

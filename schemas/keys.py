@@ -40,14 +40,14 @@ GROUP = "workers"
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The key names of one queue."""
+    """The names of all Redis keys of one queue."""
 
     queue: str
     prefix: str = "tm:"
 
     @property
     def base(self) -> str:
-        """`tm:{queue}:`, what every key of the queue starts with; scripts get it as ARGV."""
+        """The prefix `tm:{queue}:` of every key of the queue; scripts receive it as an argument."""
         return f"{self.prefix}{{{self.queue}}}:"
 
     def lane(self, priority: Priority, tenant: str = "") -> str:
@@ -66,7 +66,9 @@ class Keys:
         return f"{self.base}chunks:{job_id}"
 
     def idempotency(self, tenant: str, key: str) -> str:
-        """Colons in a tenant's name are escaped: `a` with key `b:c` is not `a:b` with key `c`."""
+        """Return the key of an idempotency key. Colons in the tenant's name are escaped: tenant `a`
+        with key `b:c` must differ from tenant `a:b` with key `c`.
+        """
         return f"{self.base}idem:{tenant.replace('%', '%25').replace(':', '%3A')}:{key}"
 
     def worker(self, worker_id: str) -> str:
@@ -124,7 +126,7 @@ class Keys:
         return f"{self.base}batch:{batch_id}"
 
     def refused(self, batch_id: str) -> str:
-        """Lines of a batch that became no job."""
+        """Return the key of the lines of a batch that have no job."""
         return f"{self.base}refused:{batch_id}"
 
     @property
@@ -133,6 +135,8 @@ class Keys:
 
 
 def queue_of(model: str) -> str:
-    """The queue of a model when none is named: its last path part, in lower case, without odd characters."""
+    """Return the default queue of a model: the last part of its path, in lower case and without
+    unusual characters.
+    """
     name = re.split(r"[/\\]", model.rstrip("/\\"))[-1].removesuffix(".gguf").lower()
     return re.sub(r"[^a-z0-9._-]+", "-", name).strip("-") or "default"

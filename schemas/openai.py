@@ -1,8 +1,9 @@
-"""OpenAI's formats: the lines of batch files, the bodies of requests and answers, and the batch object.
+"""OpenAI's formats: the lines of batch files, the bodies of requests and answers, and the batch
+object.
 
-Names and nulls are theirs: a program that reads their files reads ours. Requests are decoded as far as their
-envelope here; a body becomes a job in api_client/bulk/bodies.py and api_client/openai_forms.py. Times are Unix
-seconds.
+Names and nulls are the same as OpenAI's, so that a program that reads their files reads these too.
+Here only the envelope of a request is decoded; api_client/bulk/bodies.py and
+api_client/openai_forms.py turn its body into a job. Times are Unix seconds.
 """
 
 from typing import Any, Final, Literal
@@ -22,7 +23,7 @@ BatchStatus = Literal[
 
 
 class LineEnvelope(msgspec.Struct, frozen=True):
-    """A line of an input file; its members may be anything until they are checked."""
+    """A line of an input file. Its members may have any type until they are checked."""
 
     custom_id: Any = None
     method: Any = None
@@ -31,7 +32,7 @@ class LineEnvelope(msgspec.Struct, frozen=True):
 
 
 class ErrorObject(msgspec.Struct, frozen=True, kw_only=True):
-    """Inside of a response's body, as the API answers a bad request."""
+    """The error inside a response's body, in the form in which the API answers a bad request."""
 
     message: str
     type: str = "invalid_request_error"
@@ -44,7 +45,7 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 
 class LineError(msgspec.Struct, frozen=True):
-    """Why a line has no response at all."""
+    """The reason why a line has no response."""
 
     code: str
     message: str
@@ -57,7 +58,7 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OutputLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of an output or error file."""
+    """One line of an output or error file."""
 
     id: str
     custom_id: str | None
@@ -180,7 +181,7 @@ class BatchUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchObject(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="batch"):
-    """Files are named by their paths: there is no file store."""
+    """OpenAI's batch object. Its files are named by their paths, because there is no file store."""
 
     id: str
     endpoint: str

@@ -1,4 +1,4 @@
-"""How a job stands and what came of it."""
+"""The states of a job, its error, its usage and its result."""
 
 from enum import StrEnum
 
@@ -8,7 +8,10 @@ from schemas.generation import FinishReason, TokenLogprob
 
 
 class JobStatus(StrEnum):
-    """`queued → running → succeeded | failed | cancelled | expired`; `dead` is set aside, may be redriven."""
+    """The state of a job: `queued → running → succeeded | failed | cancelled | expired`.
+
+    A `dead` job was moved to the dead letters and may be redriven.
+    """
 
     SCHEDULED = "scheduled"  # waits for not_before, or for its next attempt
     QUEUED = "queued"
@@ -25,7 +28,7 @@ class JobStatus(StrEnum):
 
 
 class JobError(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One clear sentence for the producer, with a code that programs can match."""
+    """One sentence for the producer, with a code that programs can match."""
 
     code: str  # e.g. "invalid_request", "context_length_exceeded", "engine_crash"
     message: str
@@ -33,7 +36,7 @@ class JobError(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What is billed (tokens), and how long it took (milliseconds)."""
+    """Tokens that are billed, and times in milliseconds."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0  # of the prompt's tokens: those whose KV was found in the prefix cache
@@ -47,8 +50,8 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class ChoiceResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One finished sequence of a job.
 
-    `text_ends[i]` is len(text) after token i's chunk, so that the chunks of a finished job can be told
-    again from its result, one per token, after the log is gone.
+    `text_ends[i]` is len(text) after the chunk of token i. From it the chunks of a finished job can
+    be rebuilt, one per token, after the log is gone.
     """
 
     index: int = 0
@@ -60,7 +63,9 @@ class ChoiceResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class JobResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A job's final state. `choices` is empty when nothing was generated; partial text is kept."""
+    """The final state of a job. `choices` is empty if nothing was generated; partial text is
+    kept.
+    """
 
     job_id: str
     status: JobStatus

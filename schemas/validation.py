@@ -1,7 +1,7 @@
-"""What is wrong with a job request, as far as that can be known without the model.
+"""Checks of a job request that need no model.
 
-Pure functions, used by the producer at submit and by the worker at admission, so that both refuse the
-same requests with the same sentences. It knows no vocabulary, no context length and no queue.
+Pure functions. The producer runs them at submit and the worker at admission, so that both reject
+the same requests with the same messages. Vocabulary and context length are checked elsewhere.
 """
 
 import re
@@ -42,10 +42,12 @@ _URL = re.compile(r"https?://[^\s/]+(/\S*)?")
 
 
 def problems(request: JobRequest, now_ms: int | None = None, *, is_decoded: bool = False) -> list[str]:
-    """One sentence per problem, each naming the field and the value given; empty when all is well.
+    """Return one sentence for each problem of a request, with the field and the value given; empty
+    if there is none.
 
-    With `now_ms`, a deadline that has passed already is a problem too. `is_decoded`: its types were checked as it was
-    made from bytes or plain values, and need not be again.
+    Args:
+        now_ms: Unix milliseconds. If given, a deadline before it is a problem too.
+        is_decoded: the request was decoded from bytes or plain values, which has checked its types already.
     """
     try:
         request = request if is_decoded else _as_received(request)
@@ -66,7 +68,9 @@ def problems(request: JobRequest, now_ms: int | None = None, *, is_decoded: bool
 
 
 def _as_received(request: JobRequest) -> JobRequest:
-    """Structs do not check types when they are built in Python; only decoding does. Raises what that would."""
+    """Return the request as decoding would build it. Structs check their types only when they are
+    decoded, not when they are built in Python. Raises the errors of decoding.
+    """
     plain = msgspec.to_builtins(request, builtin_types=(bytes, bytearray, memoryview))
     return msgspec.convert(plain, JobRequest)
 
@@ -79,7 +83,7 @@ def _broken_text(request: JobRequest) -> Iterator[str]:
 
 
 def _texts(request: JobRequest) -> Iterator[tuple[str, str]]:
-    """Every piece of text in the request, with the name of its field."""
+    """Yield each text of the request, after the name of its field."""
     for field in ("job_id", "model", "prompt", "tenant", "idempotency_key", "webhook", "traceparent", "batch_id"):
         text = getattr(request, field)
         if text is not None:
@@ -99,7 +103,9 @@ def _texts(request: JobRequest) -> Iterator[tuple[str, str]]:
 
 
 def _strings(value: object, depth: int = 0) -> Iterator[str]:
-    """Keys and values of nested JSON; what lies too deep is refused elsewhere."""
+    """Yield the keys and values of nested JSON that are texts. Values nested deeper than the limit
+    are left out; another check rejects them.
+    """
     if isinstance(value, str):
         yield value
     elif depth <= MAX_FORMAT_DEPTH and isinstance(value, Mapping):
@@ -188,7 +194,9 @@ def _metadata_problems(metadata: dict[str, str]) -> Iterator[str]:
 
 
 def params_problems(params: SamplingParams) -> list[str]:
-    """What is wrong with sampling parameters whatever the model. No comparison holds for NaN, so it is refused."""
+    """Return the problems of sampling parameters that do not depend on the model. NaN is rejected,
+    since no comparison with it is true.
+    """
     found = [f"{field} {rule}, not {getattr(params, field)}" for field, ok, rule in _ranges(params) if not ok]
     if params.max_tokens is not None and params.min_tokens > params.max_tokens >= 1:
         found.append(f"min_tokens ({params.min_tokens}) must not exceed max_tokens ({params.max_tokens})")
@@ -196,7 +204,7 @@ def params_problems(params: SamplingParams) -> list[str]:
 
 
 def _ranges(params: SamplingParams) -> tuple[tuple[str, bool, str], ...]:
-    """Field, whether its value is allowed, and the rule."""
+    """Return, for each field, its name, whether its value is allowed, and the rule."""
     p = params
     logprobs_ok = isinstance(p.logprobs, bool) or 0 <= p.logprobs <= MAX_TOP_LOGPROBS
     return (
@@ -269,7 +277,10 @@ def _schema_problems(schema: dict[str, object]) -> Iterator[str]:
 
 
 def _is_envelope(schema: dict[str, object]) -> bool:
-    """None of its keys but `description` is a keyword of JSON Schema: as a schema it would admit anything."""
+    """Return whether a schema is OpenAI's envelope: its keys are only `name`, `schema`, `strict`
+    and `description`, of which only the last is a keyword of JSON Schema. Read as a schema it would
+    allow any value.
+    """
     return not _ENVELOPE.isdisjoint(schema) and _ENVELOPE.union(("description",)).issuperset(schema)
 
 
@@ -288,7 +299,7 @@ def _size_problems(request: JobRequest) -> list[str]:
 
 
 def _encoded_size(value: object) -> int | None:
-    """In bytes of MessagePack; None where an integer does not fit its 64 bits."""
+    """Return the size in bytes of MessagePack; None if an integer does not fit into 64 bits."""
     try:
         return len(encode(value))
     except OverflowError:

@@ -1,6 +1,8 @@
-"""What a webhook receives: a job's end as JSON, in the form of Standard Webhooks (type, timestamp, data).
+"""The body of a webhook: the end of a job as JSON, in the form of Standard Webhooks (type,
+timestamp, data).
 
-Token ids and log-probabilities stay out; whoever wants them asks for the result. Fields are only ever added.
+Token ids and log-probabilities are left out; a receiver that needs them fetches the result. Fields
+are only ever added.
 """
 
 import re
@@ -15,8 +17,9 @@ _AUTHORITY: Final = re.compile(r"(\[[^\]]*\]|[^:]*)(:\d*)?")
 
 
 def redacted_url(url: str) -> str:
-    """The URL for people: scheme, host and path. The user, the password, the values of the query and the fragment are
-    left out. Takes any text.
+    """Return a URL that may be shown to people: scheme, host and path.
+
+    The user, the password, the values of the query and the fragment are left out. Accepts any text.
     """
     rest, mark, query = url.partition("#")[0].partition("?")
     scheme, separator, rest = rest.partition("://") if "://" in rest else ("", "", rest)
@@ -31,7 +34,7 @@ def redacted_url(url: str) -> str:
 
 
 class WebhookChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """One answer of the job."""
+    """One choice of the job's answer."""
 
     index: int
     text: str
@@ -39,7 +42,9 @@ class WebhookChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WebhookJob(msgspec.Struct, frozen=True, kw_only=True):
-    """`choices` is None where the text was too long for a notice, or has been purged: fetch the result instead."""
+    """The job of a webhook. `choices` is None if the text was too long for a webhook or has been
+    purged; fetch the result instead.
+    """
 
     job_id: str
     status: JobStatus
@@ -57,7 +62,9 @@ class WebhookJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WebhookEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """`type` is "job." and the state; `timestamp` the time of the job's end, ISO 8601, UTC."""
+    """One event. `type` is "job." and the state; `timestamp` is the time of the job's end in ISO
+    8601, UTC.
+    """
 
     type: str
     timestamp: str
