@@ -1,1 +1,1 @@
-"""The KV cache: its bookkeeping in plain Python, and the device and host pools that hold the bytes."""
+"""The KV cache: bookkeeping in plain Python, and the device and host pools that hold the bytes."""

@@ -1,12 +1,10 @@
-"""The blocks of one layer group: who holds them, which are free, and which free ones are still findable.
+"""The blocks of one layer group: reference counts, the free list, and the hashes of cached blocks.
 
-Free blocks form a doubly linked list threaded through two integer lists, block 0 (never allocated) being
-its head; taking a block out of the middle on a cache hit is O(1) and allocates nothing. A freed block
-whose content is known by its hash keeps it until it is taken again:
+Free blocks form a doubly linked list in two integer lists. Block 0, which is never allocated, is
+its head. Taking a block out of the middle on a cache hit is O(1) and allocates nothing. A freed
+block whose content hash is known keeps the hash until the block is allocated again:
 
-    next to be taken ── unhashed, last freed first ── hashed, least recently used first ── last to be taken
-
-It knows block ids and hashes, neither sequences' tokens nor devices.
+    allocated next ── unhashed, last freed first ── hashed, least recently used first ── allocated last
 """
 
 from collections.abc import Callable
@@ -15,7 +13,10 @@ from worker.engine.sequence import Sequence
 
 
 class BlockPool:
-    """Reference-counted blocks. A *fenced* block has a hash, but its owner's step has not yet filled it."""
+    """Reference-counted blocks of one layer group.
+
+    A *fenced* block has a hash, but the step that fills it has not succeeded yet.
+    """
 
     __slots__ = (
         "_next",
@@ -39,11 +40,11 @@ class BlockPool:
         self._on_evict = on_evict
         self.refs = [0] * num_blocks
         self.hashes: list[bytes | None] = [None] * num_blocks
-        self.cached: dict[bytes, int] = {}  # hash → the block that has (or, if fenced, will have) this content
+        self.cached: dict[bytes, int] = {}  # hash → block with this content (fenced: not yet filled)
         self.fenced: dict[int, Sequence] = {}  # block → the sequence whose step fills it
         self.num_free = num_blocks - 1
         self.num_findable = 0  # free blocks with a hash
-        self.frees = 0  # running count, so that a refused admission is retried only once something was freed
+        self.frees = 0  # releases so far; a refused admission is retried only when it has grown
         self.evicted = 0
 
     @property
@@ -51,7 +52,11 @@ class BlockPool:
         return self.num_blocks - 1
 
     def allocate(self) -> int:
-        """Take the free block that is missed least; its hash, if any, is dropped. The caller checked `num_free`."""
+        """Take the block at the head of the free list and return its id.
+
+        Unhashed blocks come first, then the least recently used hashed one, whose hash is dropped.
+        The caller has checked `num_free`.
+        """
         block = self._next[0]
         if not block:
             raise RuntimeError("allocate() on an empty pool")
@@ -68,14 +73,17 @@ class BlockPool:
         return block
 
     def share(self, block: int) -> None:
-        """Hold a block that is in use, or revive a free one that a hash found."""
+        """Add a reference to a block in use, or take a free block that was found by its hash."""
         if not self.refs[block]:
             self._unlink(block)
             self.num_findable -= 1
         self.refs[block] += 1
 
     def release(self, block: int) -> None:
-        """Let go of a block; the last holder frees it. Release a sequence's tail first, so that it is evicted first."""
+        """Drop one reference; the last one frees the block.
+
+        Release the last blocks of a sequence first, so that they are evicted first.
+        """
         refs = self.refs[block] - 1
         if refs < 0:
             raise RuntimeError(f"block {block} is released more often than it was taken")
@@ -98,14 +106,17 @@ class BlockPool:
         self.frees += 1
 
     def fence(self, block: int, content: bytes, owner: Sequence) -> None:
-        """Register a block that `owner` is about to fill; the first block of a content keeps the hash."""
+        """Register the hash of a block that `owner` is about to fill.
+
+        If another block already has this content, that block keeps the hash.
+        """
         if content not in self.cached and self.hashes[block] is None:
             self.cached[content] = block
             self.hashes[block] = content
             self.fenced[block] = owner
 
     def publish(self, block: int, content: bytes) -> None:
-        """The block holds this content: lift its fence, or register it."""
+        """Mark the block as filled with this content: lift its fence, or register its hash."""
         if block in self.fenced:
             del self.fenced[block]
         elif self.hashes[block] is None and content not in self.cached:
@@ -113,7 +124,7 @@ class BlockPool:
             self.hashes[block] = content
 
     def forget(self, block: int) -> None:
-        """Un-register a block in use, e.g. because the step that should have filled it failed."""
+        """Remove the hash of a block, for example because the step that fills it failed."""
         content = self.hashes[block]
         if content is not None:
             self.hashes[block] = None
@@ -121,16 +132,16 @@ class BlockPool:
             self.fenced.pop(block, None)
 
     def forget_all(self) -> None:
-        """Drop every hash: what the blocks hold must not be found any more (the weights changed)."""
+        """Drop every hash, so that no cached block is found any more (the weights changed)."""
         for block in list(self.cached.values()):
             free = not self.refs[block]
             self.forget(block)
-            if free:  # to the unhashed end of the list
+            if free:  # move it to the unhashed end of the list
                 self.share(block)
                 self.release(block)
 
     def free_blocks(self) -> list[int]:
-        """In the order in which they would be taken; O(free), for checks."""
+        """Return the free blocks in the order of allocation; O(free), for checks."""
         found, block = [], self._next[0]
         while block:
             found.append(block)

@@ -1,7 +1,7 @@
-"""The tensors of the KV cache: one pool per layer group, `[num_blocks, num_layers, 2, *block_shape]`.
+"""The tensors of the KV cache: one per layer group, `[num_blocks, num_layers, 2, *block_shape]`.
 
-A block with all its layers is contiguous, so that moving a block is one copy. The pool knows neither
-which blocks are in use nor by whom: that is the bookkeeping's business.
+One block with all its layers is contiguous, so that moving it is one copy. `kv.manager` keeps track
+of which sequence holds which block.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ _DTYPES = {
 
 
 def kv_dtype(config: EngineConfig, weights: torch.dtype) -> torch.dtype:
-    """As configured; "auto" is that of the weights, but half precision beside rounded float32 weights: it adds little
-    to what rounding them loses (`ops/bench quality`), and attention reads half as much."""
+    """Return the configured type of the cache; "auto" means the type of the weights.
+
+    With quantized float32 weights "auto" means float16: its error is small beside that of the
+    quantization (`ops/bench quality`), and attention reads half as much.
+    """
     if config.kv_dtype != "auto":
         return _DTYPES[config.kv_dtype]
     return torch.float16 if config.quantization is not None and weights == torch.float32 else weights
@@ -35,7 +38,10 @@ def kv_dtype(config: EngineConfig, weights: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class KVCachePool:
-    """Device tensors, by group. On CPU untouched blocks take no memory (in units of a huge page)."""
+    """Tensors by layer group.
+
+    On CPU, blocks that were never written take no memory, in units of a huge page.
+    """
 
     tensors: tuple[Tensor, ...]
 
@@ -61,12 +67,12 @@ class KVCachePool:
         return cls(tuple(torch.zeros(shape, dtype=dtype, device=device, pin_memory=pinned) for shape in shapes))
 
     def touch(self) -> None:
-        """Make the system find the memory of an empty pool now, and not in the steps that first write to it."""
+        """Write to every block of an empty pool now, so that no later step waits for page faults."""
         for tensor in self.tensors:
             tensor.zero_()
 
     def layer(self, group: int, index: int) -> Tensor:
-        """The view of the group's index-th layer: `[num_blocks, 2, *block_shape]`."""
+        """Return a view of the group's index-th layer: `[num_blocks, 2, *block_shape]`."""
         return self.tensors[group][:, index]
 
     @property

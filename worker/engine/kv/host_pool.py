@@ -1,15 +1,16 @@
-"""Host block ids of one layer group: preempted sequences' blocks, and the prefix cache's second tier.
+"""Host block ids of one layer group: blocks of preempted sequences, and the prefix cache's second tier.
 
-A preempted sequence holds its host blocks until it is back on the device. Evicted prefix blocks are kept
-by hash, least recently used first to go, whenever somebody needs their place. A host block that a step in
-flight still reads is *pinned*. It moves no bytes: the plan's copies do.
+A preempted sequence holds its host blocks until it is back on the device. Evicted prefix blocks are
+kept by hash; when a block is needed and none is free, the least recently used of them goes. A
+*pinned* host block is still used by a step in flight and is not evicted. Only ids are kept here:
+the copies of the step plan move the bytes.
 """
 
 from collections import OrderedDict
 
 
 class HostPool:
-    """Every block is free, held by a sequence, or kept by hash (and then maybe pinned)."""
+    """Block ids; each is free, held by a sequence, or kept by hash (and then possibly pinned)."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -21,11 +22,11 @@ class HostPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that a sequence could take now, those kept by hash included."""
+        """Number of blocks that sequences could take now, unpinned ones kept by hash included."""
         return len(self._free) + len(self._kept) - sum(1 for block in self._pins if block in self._hash_of)
 
     def take(self) -> int | None:
-        """A block for a preempted sequence; None if there is none."""
+        """Take a block for a preempted sequence; return None if there is none."""
         block = self._free.pop() if self._free else self._evict()
         if block is not None:
             self._held.add(block)
@@ -36,7 +37,10 @@ class HostPool:
         self._free.append(block)
 
     def keep(self, content: bytes) -> int | None:
-        """A block that will hold an evicted prefix block; None if it is kept already, or nothing can give way."""
+        """Take a block for an evicted prefix block and return its id.
+
+        Return None if this content is kept already, or if no block is free and none can be evicted.
+        """
         if content in self._kept:
             self._kept.move_to_end(content)
             return None
@@ -53,7 +57,7 @@ class HostPool:
         return content in self._kept
 
     def pin(self, block: int) -> None:
-        """A planned step reads or writes it: nobody else may have it before that step is over."""
+        """Protect a block that a planned step reads or writes from reuse before that step is over."""
         self._pins[block] = self._pins.get(block, 0) + 1
         content = self._hash_of.get(block)
         if content is not None:
@@ -66,7 +70,10 @@ class HostPool:
             self._pins[block] -= 1
 
     def forget(self, content: bytes) -> None:
-        """What was to be kept under this hash is not to be trusted (the step that should have written it failed)."""
+        """Drop what is kept under this hash and free its block.
+
+        Called when the step that writes the block has failed, so that its content is not valid.
+        """
         block = self._kept.pop(content, None)
         if block is not None:
             del self._hash_of[block]
@@ -88,7 +95,7 @@ class HostPool:
         return sorted(self._held)
 
     def check(self) -> None:
-        """Raises AssertionError when a block is lost or in two places."""
+        """Raise AssertionError when a block is lost or in two places."""
         everywhere = sorted([*self._free, *self._held, *self._hash_of])
         if everywhere != list(range(self.num_blocks)):
             raise AssertionError(f"host blocks are lost or in two places: {everywhere}")

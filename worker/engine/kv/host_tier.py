@@ -1,7 +1,8 @@
-"""The host side of the KV cache's books: which blocks a step copies out and in, and what if it fails.
+"""The host side of the KV cache: which blocks a step copies out and in, and what to undo if it fails.
 
-The tier behind the device pools, per layer group: it takes preempted sequences' blocks, keeps evicted
-prefix blocks by their hash, and writes the step's copies down as `StepMoves`. It decides nothing.
+The tier has one host pool per layer group, behind the device pools. It allocates host blocks for
+preempted sequences, keeps evicted prefix blocks by hash, and collects the step's copies in
+`StepMoves`. Scheduler and KVManager decide what moves.
 """
 
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from worker.engine.sequence import Sequence
 
 
 class HostTier:
-    """One host pool per layer group (empty where nothing is offloaded), and the moves of the step in the making."""
+    """One host pool per layer group (empty without offload), and the moves of the step being planned."""
 
     def __init__(self, num_blocks: tuple[int, ...]) -> None:
         self.pools = [HostPool(count) for count in num_blocks]
@@ -25,7 +26,10 @@ class HostTier:
     # ── second tier of the prefix cache ──
 
     def keeper_of_evicted(self, group: int) -> Callable[[bytes, int], None]:
-        """For the device pool of a group to call with what it evicts: (hash, block)."""
+        """Return a callback for the group's device pool, called as (hash, block) for each evicted block.
+
+        It plans a copy of the block to the host, if the host pool has room.
+        """
         pool = self.pools[group]
 
         def keep(content: bytes, block: int) -> None:
@@ -33,7 +37,7 @@ class HostTier:
             if target is not None:
                 self._copy_out(group, block, target)
                 self.moves.kept.append((group, content))
-                self.pin(group, target)  # nobody else may have it copied there in the same step
+                self.pin(group, target)  # no other copy of the same step may use this host block
 
         return keep
 
@@ -52,7 +56,11 @@ class HostTier:
     # ── preempted sequences ──
 
     def take_over(self, sequence: Sequence, num_blocks: int) -> bool:
-        """Plan copies of the sequence's first blocks (those left in their windows); False if there is no room."""
+        """Plan copies of the sequence's first `num_blocks` blocks to the host; False if there is no
+        room.
+
+        Entries that left a sliding window are skipped.
+        """
         tables = [table[:num_blocks] for table in sequence.block_tables]
         for pool, table in zip(self.pools, tables, strict=True):
             if sum(1 for block in table if block) > pool.num_free:
@@ -69,7 +77,10 @@ class HostTier:
         return True
 
     def hand_back(self, sequence: Sequence) -> None:
-        """The sequence is on its way to the device: its host blocks are free once this step is over."""
+        """Detach the host blocks of a sequence that returns to the device.
+
+        They are free once the step that reads them is over.
+        """
         for group, table in enumerate(sequence.host_tables):
             self.moves.leaving += [(group, host_block) for host_block in table if host_block >= 0]
         sequence.host_tables = []
@@ -84,19 +95,19 @@ class HostTier:
     # ── steps ──
 
     def take_moves(self) -> StepMoves:
-        """What the step just planned copies; hand it back to `settle` or `undo`."""
+        """Return the moves of the step just planned; pass them to `settle` or `undo` later."""
         moves, self.moves = self.moves, StepMoves()
         return moves
 
     def settle(self, moves: StepMoves, pools: list[BlockPool]) -> None:
-        """The step has succeeded: what it brought to the device may be shared."""
+        """Finish the moves of a step that succeeded: lift the fences of the blocks it copied in."""
         for group, block, owner in moves.lifting:
             if pools[group].fenced.get(block) is owner:
                 del pools[group].fenced[block]
         self._let_go(moves)
 
     def undo(self, moves: StepMoves) -> None:
-        """The step failed: nothing that it should have copied to the host is trusted."""
+        """Undo the moves of a step that failed: drop the hashes of blocks it should have copied out."""
         for group, content in moves.kept:
             self.pools[group].forget(content)
         self._let_go(moves)

@@ -1,9 +1,9 @@
-"""Which blocks a sequence holds in every layer group: admission, growth, sharing, offload, release.
+"""Block tables of sequences in every layer group: admission, growth, sharing, offload, release.
 
-Everything is taken in all groups or in none. A sequence's full blocks are registered in the prefix cache
-when they are allocated, fenced until the step that fills them has succeeded; what it generates is
-registered as it is committed. It plans copies (`tier.moves`) and never touches a device; when to admit or
-preempt is the scheduler's decision.
+Blocks are taken in all groups or in none. The full blocks of a prompt are registered in the prefix
+cache when they are allocated, and stay fenced until the step that fills them has succeeded.
+Generated blocks are registered when they are committed. Copies are planned in `tier.moves`; the
+scheduler decides when to admit or preempt.
 
     a table:   NULL NULL NULL │ shared, full │ own, full (hashed) │ own, partial │ own, still empty
                left the window   refs > 1                          0 ≤ fill < block_size
@@ -21,11 +21,12 @@ from worker.engine.sequence import NULL_BLOCK, Sequence
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """The cached prefix of a sequence: `num_tokens` is a multiple of the block size and below the sequence's length.
+    """The cached prefix of a sequence.
 
-    `pending` is the deepest block of it that a step in flight still has to fill. The last token is never part of a
-    hit, because its logits are needed. So a prompt that is cached whole has its last block computed again: no block
-    is ever copied within the device.
+    `num_tokens` is a multiple of the block size and less than the sequence's length: the last token
+    is always computed, because its logits are needed. A prompt that is cached whole therefore
+    computes its last block again, and no block is ever copied within the device. `pending` is the
+    deepest block of the prefix that a step in flight still has to fill.
     """
 
     num_tokens: int
@@ -33,7 +34,10 @@ class Hit:
 
 
 class KVManager:
-    """One block pool (and host pool) per layer group. `max_chunk` is the most tokens of a sequence in one step."""
+    """One device block pool and one host pool per layer group.
+
+    `max_chunk` is the largest number of tokens of one sequence in one step.
+    """
 
     def __init__(self, cache: CacheConfig, *, model_key: str, max_chunk: int, safety_margin: float) -> None:
         self.block_size = cache.block_size
@@ -46,9 +50,9 @@ class KVManager:
             for group, count in enumerate(cache.num_blocks)
         ]
         self.hasher = BlockHasher(cache.block_size, model_key)
-        self.oldest_step = 0  # of those in flight or being planned: a fence's owner with older work has stalled
+        self.oldest_step = 0  # in flight or being planned; a fence whose owner last ran before it has stalled
         self.margins = [int(safety_margin * pool.num_usable) for pool in self.pools]
-        self._deferred: deque[tuple[int, int, int]] = deque()  # (step, group, block): freed once the step is over
+        self._deferred: deque[tuple[int, int, int]] = deque()  # (step, group, block): released when the step is over
         # A sliding group's table is filled at most this far ahead of what the next query sees.
         self._ahead = [
             None if window is None else min(-(-(window - 1 + max_chunk) // self.block_size) + 2, pool.num_usable)
@@ -59,14 +63,14 @@ class KVManager:
     # ── what would fit ──
 
     def max_tokens_alone(self, limit: int) -> int:
-        """The most tokens (≤ limit) that one sequence could compute if it had every pool to itself."""
+        """Return how many tokens (≤ limit) one sequence can compute if it has every pool to itself."""
         for pool, window in zip(self.pools, self.windows, strict=True):
             if window is None or pool.num_usable < -(-window // self.block_size) + 2:
                 limit = min(limit, pool.num_usable * self.block_size)
         return limit
 
     def reach(self, sequence: Sequence) -> int:
-        """The position up to which `grow` would succeed now."""
+        """Return the position up to which `grow` would succeed now."""
         tables = zip(self.pools, sequence.block_tables, strict=True)
         return min(len(table) + pool.num_free for pool, table in tables) * self.block_size
 
@@ -85,7 +89,7 @@ class KVManager:
     # ── the prefix cache ──
 
     def find(self, sequence: Sequence) -> Hit:
-        """The longest cached prefix, in all groups; at least one token is left to compute."""
+        """Find the longest prefix cached in all groups; at least one token is left to compute."""
         if not self.prefix_cache:
             return Hit(0)
         hashes = self.hasher.extend(sequence)
@@ -95,14 +99,14 @@ class KVManager:
         return Hit(found * self.block_size, self._pending(hashes, found))
 
     def is_pending(self, awaited: tuple[int, bytes]) -> bool:
-        """Is a block that a hit would use still to be filled by a step that is under way?"""
+        """Return whether a step under way still has to fill this block (group, hash)."""
         pool = self.pools[awaited[0]]
         block = pool.cached.get(awaited[1])
         owner = None if block is None else pool.fenced.get(block)
         return owner is not None and owner.last_step >= self.oldest_step
 
     def _presence(self, group: int) -> Present:
-        """Tells of a hash whether its block is there, or about to be filled by a step under way."""
+        """Return a test for hashes: is the block on device or host, or being filled by a step under way?"""
         cached, fenced = self.pools[group].cached, self.pools[group].fenced
         host, oldest = self.tier.pools[group], self.oldest_step
 
@@ -127,7 +131,10 @@ class KVManager:
     # ── taking blocks ──
 
     def admit(self, sequence: Sequence, hit: Hit, headroom: int | None) -> bool:
-        """Take the cached prefix and blocks for every token known by now, in all groups or (False) in none."""
+        """Take the cached prefix and blocks for all known tokens, in all groups.
+
+        Return False, and take nothing, if the blocks of one group do not suffice.
+        """
         num_blocks = hit.num_tokens // self.block_size
         prefixes = []
         for group in range(len(self.pools)):
@@ -144,7 +151,7 @@ class KVManager:
         return True
 
     def _entry(self, group: int, content: bytes) -> int:
-        """A table entry for a block that a hit found: the device block, or -1 - the host block."""
+        """Return the table entry of a cached block: the device block, or -1 - the host block."""
         block = self.pools[group].cached.get(content)
         if block is not None:
             return block
@@ -154,7 +161,9 @@ class KVManager:
         return -1 - host_block
 
     def restore(self, sequence: Sequence, headroom: int | None) -> bool:
-        """Bring an offloaded sequence back; full blocks that the device still has are shared instead of copied."""
+        """Bring an offloaded sequence back, sharing full blocks still cached on the device; False
+        if it does not fit.
+        """
         size, committed = self.block_size, sequence.num_committed_tokens
         full = committed // size
         prefixes = []
@@ -175,7 +184,10 @@ class KVManager:
         return True
 
     def grow(self, sequence: Sequence, end: int) -> bool:
-        """Have blocks for every position below `end`, in all groups or (False) unchanged in all."""
+        """Allocate blocks for every position below `end`, in all groups.
+
+        Return False, and change nothing, if the blocks of one group do not suffice.
+        """
         target = -(-end // self.block_size)
         for pool, table in zip(self.pools, sequence.block_tables, strict=True):
             if target - len(table) > pool.num_free:
@@ -184,9 +196,10 @@ class KVManager:
         return True
 
     def _place(self, sequence: Sequence, start: int, prefixes: list[list[int]], headroom: int | None) -> bool:
-        """Do the blocks suffice, those revived from the free list counted, and the safety margin or `headroom` spared?
+        """Return whether the blocks suffice; change nothing.
 
-        Changes nothing. `headroom` None: it may have everything.
+        Cached blocks on the free list count as taken. The larger of the safety margin and
+        `headroom` stays free; with `headroom` None, every block may be used.
         """
         for group, (pool, prefix) in enumerate(zip(self.pools, prefixes, strict=True)):
             held = sum(1 for entry in prefix if entry >= 0)
@@ -199,7 +212,7 @@ class KVManager:
     def _fill(self, sequence: Sequence, prefixes: list[list[int]]) -> None:
         """Build the tables: share the prefix, promote its host blocks, allocate the rest."""
         start = len(prefixes[0]) * self.block_size
-        for pool, prefix in zip(self.pools, prefixes, strict=True):  # before anything is evicted
+        for pool, prefix in zip(self.pools, prefixes, strict=True):  # before an allocation can evict it
             for entry in prefix:
                 if entry > 0:
                     pool.share(entry)
@@ -211,9 +224,11 @@ class KVManager:
         self._extend(sequence, [self.target(g, start, sequence.num_tokens) for g in range(len(self.pools))])
 
     def _promote(self, sequence: Sequence, group: int, entry: int, index: int) -> int:
-        """A device block for one on the host; others may share it once the copy has been made, if it is full."""
+        """Allocate a device block for a host block and plan the copy; a full block is shareable
+        after it.
+        """
         block = self.pools[group].allocate()
-        moves, committed = self.tier.moves, sequence.num_committed_tokens  # 0: it is one of the prefix cache
+        moves, committed = self.tier.moves, sequence.num_committed_tokens  # 0: the block comes from the prefix cache
         self.tier.copy_in(group, -1 - entry, block)
         if index < len(sequence.block_hashes):
             self.pools[group].fence(block, sequence.block_hashes[index], sequence)
@@ -234,7 +249,9 @@ class KVManager:
         sequence.num_slots = min(map(len, sequence.block_tables)) * self.block_size
 
     def target(self, group: int, start: int, num_tokens: int) -> int:
-        """Table length to have `num_tokens` held; a sliding group is filled only as far as one step can reach."""
+        """Return the table length for `num_tokens`; a sliding table extends only as far as one step
+        reaches.
+        """
         blocks, ahead = -(-num_tokens // self.block_size), self._ahead[group]
         return blocks if ahead is None else min(blocks, self.first_visible(group, start) + ahead)
 
@@ -244,7 +261,7 @@ class KVManager:
     # ── progress ──
 
     def advance(self, sequence: Sequence, committed: int) -> None:
-        """Positions below `committed` are good: register their full blocks, free those that left a window."""
+        """Commit positions below `committed`: register full blocks, free those that left a window."""
         first, last = sequence.num_committed_tokens // self.block_size, committed // self.block_size
         sequence.num_committed_tokens = committed
         if self.prefix_cache and last > first:
@@ -259,7 +276,11 @@ class KVManager:
             self._free_invisible(sequence, committed)
 
     def unregister(self, sequence: Sequence) -> None:
-        """Nothing is known any more of when its fenced blocks will be filled: let nobody wait for them."""
+        """Drop the hashes of the sequence's fenced blocks.
+
+        Called after a failed step: when the blocks will be filled is unknown, so no sequence may
+        wait for them.
+        """
         first = sequence.num_committed_tokens // self.block_size
         for pool, table in zip(self.pools, sequence.block_tables, strict=True):
             for block in table[first:]:
@@ -277,7 +298,11 @@ class KVManager:
     # ── letting go ──
 
     def free(self, sequence: Sequence, in_flight: bool) -> None:
-        """Release every block; those that a step in flight may still write only once that step is over."""
+        """Release every block of the sequence.
+
+        With `in_flight`, blocks that a step in flight may still write are released only when that
+        step is over.
+        """
         unsafe = sequence.num_committed_tokens // self.block_size if in_flight else None
         for group, (pool, table) in enumerate(zip(self.pools, sequence.block_tables, strict=False)):
             for index in range(len(table) - 1, -1, -1):
@@ -294,7 +319,7 @@ class KVManager:
         sequence.num_slots = sequence.num_computed_tokens = sequence.num_committed_tokens = 0
 
     def offload(self, sequence: Sequence, in_flight: bool) -> bool:
-        """Plan copies of its committed KV to the host and free its blocks; False if there is no room."""
+        """Plan copies of the committed KV to the host and free the blocks; False if there is no room."""
         committed = sequence.num_committed_tokens
         if not self.tier.exists or not committed:
             return False
@@ -307,13 +332,13 @@ class KVManager:
     # ── steps ──
 
     def release_deferred(self, oldest_in_flight: int | None) -> None:
-        """Free what waited for steps older than this one (None: nothing is in flight)."""
+        """Release blocks deferred by steps older than this one (None: nothing is in flight)."""
         while self._deferred and (oldest_in_flight is None or self._deferred[0][0] < oldest_in_flight):
             _, group, block = self._deferred.popleft()
             self.pools[group].release(block)
 
     def reset_prefix_cache(self) -> None:
-        """What is cached must not be found any more; sequences that run keep their blocks."""
+        """Drop every hash, on device and host; running sequences keep their blocks."""
         self.hasher.generation += 1
         for pool, host in zip(self.pools, self.tier.pools, strict=True):
             pool.forget_all()

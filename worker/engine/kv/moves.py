@@ -1,4 +1,4 @@
-"""The block copies of one step, and what to settle once it has succeeded or to take back if it fails."""
+"""The block copies of one step, and what to settle when it succeeds or undo when it fails."""
 
 from dataclasses import dataclass, field
 
@@ -8,11 +8,14 @@ from worker.engine.sequence import Sequence
 
 @dataclass(slots=True)
 class StepMoves:
-    """Filled while a step is planned; lives until the step is committed or abandoned.
+    """The moves of one step: filled while it is planned, kept until it is committed or abandoned.
 
-    `kept` are evicted prefix blocks that the step writes to the host, `pinned` those it reads from there,
-    `leaving` a preempted sequence's host blocks that are read for the last time. `lifting` are device blocks
-    whose fence falls with the step. `arrived` are sequences that have blocks from the host by this step's copies.
+    - `kept`: hashes of evicted prefix blocks that the step copies to the host.
+    - `pinned`: host blocks that the step reads or writes.
+    - `leaving`: host blocks of returning sequences, read for the last time.
+    - `lifting`: device blocks whose fence is lifted when the step succeeds.
+    - `arrived`: sequences with blocks that this step copies from the host.
+    - `offloaded`: sequences whose blocks this step copies to the host.
     """
 
     swap_out: list[BlockCopy] = field(default_factory=list)
@@ -23,4 +26,4 @@ class StepMoves:
     lifting: list[tuple[int, int, Sequence]] = field(default_factory=list)  # (group, block, owner)
     arrived: list[Sequence] = field(default_factory=list)
     offloaded: list[Sequence] = field(default_factory=list)
-    is_counted: bool = False  # the tokens it samples are in its sequences' num_inflight
+    is_counted: bool = False  # its sequences' num_inflight include the tokens it samples

@@ -1,9 +1,10 @@
 """Moves blocks from device to host and from host to device, in few large operations.
 
-On CUDA the host pool is pinned and the transfers run on a stream of their own: leaving blocks are first
-gathered on the compute stream (so that the step may overwrite them at once), arriving ones are waited for
-by the compute stream. All transfers share the one stream, hence a host block that is read, then reused,
-is safe without further fences. Block ids travel from pinned memory too: the host never waits.
+On CUDA the host pool is pinned and transfers run on a stream of their own. Leaving blocks are first
+gathered on the compute stream, so that the step may overwrite them at once. The compute stream
+waits for arriving blocks. Because all transfers share one stream, a host block may be read and then
+reused without further synchronization. Block ids are copied from pinned memory too, so the host
+never waits.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ from worker.engine.config import EngineConfigError
 from worker.engine.kv.cache_pool import KVCachePool
 from worker.engine.plan import BlockCopy, StepPlan
 
-MAX_STAGING_BYTES = 256 << 20  # blocks move in parts of at most this size, which bounds the staging memory
+MAX_STAGING_BYTES = 256 << 20  # largest part that moves at once; bounds the staging memory
 
 
 class Offloader:
-    """`host` is None without offload; then plans must hold no swaps."""
+    """Copies blocks between a device pool and a host pool.
+
+    `host_pool` is None without offload; plans then must hold no swaps.
+    """
 
     def __init__(
         self, device_pool: KVCachePool, host_pool: KVCachePool | None, max_staging_bytes: int = MAX_STAGING_BYTES
@@ -46,7 +50,11 @@ class Offloader:
     def _parts(
         self, copies: Seq[BlockCopy], place: Callable[[BlockCopy], int]
     ) -> Iterator[tuple[int, list[int], list[int]]]:
-        """Per group, in parts that fit the staging memory, sorted by `place` (the host's block) to find runs."""
+        """Yield (group, sources, targets) in parts that fit the staging memory.
+
+        Copies are sorted by `place`, the host's block id, so that consecutive host blocks form
+        runs.
+        """
         for group in sorted({copy.group for copy in copies}):
             own = sorted((copy for copy in copies if copy.group == group), key=place)
             pairs = [(copy.source, copy.target) for copy in own]
@@ -91,12 +99,15 @@ class Offloader:
 
 
 def _movable(pool: KVCachePool) -> tuple[Tensor, ...]:
-    """Torch moves no blocks of 8-bit floats on every device, but of bytes."""
+    """View tensors of 8-bit floats as bytes.
+
+    Torch cannot index-copy 8-bit floats on every device.
+    """
     return tuple(tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor for tensor in pool.tensors)
 
 
 def runs(block_ids: list[int]) -> Iterator[tuple[int, int]]:
-    """Index ranges [start, stop) over which the block ids count up by one: each is one copy."""
+    """Yield index ranges [start, stop) over which the block ids count up by one: each is one copy."""
     start = 0
     for index in range(1, len(block_ids) + 1):
         if index == len(block_ids) or block_ids[index] != block_ids[index - 1] + 1:
@@ -106,10 +117,10 @@ def runs(block_ids: list[int]) -> Iterator[tuple[int, int]]:
 
 
 class PinnedPool:
-    """Lets the device read and write a host pool directly, for as long as this lives unclosed.
+    """Pins a host pool, so that the device can access it directly, until `close`.
 
-    Torch's own pinned allocations are rounded up to powers of two, which for a large pool is up to twice its memory:
-    the pool's pages are registered with the driver instead. `runtime` is the CUDA runtime.
+    The pool's pages are registered with the driver: torch's own pinned allocations are rounded up
+    to powers of two, up to twice the memory of a large pool. `runtime` is the CUDA runtime.
     """
 
     def __init__(self, pool: KVCachePool, runtime: Any) -> None:
@@ -125,7 +136,11 @@ class PinnedPool:
             self._registered.append(tensor.data_ptr())
 
     def close(self) -> None:
-        """Before the memory is freed: whoever gets its pages next could not register them."""
+        """Unregister the pages.
+
+        Call it before the memory is freed: pages that are still registered cannot be registered
+        again by their next owner.
+        """
         while self._registered:
             self._runtime.cudaHostUnregister(self._registered.pop())
 

@@ -1,9 +1,10 @@
-"""Content hashes of full blocks, and the longest prefix that every layer group still holds.
+"""Content hashes of full blocks, and the longest prefix that is cached in every layer group.
 
-A block's hash covers its parent's hash and its token ids, so equal hashes mean equal tokens from the
-start. The chain's root covers what else decides the content: model, cache generation, tenant's salt, adapter
-(with its version), each tagged and with its length, so that no value can pass for another. 256 bits: a
-collision would hand one tenant another's context. It knows no devices; where blocks lie is the pools' business.
+A block's hash covers its parent's hash and its token ids, so equal hashes mean equal tokens from
+the start. The root of the chain covers what else decides the content: model, cache generation, the
+tenant's salt, adapter with its version. Each value is tagged and prefixed with its length, so that
+two different sets of values never give the same bytes. Hashes have 256 bits, because a collision
+would show one tenant another tenant's context.
 """
 
 import struct
@@ -19,16 +20,16 @@ Present = Callable[[bytes], bool]
 
 
 class BlockHasher:
-    """Extends a sequence's hash chain; every full block is hashed once in its sequence's life."""
+    """Extends the hash chain of sequences; each full block is hashed once per sequence."""
 
     def __init__(self, block_size: int, model_key: str) -> None:
         self._block_size = block_size
         self._model_key = model_key
         self._pack = struct.Struct(f"<{block_size}q").pack
-        self.generation = 0  # raised when the weights change: nothing hashed before can be found again
+        self.generation = 0  # raised when the weights change, so that older hashes are not found
 
     def extend(self, sequence: Sequence) -> list[bytes]:
-        """The hashes of all full blocks of the tokens known by now."""
+        """Hash the full blocks that are not hashed yet; return the hashes of all full blocks."""
         hashes, ids, size = sequence.block_hashes, sequence.token_ids, self._block_size
         full = len(ids) // size
         if len(hashes) < full:
@@ -45,7 +46,7 @@ class BlockHasher:
 
 @lru_cache(maxsize=1024)
 def root_hash(model_key: str, generation: int, cache_salt: str, adapter: str = "") -> bytes:
-    """The parent of a sequence's first block."""
+    """Return the hash that stands as parent of a sequence's first block."""
     digest = blake2b(digest_size=_DIGEST_BYTES, person=b"tokenmill-kv")
     tagged = (b"model", model_key), (b"generation", str(generation)), (b"salt", cache_salt), (b"adapter", adapter)
     for tag, value in tagged:
@@ -55,17 +56,21 @@ def root_hash(model_key: str, generation: int, cache_salt: str, adapter: str = "
 
 
 def first_visible_block(position: int, window: int | None, block_size: int) -> int:
-    """The first block that the query at `position` sees: it looks back over `window` tokens, itself included."""
+    """Return the index of the first block that the query at `position` attends to.
+
+    The query sees `window` tokens, itself included; None: all tokens.
+    """
     return 0 if window is None else max(0, position - window + 1) // block_size
 
 
 def longest_hit(
     hashes: list[bytes], limit: int, present: list[Present], windows: list[int | None], block_size: int
 ) -> int:
-    """The most leading blocks (≤ limit) that can be taken from the cache in every layer group at once.
+    """Return how many leading blocks (≤ limit) can be taken from the cache in every layer group.
 
-    A full-attention group needs all of them; a sliding group only those that the next query sees. A shorter
-    prefix asks a sliding group for other blocks, hence the repetition until all groups agree.
+    A full-attention group needs all of these blocks, a sliding group only those that the next query
+    sees. For a shorter prefix a sliding group needs other blocks, so the search repeats until all
+    groups agree.
     """
     found = limit
     for has, window in zip(present, windows, strict=True):
@@ -83,10 +88,14 @@ def longest_hit(
 
 
 def _longest_sliding_hit(hashes: list[bytes], limit: int, has: Present, window: int, block_size: int) -> int:
-    """Searched from the right: the first run of blocks that reaches back to where the query after it stops seeing."""
+    """Return how many leading blocks (≤ limit) a sliding group can take from the cache.
+
+    Search from the right for the first run of cached blocks that covers the window of the query
+    after it.
+    """
     end = limit
     if first_visible_block(end * block_size, window, block_size) >= end:
-        return end  # a window of one token: nothing before the query is seen
+        return end  # a window of one token: the query sees no earlier token
     for index in range(limit - 1, -1, -1):
         if not has(hashes[index]):
             end = index
