@@ -1,11 +1,12 @@
-"""The contract of paged attention: where a layer's keys and values lie, and how queries attend to them.
+"""Contract of paged attention: how a layer's keys and values are stored, and how queries read them.
 
-A backend knows nothing of requests or scheduling. It sees packed queries, block tables and slots, and
-must give the reference backend's result for every ragged mix of prefill chunks and decodes.
+A backend sees packed queries, block tables and slots; it sees no requests and no scheduling. For
+every ragged mix of prefill chunks and decodes its result must equal that of the reference backend.
 
-One layer group's pool is one tensor `[num_blocks, num_layers, 2, *block_shape]`, so that a block with
-all its layers is contiguous and offloading is one gather; `block_shape` is the backend's choice, e.g.
-`(block_size, num_kv_heads, head_dim)`. A layer's view is `pool[:, layer]`: `[num_blocks, 2, *block_shape]`.
+The pool of one layer group is one tensor `[num_blocks, num_layers, 2, *block_shape]`. A block is
+thus contiguous over all its layers, and offloading it is one gather. `block_shape` is the backend's
+choice, e.g. `(block_size, num_kv_heads, head_dim)`. The view of one layer is `pool[:, layer]`:
+`[num_blocks, 2, *block_shape]`.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """One step as one layer group sees it; all tensors on the model's device.
+    """One step as one layer group sees it; all tensors are on the model's device.
 
-    Sequence i's queries are packed rows [query_start[i], query_start[i+1]) and are its last positions:
-    row r of sequence i stands at position seq_lens[i] - query_len_i + r. Block table entries that left
-    the window, and padding, are block 0; padding tokens write to slots of block 0.
+    The queries of sequence i are the packed rows [query_start[i], query_start[i+1]), and they are
+    its last positions: row r of sequence i has position seq_lens[i] - query_len_i + r. Block table
+    entries are block 0 for padding and for blocks that left the window. Padding tokens write to
+    slots of block 0.
     """
 
     query_start: Tensor  # int32 [num_seqs + 1]
@@ -44,7 +46,7 @@ class AttentionMetadata:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What stays the same for every call of one layer."""
+    """Parameters of one layer's attention that are the same in every call."""
 
     num_heads: int
     num_kv_heads: int
@@ -54,7 +56,10 @@ class AttentionShape:
 
 
 class AttentionBackend(ABC):
-    """Stateless but for compiled kernels. `write` comes before `attend` for the same layer and step."""
+    """Base class of the backends; an instance holds no state but compiled kernels.
+
+    In one step `write` runs before `attend` for the same layer.
+    """
 
     name: str
     uses_amx = True  # on a CPU that has such registers: EngineConfig.amx
@@ -62,26 +67,32 @@ class AttentionBackend(ABC):
     @classmethod
     @abstractmethod
     def why_not(cls, device: torch.device, dtype: torch.dtype, shape: AttentionShape, block_size: int) -> str | None:
-        """One sentence on why it cannot serve this layer here; None if it can."""
+        """Return one sentence on why this backend cannot serve the layer here, or None if it can."""
 
     @abstractmethod
     def block_shape(self, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-        """The layout of one layer's keys (and likewise values) in one block."""
+        """Return the layout of one layer's keys in one block; its values have the same."""
 
     def token_and_head_strides(self, cache: Tensor) -> tuple[int, int] | None:
-        """Elements between tokens and between heads of a block in a layer's view, a head's dimensions being together.
+        """Return the elements between tokens and between heads of a block in a layer's view.
 
-        None where blocks are laid out otherwise: then only `write` knows how.
+        The dimensions of a head are contiguous. Returns None where blocks have another layout,
+        which only `write` can fill.
         """
         return None
 
     def workspace_bytes(self, shape: AttentionShape, max_num_tokens: int, max_model_len: int, element_size: int) -> int:
-        """The most memory that one call of `attend` takes beside its output; 0 for one that reads in place."""
+        """Return the most memory that one call of `attend` takes beside its output.
+
+        It is 0 for a backend that reads the cache in place.
+        """
         return 0
 
     @abstractmethod
     def write(self, key: Tensor, value: Tensor, cache: Tensor, metadata: AttentionMetadata) -> None:
-        """Store keys and values, `[num_tokens, num_kv_heads, head_dim]`, at their slots of the layer's cache view."""
+        """Store keys and values `[num_tokens, num_kv_heads, head_dim]` in their slots of the
+        layer's cache view.
+        """
 
     @abstractmethod
     def attend(
@@ -92,14 +103,19 @@ class AttentionBackend(ABC):
         shape: AttentionShape,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Causal attention of packed queries `[num_tokens, num_heads, head_dim]` over the cache; same shape back.
+        """Compute causal attention of packed queries over the cache.
 
-        `sinks` `[num_heads]` adds one logit per head to the softmax's denominator (gpt-oss).
+        Args:
+            query: `[num_tokens, num_heads, head_dim]`; the result has the same shape.
+            sinks: `[num_heads]`, one more logit per head in the softmax's denominator (gpt-oss).
         """
 
 
 def stored_as(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Keys or values as a cache of this type keeps them: what 8 bits cannot hold becomes their largest number."""
+    """Convert keys or values to the type of the cache.
+
+    In 8 bits, a value out of range becomes the largest number of that sign.
+    """
     if dtype == torch.float8_e4m3fn:
         largest = torch.finfo(dtype).max
         x = x.clamp(-largest, largest)  # NaN stays NaN

@@ -1,11 +1,12 @@
-"""Paged attention on the CPU through a C++ kernel that reads blocks in place.
+"""Paged attention on the CPU by a C++ kernel that reads blocks in place.
 
-Float32 arithmetic over float32, bfloat16, float16 or 8-bit (E4M3) storage. A row's result does not depend on its batch,
-its chunk or the number of threads, bit for bit, but for this: where the CPU has matrix registers (AMX) and may use
-them, rows that come with many others get their sums from there, as exact but not the same.
+It computes in float32 over keys and values stored as float32, bfloat16, float16 or 8 bits (E4M3).
+The bits of a row's result depend neither on its batch, nor on its chunk, nor on the number of
+threads. The one exception: where the CPU has matrix registers (AMX) and may use them, rows that
+come with many others are summed there. Those sums are as exact, but their bits differ.
 
-The layout inside a block is the kernel's own business: keys in strips of `[head_dim, 16 tokens]`, values
-`[token, head_dim]`; only its size follows `block_shape`.
+Inside a block the kernel has its own layout: keys in strips of `[head_dim, 16 tokens]`, values as
+`[token, head_dim]`. Only the size of a block follows `block_shape`.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ log = logging.getLogger(__name__)
 
 KV_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: 3}
 MAX_HEAD_DIM = 512
-_FEW_TOKENS = 16  # that one thread writes as fast as several
+_FEW_TOKENS = 16  # below this, one thread writes as fast as several
 
 
 class AttendArguments(ctypes.Structure):
-    """As in attention.cpp."""
+    """Arguments of the attention kernel; the fields match the struct in attention.cpp."""
 
     _fields_: ClassVar = [
         *((name, c_void_p) for name in ("query", "out", "cache", "query_start", "seq_lens", "block_table", "sinks")),
@@ -44,12 +45,12 @@ class AttendArguments(ctypes.Structure):
         *((name, c_int32) for name in ("num_tokens", "num_seqs", "num_heads", "num_kv_heads", "head_dim")),
         *((name, c_int32) for name in ("block_size", "window", "kv_type", "uses_amx")),
         *((name, c_float) for name in ("scale", "softcap")),
-        ("plan", c_void_p),  # its own
+        ("plan", c_void_p),  # set by the kernel
     ]
 
 
 class WriteArguments(ctypes.Structure):
-    """As in cache_write.cpp."""
+    """Arguments of the cache write kernel; the fields match the struct in cache_write.cpp."""
 
     _fields_: ClassVar = [
         *((name, c_void_p) for name in ("query", "key", "value", "cos", "sin", "rotated", "cache", "slots")),
@@ -63,7 +64,10 @@ class WriteArguments(ctypes.Structure):
 
 @lru_cache
 def missing_kernel() -> str | None:
-    """Why there is no kernel here; asked once a process, since compiling may take long to fail."""
+    """Return why the kernel cannot be loaded here, or None if it can.
+
+    The result is cached for the process, since a failing compilation may take long.
+    """
     try:
         load("attention")
         load("cache_write")
@@ -74,9 +78,11 @@ def missing_kernel() -> str | None:
 
 
 class CpuAttention(AttentionBackend):
-    """Holds the loaded kernels and, per thread, a workspace that grows to the largest step seen.
+    """Attention by the loaded kernels, with one workspace per thread that grows to the largest step
+    seen.
 
-    `members`: write and attend for a program, whose caller fills in the arguments and calls `use_workspace` first.
+    `members` are the write and attend kernels for use in a program. The program's caller fills in
+    their arguments and calls `use_workspace` first.
     """
 
     name = "cpu"
@@ -115,10 +121,11 @@ class CpuAttention(AttentionBackend):
         cache: Tensor,
         metadata: AttentionMetadata,
     ) -> Tensor:
-        """Rotate queries and keys (half-rotation, as in Llama) and write keys and values, in one pass.
+        """Rotate queries and keys (half-rotation, as in Llama) and write keys and values, in one
+        pass.
 
-        `cos` and `sin` are float32 `[num_tokens, rotary_dim]`, rotary_dim ≤ head_dim. Returns the rotated queries;
-        the rotated keys are in the cache only.
+        `cos` and `sin` are float32 `[num_tokens, rotary_dim]`, rotary_dim ≤ head_dim. Returns the
+        rotated queries; the rotated keys are stored only in the cache.
         """
         query, cos, sin = _rows(query), _floats(cos), _floats(sin)
         rotated = torch.empty(query.shape, dtype=torch.float32)
@@ -181,15 +188,18 @@ class CpuAttention(AttentionBackend):
         self._call(self.members[0], arguments, torch.get_num_threads() if arguments.num_tokens >= _FEW_TOKENS else 1)
 
     def use_workspace(self, arguments: AttendArguments, num_bytes: int) -> None:
-        """Give a call of attend at least `num_bytes`; it answers with the number that it lacks."""
+        """Point a call of attend at a workspace of at least `num_bytes`.
+
+        A call whose workspace is too small returns the number of bytes that it needs.
+        """
         arguments.workspace, arguments.workspace_bytes = self.workspace(num_bytes)
 
     def workspace(self, num_bytes: int) -> tuple[int, int]:
-        """Address and size of this thread's workspace, of at least `num_bytes`."""
+        """Return address and size of this thread's workspace, which has at least `num_bytes`."""
         workspace: Tensor | None = getattr(self._local, "workspace", None)
         if workspace is None or workspace.numel() < num_bytes:
             workspace = torch.empty(max(num_bytes * 5 // 4, 1 << 20) + 64, dtype=torch.uint8)
-            workspace[:128] = 0  # its first words, wherever a line begins: no plans yet
+            workspace[:128] = 0  # the kernel's first words, at whichever cache line: no plan yet
             self._local.workspace = workspace
         start = -workspace.data_ptr() % 64
         return workspace.data_ptr() + start, workspace.numel() - start
@@ -220,7 +230,10 @@ class CpuAttention(AttentionBackend):
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Float32 `[num_tokens, heads, head_dim]`; tokens and heads may lie in any order, as projections leave them."""
+    """Convert to float32 `[num_tokens, heads, head_dim]` with contiguous head dimensions.
+
+    Tokens and heads keep their strides, which may be those of a projection's output.
+    """
     x = x.float()
     return x if x.stride(2) == 1 else x.contiguous()
 

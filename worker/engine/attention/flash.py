@@ -1,7 +1,7 @@
 """Paged attention by flash-attn, where it is installed: version 3 on Hopper, version 2 elsewhere.
 
-Version 2 takes blocks of 256 tokens and multiples; version 3 takes any. The wheel is imported when the
-backend is first asked for.
+Version 2 takes block sizes that are multiples of 256 tokens; version 3 takes any. The wheel is
+imported when the backend is first requested.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from worker.engine.attention.token_major import (
 
 @dataclass(frozen=True, slots=True)
 class FlashLibrary:
-    """The two entry points that matter; version 3 serves everything through `with_kvcache`."""
+    """Two entry points of flash-attn; with version 3, `with_kvcache` serves every call."""
 
     version: int
     varlen: Callable[..., Any]
@@ -38,7 +38,7 @@ class FlashLibrary:
 
 @lru_cache
 def installed_library(is_hopper: bool) -> FlashLibrary:
-    """Raises ImportError."""
+    """Import flash-attn and return its entry points; raises ImportError where it is not installed."""
     if is_hopper:
         try:
             found = import_module("flash_attn_interface")
@@ -54,7 +54,7 @@ def is_hopper(device: torch.device | None = None) -> bool:
 
 
 class FlashAttention(TokenMajorBackend):
-    """`library` replaces the installed one (tests)."""
+    """Attention by flash-attn; tests pass a `library` in place of the installed one."""
 
     name = "flash"
 
@@ -114,7 +114,7 @@ class FlashAttention(TokenMajorBackend):
     def _decode_2(
         self, query: Tensor, cache: Tensor, metadata: AttentionMetadata, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor]:
-        """One query a sequence: version 2 splits long contexts only on this way."""
+        """Attend with one query per sequence; version 2 splits long contexts only in this call."""
         out, lse, *_ = self._library.with_kvcache(
             query[:, None],
             cache[:, 0],

@@ -1,9 +1,10 @@
-"""Paged attention in plain PyTorch: the meaning that every other backend is checked against.
+"""Paged attention in plain PyTorch: the reference that every other backend is checked against.
 
-Keys and values are gathered position by position through the block tables, so that it reads only what a
-query may see: nothing outside the window, nothing of other sequences, no rest of a half-filled block
-(which may hold another sequence's NaN). Prefill chunks run one sequence at a time, decodes in groups of
-similar length. It works on any device, and needs the lengths on the host.
+Keys and values are gathered position by position through the block tables, so it reads only what a
+query may see: nothing outside the window, nothing of other sequences, and no unused slots of a
+half-filled block, which may hold another sequence's NaN. Prefill chunks run one sequence at a time,
+decodes in groups of similar length. It works on any device; where the metadata has no lengths on
+the host, it copies them from the device.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from worker.engine.attention.base import AttentionBackend, AttentionMetadata, At
 
 MAX_PADDING = 1.25  # decodes share one batch while the longest is at most this much longer than the shortest
 PADDING_SLACK = 32  # ... or longer by no more than this many tokens
-MAX_SCORES = 1 << 23  # of one call: longer chunks attend in pieces
-MAX_GATHERED_TOKENS = 65_536  # of one share, padding included: bounds the memory, whatever sequences share
+MAX_SCORES = 1 << 23  # per call; longer chunks attend in pieces
+MAX_GATHERED_TOKENS = 65_536  # per share, padding included; bounds the memory of a call
 _REMEMBERED_STEPS = 8  # layer groups whose gather indices are kept while a step runs through the layers
 
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """Sequences that are attended to together: `num_queries` rows each, over `length` gathered positions."""
+    """Sequences that attend together: `num_queries` rows each, over `length` gathered positions."""
 
     rows: Tensor | slice  # their packed query rows
     num_seqs: int
@@ -39,7 +40,7 @@ class _Share:
 
 
 class ReferenceAttention(AttentionBackend):
-    """Block layout: (block_size, num_kv_heads, head_dim)."""
+    """The reference backend; its block layout is (block_size, num_kv_heads, head_dim)."""
 
     name = "reference"
 
@@ -59,7 +60,9 @@ class ReferenceAttention(AttentionBackend):
         return (block_size, num_kv_heads, head_dim)
 
     def workspace_bytes(self, shape: AttentionShape, max_num_tokens: int, max_model_len: int, element_size: int) -> int:
-        """One share's keys and values, and its scores with their mask or softmax."""
+        """Return the size of one share's keys and values, and of its scores with their mask or
+        softmax.
+        """
         gathered = max(MAX_GATHERED_TOKENS, max_model_len) * 2 * shape.num_kv_heads * shape.head_dim * element_size
         scores = max(MAX_SCORES, shape.num_heads * max_model_len) * (3 * 4 + element_size)
         return gathered + scores
@@ -152,7 +155,7 @@ def _plan_decodes(
 
 
 def _plan_chunk(metadata: AttentionMetadata, i: int, num_queries: int, seq_len: int, start: int) -> _Share:
-    """One sequence's chunk: queries at positions [seq_len - num_queries, seq_len)."""
+    """Plan one sequence's prefill chunk: queries at positions [seq_len - num_queries, seq_len)."""
     device = metadata.seq_lens.device
     first_query = seq_len - num_queries
     first = max(0, first_query - metadata.window + 1) if metadata.window else 0
@@ -171,7 +174,7 @@ def _places(metadata: AttentionMetadata, table: Tensor, positions: Tensor) -> tu
 
 
 def _gather(cache: Tensor, share: _Share, dtype: torch.dtype) -> Tensor:
-    """[num_seqs, num_kv_heads, length, head_dim]"""
+    """Gather a share's keys or values: `[num_seqs, num_kv_heads, length, head_dim]`."""
     return cache[share.blocks, share.offsets].to(dtype).transpose(1, 2)
 
 
@@ -187,7 +190,7 @@ def _attend_in_pieces(
     sinks: Tensor | None,
     max_scores: int,
 ) -> Tensor:
-    """A long chunk attends in pieces of its queries, so that the scores stay within `max_scores`."""
+    """Attend with a long chunk's queries in pieces, so that the scores stay within `max_scores`."""
     num_seqs, num_queries = query.shape[:2]
     piece = max(1, max_scores // (num_seqs * shape.num_heads * keys.shape[2]))
     if piece >= num_queries:
@@ -203,10 +206,10 @@ def _attend_in_pieces(
 def _attend(
     query: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None, shape: AttentionShape, sinks: Tensor | None
 ) -> Tensor:
-    """Query heads that share a key head become more rows of it: no key is repeated.
+    """Attend without repeating keys: query heads that share a key head become more rows of it.
 
-    query [num_seqs, num_queries, num_heads, head_dim], keys [num_seqs, num_kv_heads, length, head_dim]; the
-    query's shape back.
+    `query` is [num_seqs, num_queries, num_heads, head_dim], and so is the result; `keys` is
+    [num_seqs, num_kv_heads, length, head_dim].
     """
     num_seqs, num_queries, num_heads, head_dim = query.shape
     num_kv_heads = keys.shape[1]

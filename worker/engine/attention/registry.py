@@ -1,7 +1,7 @@
-"""Attention backends by name, imported when first asked for, and the choice among them.
+"""Attention backends by name, and the choice among them; each is imported when first requested.
 
-A backend that is not installed or not built is skipped by the automatic choice and named in the error of
-an explicit one.
+The automatic choice skips a backend that is not installed or not built. An explicit choice of such
+a backend fails with an error that says why.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ def backend_names() -> tuple[str, ...]:
 
 
 def backend_class(name: str) -> type[AttentionBackend]:
-    """Raises ImportError, in one sentence, where what the backend needs is missing."""
+    """Import a backend's class; raises ImportError, in one sentence, where something it needs is
+    missing.
+    """
     module_name, class_name = _MODULES[name]
     found: type[AttentionBackend] = getattr(import_module(module_name), class_name)
     return found
@@ -37,7 +39,9 @@ def backend_class(name: str) -> type[AttentionBackend]:
 def why_not(
     name: str, device: torch.device, dtype: torch.dtype, shapes: list[AttentionShape], block_size: int
 ) -> str | None:
-    """One sentence on why this backend cannot serve all these layers here; None if it can."""
+    """Return one sentence on why this backend cannot serve all these layers here, or None if it
+    can.
+    """
     try:
         backend = backend_class(name)
     except ImportError as error:
@@ -54,8 +58,10 @@ def choose(
     block_size: int,
     amx: bool = True,
 ) -> AttentionBackend:
-    """The named backend, or the first that can serve every layer; `amx`: it may use the CPU's matrix registers. Raises
-    EngineConfigError with the reasons.
+    """Return the named backend, or with "auto" the first one that can serve every layer.
+
+    `amx` allows the backend to use the CPU's matrix registers. Raises EngineConfigError with the
+    reasons if no backend fits.
     """
     candidates = _PREFERRED.get(device.type, ("reference",)) if name == "auto" else (name,)
     refused: list[str] = []

@@ -1,7 +1,8 @@
-"""What the FlashAttention backends share: blocks of `[token, kv_head, head_dim]`, and sinks after the fact.
+"""Shared parts of the FlashAttention backends: token-major blocks, and sinks applied afterwards.
 
-FlashAttention knows no sinks, but gives the log of each row's softmax denominator: one more logit in the
-denominator scales the row by sigmoid(lse − sink).
+A block is `[token, kv_head, head_dim]`. FlashAttention takes no sinks, but it returns the logarithm
+of each row's softmax denominator (lse). One more logit in the denominator scales the row by
+sigmoid(lse − sink).
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ class TokenMajorBackend(AttentionBackend):
 def refusal(
     library: str, device: torch.device, dtype: torch.dtype, shape: AttentionShape, block_size: int, multiple: int
 ) -> str | None:
-    """The rules common to every FlashAttention; `multiple` is what its block sizes must be multiples of."""
+    """Return why a FlashAttention library cannot serve this layer, or None if it can.
+
+    These rules hold for every version. `multiple`: block sizes must be multiples of it.
+    """
     if device.type != "cuda":
         return f"{library} does not run on {device.type}"
     if dtype not in DTYPES:
@@ -50,34 +54,44 @@ def refusal(
 
 
 def window_of(metadata: AttentionMetadata) -> tuple[int, int]:
-    """(left, right): how many positions before and after its own a query sees; −1: all."""
+    """Return (left, right): positions before and after its own that a query sees; −1: all of them."""
     return (-1 if metadata.window is None else metadata.window - 1, 0)
 
 
 def cumulative(seq_lens: Tensor) -> Tensor:
-    """int32 [num_seqs + 1], from 0; on the device, so that a captured graph follows the lengths."""
+    """Return the cumulative lengths from 0 on, int32 `[num_seqs + 1]`.
+
+    They are computed on the device, so that a captured graph uses the current lengths.
+    """
     result = torch.zeros(seq_lens.shape[0] + 1, dtype=torch.int32, device=seq_lens.device)
     torch.cumsum(seq_lens, 0, dtype=torch.int32, out=result[1:])
     return result
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """`out` [num_tokens, num_heads, head_dim], `lse` [num_heads, num_tokens], `sinks` [num_heads]."""
+    """Apply attention sinks to a finished result.
+
+    Args:
+        out: `[num_tokens, num_heads, head_dim]`.
+        lse: `[num_heads, num_tokens]`, the logarithm of each row's softmax denominator.
+        sinks: `[num_heads]`.
+    """
     kept = torch.sigmoid(lse.float() - sinks.float()[:, None])
     return out * kept.t()[:, :, None].to(out.dtype)
 
 
 def without_garbage(out: Tensor, metadata: AttentionMetadata) -> Tensor:
-    """Rows of padding, which FlashAttention leaves unwritten, become zeros.
+    """Set rows of padding, which FlashAttention leaves unwritten, to zero.
 
-    Garbage there would reach the null block with the next layer's keys and values, and what a kernel multiplies by a
-    weight of zero (a block that left its window) must at least be finite. In a graph only the device knows the rows.
+    The next layer writes keys and values of these rows to the null block. A kernel may multiply
+    them by a weight of zero (a block that left its window), so they must be finite. In a graph only
+    the device has the number of rows.
     """
     if metadata.query_lens_host:
         used = sum(metadata.query_lens_host)
         if used < out.shape[0]:
             out[used:] = 0
-    elif metadata.max_query_len != 1:  # each row of a padded decode is some sequence's
+    elif metadata.max_query_len != 1:  # in a padded decode each row belongs to a sequence
         rows = torch.arange(out.shape[0], device=out.device)
         out.masked_fill_((rows >= metadata.query_start[-1])[:, None, None], 0)
     return out

@@ -1,7 +1,9 @@
-"""Paged attention by torch's own FlashAttention (`torch.nn.attention.varlen`), where it takes a block table.
+"""Paged attention by torch's own FlashAttention (`torch.nn.attention.varlen`), if it takes block
+tables.
 
-Which torch does is read off the signature. Splitting of contexts is forced off (`num_splits=1`): its paged
-form has given wrong results, and without it a row's result does not depend on its batch.
+The function's signature shows whether this torch does. Contexts are never split (`num_splits=1`):
+the split form with blocks has given wrong results, and without it a row's result does not depend on
+its batch.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ NEEDED = ("block_table", "seqused_k", "enable_gqa", "num_splits", "window_size",
 
 
 def find_varlen() -> Callable[..., Any]:
-    """Raises ImportError where this torch has no paged variable-length attention."""
+    """Return torch's variable-length attention; raises ImportError where it cannot read blocks."""
     from torch.nn.attention import varlen
 
     missing = missing_parameters(varlen.varlen_attn)
@@ -44,13 +46,16 @@ def missing_parameters(function: Callable[..., Any]) -> list[str]:
 
 
 def block_multiple() -> int:
-    """FlashAttention 3, where a program has activated it in torch, takes blocks of any size."""
+    """Return what block sizes must be a multiple of.
+
+    FlashAttention 3, where a program has activated it in torch, takes blocks of any size.
+    """
     current = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
     return FA2_BLOCK_MULTIPLE if current in (None, "FA2") else 1
 
 
 class TorchVarlenAttention(TokenMajorBackend):
-    """`varlen` replaces torch's function (tests)."""
+    """Attention by torch's FlashAttention; tests pass a `varlen` in place of torch's function."""
 
     name = "torch_varlen"
 
@@ -60,7 +65,7 @@ class TorchVarlenAttention(TokenMajorBackend):
     @classmethod
     def why_not(cls, device: torch.device, dtype: torch.dtype, shape: AttentionShape, block_size: int) -> str | None:
         try:
-            if device.type == "cuda":  # elsewhere no other torch would help
+            if device.type == "cuda":  # on other devices another torch would not help
                 find_varlen()
         except ImportError as error:
             return str(error)

@@ -1,8 +1,10 @@
-"""Paged attention by a Triton kernel of ours: no wheel needed, any block size, prefill and decode in one launch.
+"""Paged attention by a Triton kernel of this package: any block size, prefill and decode in one
+launch.
 
-The launch depends only on maxima that the host knows (padded tokens, sequences, the longest context), and
-lengths are read on the device, so a captured CUDA graph stays right for every batch that fits it.
-Blocks are `[kv_head, token, head_dim]`: what one program reads of a block is contiguous.
+The launch depends only on maxima that the host has (padded tokens, sequences, the longest context).
+The kernel reads the lengths on the device, so a captured CUDA graph stays right for every batch
+that fits it. Blocks are `[kv_head, token, head_dim]`: the part of a block that one program reads is
+contiguous.
 """
 
 from __future__ import annotations
@@ -18,26 +20,28 @@ from worker.engine.attention.triton_kernels import attend_kernel, fold_kernel, w
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 MAX_HEAD_DIM = 256
-MAX_PARTIAL_BYTES = 64 << 20  # of split-KV results
-MAX_SPLITS = 64  # what the kernel that folds them takes
-TOKENS_A_SPLIT = 256  # a shorter share of a context does not pay for its second pass
-TOKENS_A_LONG_SPLIT = 1024  # nor does this, where there is work enough without
-LONGEST_SHARE = 2048  # that a program goes through alone while others have long been done
+MAX_PARTIAL_BYTES = 64 << 20  # values of split results
+MAX_SPLITS = 64  # most that the fold kernel takes
+TOKENS_A_SPLIT = 256  # a shorter split does not pay for the fold kernel
+TOKENS_A_LONG_SPLIT = 1024  # the same, where the device is full without splits
+LONGEST_SHARE = 2048  # most tokens of one program while programs of shorter contexts have finished
 PROGRAMS_A_MULTIPROCESSOR = 2
-MOST_PROGRAMS_A_MULTIPROCESSOR = 32  # of long contexts: those of short ones are started too, and have nothing to do
-NUM_STAGES = 3  # at 2, a tile is loaded once the one before has been used
+MOST_PROGRAMS_A_MULTIPROCESSOR = 32  # with split long contexts; splits of short contexts start too and return at once
+NUM_STAGES = 3  # with 2, a tile's load starts only after the tile before it was used
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How one call is cut up. A program takes `block_rows` rows: query tokens × the heads of a group."""
+    """Grid and tile sizes of one call; a program computes `block_rows` rows (query tokens × group
+    heads).
+    """
 
     block_rows: int
     block_tokens: int
     tile_keys: int
-    num_programs: int  # of each of the cache's heads and each split
+    num_programs: int  # for each head of the cache and each split
     num_splits: int
-    least_tiles: int  # of a split
+    least_tiles: int  # per split
     is_decode: bool
     num_warps: int
     num_stages: int
@@ -53,12 +57,15 @@ def plan_launch(
     has_warp_groups: bool,
     is_exact: bool,
 ) -> Launch:
-    """Few, wide programs for prompts; narrow ones for decodes. Contexts are split where those are too few, and where
-    some are long: others may be short, and a step waits for the longest.
+    """Choose few, wide programs for prefill and narrow ones for decode, and decide on split
+    contexts.
 
-    Sizes are chosen from what the compiler reports for compute capability 8.0 and 9.0: no register spills, loads of
-    keys and values a tile ahead, shared memory that each device has. An H200's multiprocessor runs one program of a
-    prompt's 128 rows, and three of a decode's.
+    Contexts are split where there are too few programs. They are also split where some are long:
+    the others may be short, and a step takes as long as its longest context.
+
+    Sizes are chosen from what the compiler reports for compute capability 8.0 and 9.0: no register
+    spills, loads of keys and values one tile ahead, and shared memory that each device has. A
+    multiprocessor of an H200 runs one prefill program of 128 rows, or three decode programs.
     """
     group = shape.num_heads // shape.num_kv_heads
     rows = max(16, triton.next_power_of_2(group))
@@ -93,9 +100,11 @@ def plan_launch(
 
 
 def _split(reach: int, programs: int, num_multiprocessors: int, *, is_alone: bool) -> tuple[int, int]:
-    """Into how many parts contexts of up to `reach` tokens are cut, and the fewest tokens of a part.
+    """Return the number of splits for contexts of up to `reach` tokens, and the fewest tokens of a
+    split.
 
-    `programs` are those of a split. Who is alone in its step waits for no longer context than its own.
+    `programs` is the number of programs per split. A sequence that is alone in its step has no
+    shorter contexts beside it, so it is not split any further than it takes to fill the device.
     """
     to_fill = -(-PROGRAMS_A_MULTIPROCESSOR * num_multiprocessors // programs)
     to_shorten = min(-(-reach // LONGEST_SHARE), MOST_PROGRAMS_A_MULTIPROCESSOR * num_multiprocessors // programs)
@@ -105,12 +114,12 @@ def _split(reach: int, programs: int, num_multiprocessors: int, *, is_alone: boo
 
 
 def fold_warps(head_pad: int) -> int:
-    """So that a row's splits fit in registers."""
+    """Return the warps of the fold kernel, so that a row's splits fit in registers."""
     return 4 if head_pad <= 128 else 8
 
 
 class TritonAttention(AttentionBackend):
-    """Holds no state but what it knows of the device."""
+    """Attention by the Triton kernels; it holds no state but properties of the device."""
 
     name = "triton"
 
@@ -119,7 +128,7 @@ class TritonAttention(AttentionBackend):
         if num_multiprocessors is None:
             num_multiprocessors = properties.multi_processor_count if properties else 1
         self._num_multiprocessors = num_multiprocessors
-        # Their products read shared memory, of which there is more too; elsewhere keys take registers on the way.
+        # Warp groups multiply from shared memory, which is larger here too; other devices load keys to registers.
         self._has_warp_groups = properties is not None and properties.major in (9, 10)
 
     @classmethod
@@ -142,7 +151,9 @@ class TritonAttention(AttentionBackend):
         return num_kv_heads, block_size, head_dim
 
     def workspace_bytes(self, shape: AttentionShape, max_num_tokens: int, max_model_len: int, element_size: int) -> int:
-        """Of split contexts: values, and a maximum and a sum beside at least 16 of them."""
+        """Return the size of split results: values, with a maximum and a sum per row of at least 16
+        values.
+        """
         return MAX_PARTIAL_BYTES + MAX_PARTIAL_BYTES // 8
 
     def write(self, key: Tensor, value: Tensor, cache: Tensor, metadata: AttentionMetadata) -> None:
@@ -231,12 +242,14 @@ class TritonAttention(AttentionBackend):
 def write_blocks(
     key: Tensor, value: Tensor, cache: Tensor, metadata: AttentionMetadata, *, token_stride: int, head_stride: int
 ) -> None:
-    """Store keys and values `[num_tokens, num_kv_heads, head_dim]`, whichever way tokens and heads lie in a block."""
+    """Store keys and values `[num_tokens, num_kv_heads, head_dim]`, for any order of tokens and
+    heads in a block.
+    """
     num_tokens, num_kv_heads, head_dim = key.shape
     if num_tokens == 0:
         return
     key, value = _rows(key), _rows(value)
-    tokens = 4 if num_tokens <= 256 else 16  # of one program: enough programs for decodes, wide ones for prompts
+    tokens = 4 if num_tokens <= 256 else 16  # per program: enough programs for decodes, wide ones for prompts
     write_kernel[(-(-num_tokens // tokens), num_kv_heads)](
         key,
         value,
@@ -259,22 +272,26 @@ def write_blocks(
 
 
 def is_interpreted() -> bool:
-    """Does this process run Triton kernels in Python (TRITON_INTERPRET=1)?"""
+    """Return whether this process runs Triton kernels in Python (TRITON_INTERPRET=1)."""
     return not isinstance(attend_kernel, triton.runtime.JITFunction)
 
 
 def _has_rows_of_nobody(metadata: AttentionMetadata, num_tokens: int) -> bool:
-    """Rows of padding, which no program writes. In a graph the lengths are not known here: there each row of a decode
-    is some sequence's, and a mixed step may be padded."""
+    """Return whether there may be rows of padding, which no program writes.
+
+    In a graph the host has no lengths. There, each row of a decode belongs to a sequence, and a
+    mixed step may be padded.
+    """
     if metadata.query_lens_host:
         return sum(metadata.query_lens_host) != num_tokens
     return metadata.max_query_len != 1
 
 
 def _partials(query: Tensor, num_splits: int, head_pad: int) -> tuple[Tensor | None, Tensor | None]:
-    """Split-KV results: values [splits, num_tokens, num_heads, head_pad], and maximum and sum of each row.
+    """Allocate split results: values [splits, num_tokens, num_heads, head_pad], and each row's
+    maximum and sum.
 
-    A sum of zeros says that a split saw nothing, so only the sums need a first value.
+    A sum of 0 marks a split that saw no key, so only the sums need an initial value.
     """
     if num_splits == 1:
         return None, None
@@ -284,5 +301,7 @@ def _partials(query: Tensor, num_splits: int, head_pad: int) -> tuple[Tensor | N
 
 
 def _rows(x: Tensor) -> Tensor:
-    """A head's dimensions together; tokens and heads may lie in any order, as projections leave them."""
+    """Make the dimensions of a head contiguous; tokens and heads keep the strides of a projection's
+    output.
+    """
     return x if x.stride(2) == 1 else x.contiguous()

@@ -1,7 +1,8 @@
-"""The Triton kernels of paged attention: attend, fold the results of split contexts, write keys and values.
+"""Triton kernels of paged attention: attend, fold the results of splits, write keys and values.
 
-Softmax runs in base 2 over float32, with the maximum and sum carried along the keys. Nothing outside a
-row's visible positions is ever loaded, so what lies in unused slots cannot leak, be it NaN.
+Softmax runs in base 2 over float32; the maximum and the sum are carried along the keys. Nothing
+outside a row's visible positions is ever loaded, so the contents of unused slots cannot leak, not
+even NaN.
 """
 # Triton reads annotations of kernel arguments as types: only constants are annotated.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, misc"
@@ -14,7 +15,9 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def find_sequence(query_start, num_seqs, program, BLOCK_TOKENS: tl.constexpr):
-    """The sequence that block `program` of query tokens belongs to; sequence i owns blocks from start_i // T + i on."""
+    """Find the sequence of block `program` of query tokens; sequence i has the blocks from start_i
+    // T + i on.
+    """
     low = 0
     high = num_seqs
     while low < high:
@@ -29,7 +32,9 @@ def find_sequence(query_start, num_seqs, program, BLOCK_TOKENS: tl.constexpr):
 
 @triton.jit
 def place_of(query_start, num_seqs, BLOCK_TOKENS: tl.constexpr, IS_DECODE: tl.constexpr):
-    """A program's sequence, where its queries start, how many there are, and which of them is the program's first."""
+    """Return a program's sequence, its first query row, its number of queries, and the program's
+    first query.
+    """
     program = tl.num_programs(0) - 1 - tl.program_id(0)  # a prompt's last tokens see most: they start first
     seq = program if IS_DECODE else find_sequence(query_start, num_seqs, program, BLOCK_TOKENS)
     start = tl.load(query_start + seq)
@@ -47,8 +52,11 @@ def tiles_to_visit(
     TILE_KEYS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
 ):
-    """Keys [begin, end) are what some row of a block sees; a split takes a share of their tiles, at least `least_tiles`
-    as long as there are any."""
+    """Return the first key and the range of key tiles that a block's rows see.
+
+    Its rows see the keys [begin, end). A split takes a share of the tiles: at least `least_tiles`,
+    as long as any are left.
+    """
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(first_position - WINDOW + 1, 0)
@@ -63,7 +71,9 @@ def tiles_to_visit(
 
 @triton.jit
 def blocks_of_tile(table, tile, begin, end, BLOCK_SIZE: tl.constexpr, TILE_KEYS: tl.constexpr):
-    """The block of each of a tile's keys, which may lie in no tile; 0 where there is no key."""
+    """Load the block id of each key of a tile, and 0 where there is no key; the tile may be out of
+    range.
+    """
     key_position = tile * TILE_KEYS + tl.arange(0, TILE_KEYS)
     is_key = (key_position >= begin) & (key_position < end)
     return tl.load(table + key_position // BLOCK_SIZE, mask=is_key, other=0)
@@ -81,7 +91,7 @@ def logits_of_tile(
     WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
-    """Logits in base 2; −∞ where a row does not see a key."""
+    """Compute logits in base 2; they are −∞ where a row does not see a key."""
     logits = tl.dot(queries, keys.to(queries.dtype), input_precision="ieee") * scale
     if HAS_SOFTCAP:
         logits = softcap * (1.0 - 2.0 / (tl.exp2(logits * (2.0 * LOG2_E / softcap)) + 1.0))
@@ -93,7 +103,9 @@ def logits_of_tile(
 
 @triton.jit
 def weights_of(logits, largest, total):
-    """Weights against the maximum so far, and the factor by which what was summed before shrinks."""
+    """Compute weights relative to the maximum so far, and the factor that rescales the earlier
+    sums.
+    """
     grown = tl.maximum(largest, tl.max(logits, 1))
     shift = tl.where(grown == float("-inf"), 0.0, grown)  # rows that have seen nothing yet
     weights = tl.exp2(logits - shift[:, None])
@@ -115,7 +127,9 @@ def store_partials(
     NUM_HEADS: tl.constexpr,
     HEAD_PAD: tl.constexpr,
 ):
-    """A split's result: maxima, then sums as many rows further as all splits have, then unnormalised values."""
+    """Store a split's result: maxima, then the sums of all splits behind all maxima, and
+    unnormalised values.
+    """
     rows_of_split = num_tokens.to(tl.int64) * NUM_HEADS
     row_at += tl.program_id(2) * rows_of_split
     tl.store(limits + row_at, largest, mask=is_row)
@@ -138,9 +152,9 @@ def store_rows(
     tl.store(out + row_at[:, None] * HEAD_DIM + dims[None, :], values.to(out.dtype.element_ty), mask=mask)
 
 
-# A 1 would otherwise become a constant of the kernel, and every other batch size a build of its own. A step's inputs
-# come in one copy, so where each of them begins is aligned in one step and not in the next: no builds for that either.
-# So would the width of the block table, which grows with the longest sequence.
+# Triton would otherwise compile a 1 into the kernel as a constant, and build the kernel again for other values. A
+# step's inputs arrive in one copy, so the alignment of each changes from step to step: no builds for that either.
+# The width of the block table changes too, since it grows with the longest sequence.
 @triton.jit(
     do_not_specialize=["num_seqs", "num_tokens", "table_stride", "least_tiles"],
     do_not_specialize_on_alignment=["block_table", "query_start", "seq_lens"],
@@ -203,7 +217,7 @@ def attend_kernel(
     values = tl.zeros([BLOCK_ROWS, HEAD_PAD], tl.float32)
     cache += kv_head * (BLOCK_SIZE * HEAD_DIM)
     block_table += seq * table_stride
-    # Block ids are loaded a tile ahead: the compiler divides the stages among loads that wait for one another.
+    # Block ids are loaded a tile ahead: the compiler divides the pipeline stages among loads that depend on each other.
     next_block = blocks_of_tile(block_table, first_tile, begin, end, BLOCK_SIZE, TILE_KEYS)
     for tile in range(first_tile, last_tile):
         key_position = tile * TILE_KEYS + tl.arange(0, TILE_KEYS)
@@ -239,7 +253,9 @@ def fold_kernel(
     HAS_SINKS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
 ):
-    """One program folds the splits of one row; a split whose sum is 0 saw nothing and left its values unwritten."""
+    """Fold the splits of one row per program; a split with a sum of 0 saw no key and left its
+    values unwritten.
+    """
     row = tl.program_id(0).to(tl.int64) * NUM_HEADS + tl.program_id(1)
     splits = tl.arange(0, MAX_SPLITS)
     dims = tl.arange(0, HEAD_PAD)
@@ -264,8 +280,11 @@ def fold_kernel(
 
 @triton.jit
 def narrowed(values, TYPE: tl.constexpr):
-    """As a cache of this type keeps them. 8 bits by hand: to the nearest, ties to even, at most the largest number;
-    what a cast does beyond it, and on a carry, is not the same everywhere."""
+    """Convert keys or values to the type of the cache.
+
+    8 bits are rounded here: to nearest, ties to even, at most the largest number. A cast differs
+    between devices beyond that number and on a carry.
+    """
     if tl.float8e4nv == TYPE:
         bits = values.to(tl.float32).to(tl.uint32, bitcast=True)
         magnitude = bits & 0x7FFFFFFF

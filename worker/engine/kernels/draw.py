@@ -1,7 +1,8 @@
-"""Drawing a batch's tokens on the CPU in one pass over the logits, through a C++ kernel.
+"""Samples a batch's tokens on the CPU in one pass over the logits, through a C++ kernel.
 
-The same choice as `sampling/noise.py` and `sampling/truncation.py` make with torch, a dozen times faster; a row's
-token depends neither on the batch nor on the number of threads. It knows parameters as arrays, no sequences.
+It chooses the same tokens as `sampling/noise.py` and `sampling/truncation.py` do with torch, a
+dozen times faster. A row's token depends neither on the batch nor on the number of threads.
+Parameters come as arrays, one entry per row.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from worker.engine.kernels.toolchain import KernelUnavailableError
 
 log = logging.getLogger(__name__)
 
-_TURNS = 3  # two steps may be in flight, and a third begun
+_TURNS = 3  # two steps may be in flight while a third begins
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """How each row is drawn, all `[rows]` and contiguous."""
+    """Sampling parameters of each row; all arrays are `[rows]` and contiguous."""
 
     inverse_temperature: npt.NDArray[np.float32]  # 0: the highest logit
     log_min_p: npt.NDArray[np.float32]  # −inf: off
@@ -40,12 +41,16 @@ class Drawing:
 
     @cached_property
     def buffers(self) -> Buffers:
-        """What a kernel on the CPU reads and writes beside the logits, by one thread at a time."""
+        """Return the arrays that the CPU kernel reads and writes beside the logits; only one thread
+        may use them.
+        """
         return Buffers(self)
 
 
 def draw_kernel(device: torch.device) -> DrawKernel | None:
-    """None where torch has to draw: not on the CPU, or no compiler."""
+    """Return the CPU kernel, or None where torch has to sample: on other devices, or without a
+    compiler.
+    """
     if device.type != "cpu":
         return None
     try:
@@ -56,7 +61,7 @@ def draw_kernel(device: torch.device) -> DrawKernel | None:
 
 
 class _Arguments(ctypes.Structure):
-    """As in draw.cpp."""
+    """Arguments of the sampling kernel; the fields match the struct in draw.cpp."""
 
     _fields_: ClassVar = [
         *((name, c_void_p) for name in ("logits", "inverse_temperature", "log_min_p", "top_p", "top_k", "keys")),
@@ -66,14 +71,17 @@ class _Arguments(ctypes.Structure):
 
 
 class Turns:
-    """Results of so many rows, which take turns: each stays for two calls more."""
+    """Rotating result buffers for `num_rows` rows; a result stays valid during the next two calls."""
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
         self._kept: deque[tuple[Tensor, Tensor, int, int]] = deque()
 
     def next(self) -> tuple[Tensor, Tensor, int, int]:
-        """Token ids `[num_rows]` int64 and highest logits `[num_rows]` to be written next, and their addresses."""
+        """Return the buffers to be written next, and their addresses.
+
+        They are token ids `[num_rows]` int64 and highest logits `[num_rows]`.
+        """
         if len(self._kept) < _TURNS:
             ids, tops = torch.zeros(self.num_rows, dtype=torch.int64), torch.zeros(self.num_rows)
             self._kept.appendleft((ids, tops, ids.data_ptr(), tops.data_ptr()))
@@ -83,8 +91,10 @@ class Turns:
 
 
 class Buffers:
-    """Arguments and results of a drawing, which keeps them: after a step's weights have been through the caches, every
-    allocation is dear.
+    """Arguments and results of one `Drawing`, which keeps them for reuse.
+
+    A step's weights evict everything else from the CPU caches, so that every allocation after it is
+    slow.
     """
 
     def __init__(self, drawing: Drawing) -> None:
@@ -98,23 +108,27 @@ class Buffers:
         )  # fmt: skip
 
     def turn(self, keys: npt.NDArray[np.int32]) -> tuple[Tensor, Tensor]:
-        """Token ids and peaks to be written next."""
+        """Set the keys and return the token ids and peaks to be written next."""
         self._keys[...] = keys
         token_ids, peaks, self.arguments.token_ids, self.arguments.peaks = self._turns.next()
         return token_ids, peaks
 
 
 class DrawKernel:
-    """Raises KernelUnavailableError where it cannot be compiled."""
+    """The loaded sampling kernel; raises KernelUnavailableError where it cannot be compiled."""
 
     def __init__(self, cache_dir: Path | None = None, march: str = "native") -> None:
         self._call, self._member = Caller(cache_dir, march), load("draw", cache_dir, march).tokenmill_draw_member
 
     def draw(self, logits: Tensor, drawing: Drawing, keys: npt.NDArray[np.int32]) -> tuple[Tensor, Tensor]:
-        """Token ids `[rows]` int64 and each row's highest logit, which is finite in a good row. Both are this drawing's
-        own: they stay for two calls more.
+        """Return token ids `[rows]` int64 and each row's highest logit, which is finite in a good
+        row.
 
-        `logits` `[rows, vocab]` float32 on the CPU, its rows contiguous; `keys` `[rows, 2]`.
+        Both belong to this drawing's buffers and stay valid during the next two calls.
+
+        Args:
+            logits: `[rows, vocab]` float32 on the CPU, its rows contiguous.
+            keys: `[rows, 2]`.
         """
         num_rows, vocab = logits.shape
         buffers = drawing.buffers

@@ -1,4 +1,4 @@
-"""The highest output of each row of a linear layer, which stores none of them (highest.h)."""
+"""Argmax of each row of a linear layer, computed without storing the layer's outputs (highest.h)."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ _ALIGNMENT = 64
 
 
 class _Arguments(ctypes.Structure):
-    """As in draw.cpp."""
+    """Arguments of the argmax kernel; the fields match the struct in draw.cpp."""
 
     _fields_: ClassVar = [(name, c_void_p) for name in ("seen", "token_ids", "peaks")] + [("num_rows", c_int64)]
 
 
 class HighestOutputs:
-    """`step` comes behind the layer in a program, and does nothing unless `ask` came before the run. Raises
-    KernelUnavailableError where it cannot be compiled.
+    """The argmax kernel of a program; raises KernelUnavailableError where it cannot be compiled.
+
+    `step` follows the layer in a program. It does nothing unless `ask` was called before the run.
     """
 
     def __init__(self) -> None:
         library = load("draw")
         library.tokenmill_highest_bytes.restype = library.tokenmill_highest_rows.restype = c_int64
-        self._bytes: int = library.tokenmill_highest_bytes()  # of a thread
+        self._bytes: int = library.tokenmill_highest_bytes()  # per thread
         self.most_rows: int = library.tokenmill_highest_rows()
         self._seen = torch.zeros(0, dtype=torch.uint8)
         self._arguments = _Arguments()
@@ -39,8 +40,11 @@ class HighestOutputs:
         self.step = Step(library.tokenmill_highest_member, self._arguments)
 
     def ask(self, layer: LinearArguments, num_rows: int, num_threads: int) -> tuple[Tensor, Tensor]:
-        """Let the next run leave column ids `[rows]` int64 and the highest outputs `[rows]`, NaN where one is, of up to
-        `most_rows` rows. Both stay for two calls more.
+        """Make the next run compute the argmax of each row; return the tensors that it will fill.
+
+        They are column ids `[rows]` int64 and the highest outputs `[rows]`, which are NaN where a
+        row holds a NaN. There may be up to `most_rows` rows. Both stay valid during the next two
+        calls.
         """
         if self._seen.numel() < num_threads * self._bytes + _ALIGNMENT:
             self._seen = torch.zeros(num_threads * self._bytes + _ALIGNMENT, dtype=torch.uint8)
@@ -55,5 +59,5 @@ class HighestOutputs:
         return token_ids, peaks
 
     def dismiss(self, layer: LinearArguments) -> None:
-        """The layer stores its outputs, as before."""
+        """Make the layer store its outputs again."""
         layer.epilogue, self._arguments.num_rows = int(Epilogue.PLAIN), 0

@@ -1,7 +1,8 @@
 """Compiles kernel sources once into a cache folder and loads them through ctypes.
 
-The file's name carries a hash of sources, flags, compiler and instruction sets, so a stale build is never
-loaded. Several processes may build at once: each compiles into a file of its own and renames it into place.
+The file's name carries a hash of sources, flags, compiler and instruction sets, so a stale build is
+never loaded. Several processes may build at once: each compiles into a folder of its own and
+renames the result into place.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ SOURCES = Path(__file__).parent
 
 @lru_cache
 def load(name: str, cache_dir: Path | None = None, march: str = "native") -> ctypes.CDLL:
-    """The library made of `<name>.cpp` and every header here; compiled if it is not in the cache folder yet.
+    """Load the library made of `<name>.cpp` and every header here; compile it if it is not cached
+    yet.
 
-    Raises KernelUnavailableError. One handle per process and library.
+    Each process has one handle per library. Raises KernelUnavailableError.
     """
     toolchain = find_toolchain(march)
     target = compile_library(name, [SOURCES / f"{name}.cpp"], cache_folder(cache_dir), toolchain)
@@ -39,7 +41,9 @@ def load(name: str, cache_dir: Path | None = None, march: str = "native") -> cty
 
 
 def cache_folder(chosen: Path | None) -> Path:
-    """The chosen folder, else one under the home directory, else (where that cannot be written) a temporary one."""
+    """Return the chosen folder, or one under the home directory, or a temporary one if neither can
+    be written.
+    """
     candidates = [chosen] if chosen else [Path.home() / ".cache" / "tokenmill", Path(tempfile.gettempdir()) / _owner()]
     for folder in candidates:
         kernels = folder / "kernels"
@@ -47,14 +51,14 @@ def cache_folder(chosen: Path | None) -> Path:
             kernels.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError:
             continue
-        # A folder of another user's could hold anything; code is only loaded from our own.
+        # Another user's folder could hold any code, so only a folder of this user is accepted.
         if os.access(kernels, os.W_OK) and kernels.stat().st_uid == os.getuid():
             return kernels
     raise KernelUnavailableError(f"no folder of ours to keep compiled kernels in (tried {candidates})")
 
 
 def compile_library(name: str, sources: Sequence[Path], folder: Path, toolchain: Toolchain) -> Path:
-    """The path of the compiled library, which exists on return."""
+    """Compile the library unless it exists, and return its path."""
     headers = sorted({header for source in sources for header in source.parent.glob("*.h")})
     digest = hashlib.sha256(toolchain.identity.encode())
     for path in (*sources, *headers):

@@ -1,7 +1,7 @@
 """Packed linear layers and RMS norms on the CPU, for modules that replace a model's own.
 
-`PackedWeight` holds a weight in the kernel's panels; float32 throughout, or as exact (amx_float.h, dots.h). It knows no
-model: `model/fused` decides what is packed and fused.
+`PackedWeight` holds a weight in the kernel's panels. It computes in float32, or by sums that are as
+exact (amx_float.h, dots.h). `model/fused` decides which weights are packed and fused.
 """
 
 from __future__ import annotations
@@ -19,25 +19,28 @@ from worker.engine.huge_pages import Arena
 from worker.engine.kernels.library import load
 from worker.engine.kernels.program import Caller
 
-_FEW = 16_384  # elements that one thread normalises as fast as several
+_FEW = 16_384  # elements; below this, one thread normalises as fast as several
 
 
 class Epilogue(IntEnum):
-    """What is done to a row of outputs before it is stored."""
+    """Operation on a row of outputs before it is stored."""
 
     PLAIN = 0
     ADD = 1  # plus the residual
     SWIGLU = 2  # silu(gate) · up
     GEGLU_TANH = 3  # gelu_tanh(gate) · up
-    HIGHEST = 4  # not stored: each thread keeps the highest of them (highest.h)
+    HIGHEST = 4  # not stored: each thread keeps its highest output (highest.h)
 
 
 _NORM: list[tuple[str, type]] = [("norm", c_void_p), ("norm_eps", c_float), ("norm_offset", c_float)]  # as in norm.h
 
 
 class LinearArguments(ctypes.Structure):
-    """As in linear.h. `norm`: the weight of an RMS norm that rows go through first, or null; `ahead`: the arguments of
-    the attention that comes next in a row of kernels, whose keys and values may be fetched meanwhile, or null.
+    """Arguments of a linear kernel; the fields match the struct in linear.h.
+
+    `norm` is the weight of an RMS norm that rows pass first, or null. `ahead` points to the
+    arguments of the next attention in a program, whose keys and values the kernel may prefetch, or
+    is null.
     """
 
     _fields_: ClassVar = [
@@ -51,7 +54,7 @@ class LinearArguments(ctypes.Structure):
 
 
 class NormArguments(ctypes.Structure):
-    """As in linear.cpp."""
+    """Arguments of the RMS norm kernel; the fields match the struct in linear.cpp."""
 
     _fields_: ClassVar = [
         *((name, c_void_p) for name in ("x", "residual", "y")),
@@ -61,10 +64,11 @@ class NormArguments(ctypes.Structure):
 
 
 class PackedWeight:
-    """A weight `[n, k]` in the panels of one kernel, with its bias; call it on float32 rows `[m, k]`.
+    """A weight `[n, k]` in the panels of one kernel, with its bias; call it on float32 rows `[m,
+    k]`.
 
-    Scales and biases are padded to whole panels, since kernels load full vectors. `form` says in words what a weight is
-    in memory; `row_bytes` of workspace are needed for each row.
+    Scales and biases are padded to whole panels, since kernels load full vectors. `form` names the
+    weight's storage format for people. Each row needs `row_bytes` of workspace.
     """
 
     __slots__ = ("_call", "bias", "form", "k", "member", "n", "panels", "row_bytes", "scale", "uses_amx")
@@ -88,7 +92,7 @@ class PackedWeight:
         self.row_bytes = int(library.tokenmill_row_bytes(c_int64(self.k)))
 
     def arguments(self, epilogue: Epilogue) -> LinearArguments:
-        """What stays the same from call to call."""
+        """Return arguments with the fields filled in that are the same in every call."""
         return LinearArguments(
             weight=self.panels.data_ptr(),
             scale=None if self.scale is None else self.scale.data_ptr(),
@@ -103,7 +107,10 @@ class PackedWeight:
         return self.n // 2 if epilogue in (Epilogue.SWIGLU, Epilogue.GEGLU_TANH) else self.n
 
     def __call__(self, x: Tensor, epilogue: Epilogue = Epilogue.PLAIN, residual: Tensor | None = None) -> Tensor:
-        """`[m, n]`, or `[m, n / 2]` for a gated epilogue. `residual` `[m, n]` must be contiguous like the result."""
+        """Return `[m, n]`, or `[m, n / 2]` for a gated epilogue.
+
+        `residual` is `[m, n]` and must be contiguous like the result.
+        """
         x = _as_rows(x)
         y = torch.empty((x.shape[0], self.num_columns(epilogue)), dtype=torch.float32)
         if x.shape[0] == 0:
@@ -118,17 +125,19 @@ class PackedWeight:
 
 
 class Packer(Protocol):
-    """Brings weights into the panels of a kernel."""
+    """Packs weights into the panels of a kernel."""
 
     panel_width: int
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> PackedWeight:
-        """`weight` `[n, k]`; the original is not kept."""
+        """Pack `weight` `[n, k]`; the original is not kept."""
         ...
 
 
 def pack_gated(packer: Packer, gate: Tensor, up: Tensor) -> PackedWeight:
-    """Gate and up `[n, k]` interleaved half a panel at a time; n must be a multiple of half a panel."""
+    """Pack gate and up `[n, k]` interleaved half a panel at a time; n must be a multiple of half a
+    panel.
+    """
     half = packer.panel_width // 2
     n, k = gate.shape
     mixed = torch.stack([gate.reshape(-1, half, k), up.reshape(-1, half, k)], dim=1)
@@ -136,7 +145,7 @@ def pack_gated(packer: Packer, gate: Tensor, up: Tensor) -> PackedWeight:
 
 
 def padded(values: Tensor, panel_width: int) -> Tensor:
-    """The same in float32, with zeros up to a whole panel."""
+    """Return the values in float32, with zeros up to a whole panel."""
     n = values.shape[0]
     whole = torch.zeros(-(-n // panel_width) * panel_width)
     whole[:n] = values.detach()
@@ -148,11 +157,12 @@ def padded_bias(bias: Tensor | None, panel_width: int) -> Tensor | None:
 
 
 class LinearKernels:
-    """The loaded float32 library. Raises KernelUnavailableError where it cannot be compiled.
+    """The loaded float32 library; raises KernelUnavailableError where it cannot be compiled.
 
-    `uses_amx`: products of more than a few rows come out of the CPU's matrix registers, where it has them
-    (amx_float.h), and weights of 4 and 8 bits are else multiplied as bytes (dots.h); off, all sums are chains of
-    float32 and a row's bits are the same in every batch, as they are without matrix registers.
+    With `uses_amx`, products of more than a few rows use the CPU's matrix registers, where it has
+    them (amx_float.h); where not, weights of 4 and 8 bits are multiplied as bytes (dots.h). Without
+    `uses_amx`, all sums are chains of float32 and the bits of a row's result are the same in every
+    batch.
     """
 
     def __init__(self, cache_dir: Path | None = None, march: str = "native", uses_amx: bool = True) -> None:
@@ -178,7 +188,9 @@ class LinearKernels:
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, residual: Tensor | None = None
     ) -> Tensor:
-        """`x` `[m, k]` float32 → normalised and scaled by `offset + weight`, plus `residual` where given."""
+        """Normalise `x` `[m, k]` float32, scale it by `offset + weight`, and add `residual` where
+        given.
+        """
         y = torch.empty(x.shape, dtype=torch.float32)
         arguments = NormArguments(
             x=x.data_ptr(), norm=weight.data_ptr(), y=y.data_ptr(),

@@ -1,10 +1,13 @@
-"""Float32 weights kept in a narrower form that gives back every one of them, bit for bit.
+"""Keeps float32 weights in a narrower form that restores each of them, bit for bit.
 
-Few models are born in float32: most checkpoints are bfloat16 or float16, and GGUF files hold blocks of 4 or 8 bits
-with half-precision scales (llama.cpp's Q4_0, Q4_1 and Q8_0). Loaded as float32 they fill two to six times the memory
-with what is known already, and a step of few rows waits for memory alone. What a weight was is found from its values,
-so it matters not how it came; what fits no form stays float32. Activations are float32 throughout; so are products and
-sums, but for the matrix registers' (amx_float.h) and those of 4 and 8 bits by dot products of bytes (dots.h).
+Few checkpoints are float32: most are bfloat16 or float16, and GGUF files hold blocks of 4 or 8 bits
+with half-precision scales (llama.cpp's Q4_0, Q4_1 and Q8_0). Loaded as float32 they take two to six
+times the memory without more information, and a step of few rows is bound by memory reads. The
+original form is found from a weight's values, whatever file it came from. A weight that fits no
+form stays float32.
+
+Activations are float32 throughout. So are products and sums, except in matrix registers
+(amx_float.h) and in the byte dot products of 4- and 8-bit weights (dots.h).
 """
 
 from __future__ import annotations
@@ -29,13 +32,13 @@ log = logging.getLogger(__name__)
 
 BYTE_GROUP = 32
 _WORDS = {"byte": "8 bits", "bf16": "bfloat16", "f16": "float16"}
-_PROBED_ROWS = 16  # tell most weights of another form from the rest
+_PROBED_ROWS = 16  # enough to rule out a form for most weights
 _ROWS_AT_ONCE = 1024
 _TINY = torch.finfo(torch.float32).tiny
 
 
 class NarrowPacker:
-    """Packs into the narrowest exact form: 4 bits, 8 bits, half precision, float32."""
+    """Packs a weight into its narrowest exact form: 4 bits, 8 bits, half precision, float32."""
 
     def __init__(self, kernels: LinearKernels, cache_dir: Path | None = None, march: str = "native") -> None:
         self.panel_width = kernels.panel_width
@@ -54,7 +57,7 @@ class NarrowPacker:
         return library
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> PackedWeight:
-        """`weight` `[n, k]`."""
+        """Pack `weight` `[n, k]`."""
         rows = weight.detach().float().contiguous()
         try:
             return self._narrow(rows, bias) or self._kernels.pack(rows, bias)
@@ -95,19 +98,24 @@ class NarrowPacker:
         return -(-n // self.panel_width) * self.panel_width
 
 
-# A zero's sign may be lost: no sum that starts from zero can tell.
+# The sign of a zero weight may be lost; it changes no sum that starts from zero.
 
 
 def find_int4(rows: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Codes `[n, k]` in [0, 15], scale and zero `[n, k / 32]` as half floats with scale · code + zero equal to `rows`
-    `[n, k]` float32; None where there are none.
+    """Find 4-bit codes with scale · code + zero equal to `rows` `[n, k]` float32.
+
+    Returns codes `[n, k]` in [0, 15], and scale and zero `[n, k / 32]` as half floats; None if
+    there are none.
     """
     found = None if rows.shape[1] % INT4_GROUP else _in_parts(rows, _affine)
     return None if found is None else (found[0], found[1], found[2])
 
 
 def _in_parts(rows: Tensor, find: Callable[[Tensor], tuple[Tensor, ...] | None]) -> list[Tensor] | None:
-    """What `find` finds, put together; None as soon as it finds nothing, after a few rows in most cases."""
+    """Apply `find` to parts of the rows and concatenate what it returns.
+
+    Returns None as soon as `find` does; in most such cases a few rows suffice.
+    """
     if find(rows[:_PROBED_ROWS]) is None:
         return None
     parts = []
@@ -140,8 +148,10 @@ def _affine(rows: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
 
 
 def _candidates(low: Tensor, high: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Scales and zeros of groups in which the least and the greatest weight lie so many codes apart: from the least
-    weight up as in Q4_1, or from −8 steps as in Q4_0, whose scale may be negative.
+    """Yield scales and zeros that put a group's least and greatest weight a given number of codes
+    apart.
+
+    The zero is the least weight as in Q4_1, or −8 steps as in Q4_0, whose scale may be negative.
     """
     for steps in range(15, 0, -1):
         scale = ((high - low) / steps).half()
@@ -151,8 +161,11 @@ def _candidates(low: Tensor, high: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def find_bytes(rows: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Codes `[n, k]` in [-127, 127] and half-precision scales `[n, k / 32]` with scale · code equal to `rows` `[n, k]`
-    float32, each group reaching 127 as in Q8_0; None where there are none.
+    """Find 8-bit codes with scale · code equal to `rows` `[n, k]` float32, each group reaching 127
+    as in Q8_0.
+
+    Returns codes `[n, k]` in [-127, 127] and half-precision scales `[n, k / 32]`; None if there are
+    none.
     """
     found = None if rows.shape[1] % BYTE_GROUP else _in_parts(rows, _scaled)
     return None if found is None else (found[0], found[1])
@@ -169,6 +182,6 @@ def _scaled(rows: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def fits(rows: Tensor, dtype: torch.dtype) -> bool:
-    """Is every weight of `[n, k]` float32 one of `dtype` as well? Never, where one is NaN."""
+    """Return whether every weight of `[n, k]` float32 is exact in `dtype`; a NaN never is."""
     parts = (rows[:_PROBED_ROWS], *torch.split(rows, _ROWS_AT_ONCE))
     return all(torch.equal(part.to(dtype).float(), part) for part in parts)

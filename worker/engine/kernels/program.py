@@ -1,8 +1,8 @@
-"""Kernel calls by a team of threads, a row of them as one call. The arguments stay the caller's, who fills them in
-before each run.
+"""Runs kernels by a team of threads, several of them in one call.
 
-Every calling thread has helpers of its own in C++ (`program.cpp`). A run waits for its units of work, not for its
-threads: a helper that has no core keeps nobody waiting (`team.h`).
+The arguments belong to the caller, who fills them in before each run. Every calling thread has
+helper threads of its own in C++ (`program.cpp`). A run ends when its units of work are done, not
+when its threads are: a helper without a core delays no run (`team.h`).
 """
 
 from __future__ import annotations
@@ -21,15 +21,20 @@ from worker.engine.kernels.library import load
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """`member` is a kernel's entry for one thread of a team, `tokenmill_…_member`."""
+    """One kernel call of a program; `member` is the kernel's `tokenmill_…_member`, run by each
+    thread.
+    """
 
     member: Any
     arguments: ctypes.Structure
 
 
 class RowArguments(ctypes.Structure):
-    """As in program.cpp: row `from_rows[i]` of one buffer becomes row `to_rows[i]` of another; null: row i. With a
-    `limit`, the number of rows there are, a call answers −1 where one of `from_rows` is beyond it.
+    """Arguments that move rows from one buffer to another; the fields match the struct in
+    program.cpp.
+
+    Row `from_rows[i]` becomes row `to_rows[i]`; a null pointer stands for row i. `limit` is the
+    number of source rows: with one, the call returns −1 where an entry of `from_rows` is beyond it.
     """
 
     _fields_: ClassVar = [
@@ -43,13 +48,15 @@ def move_rows(arguments: RowArguments) -> Step:
 
 
 class _Call(ctypes.Structure):
-    """As in program.cpp."""
+    """One kernel call; the fields match the struct in program.cpp."""
 
     _fields_: ClassVar = [("member", c_void_p), ("arguments", c_void_p)]
 
 
 class Caller:
-    """Runs one kernel at a time. Raises KernelUnavailableError where the program cannot be compiled."""
+    """Runs one kernel at a time; raises KernelUnavailableError where the program cannot be
+    compiled.
+    """
 
     __slots__ = ("_run",)
 
@@ -57,7 +64,7 @@ class Caller:
         self._run = _runner(cache_dir, march)
 
     def __call__(self, member: Any, arguments: ctypes.Structure, num_threads: int) -> int:
-        """What the kernel answers: 0 when done."""
+        """Run the kernel and return its answer, which is 0 when it is done."""
         call = _Call(ctypes.cast(member, c_void_p), ctypes.addressof(arguments))
         answer = c_int64()
         self._run(ctypes.byref(call), c_int64(0), c_int64(1), c_int64(num_threads), ctypes.byref(answer), None)
@@ -71,8 +78,9 @@ def _runner(cache_dir: Path | None, march: str) -> Any:
 
 
 class KernelTimes:
-    """What watched programs spend in each kernel, by its name: seconds as their caller sees them, from the end of the
-    call before it.
+    """Seconds that watched programs spend in each kernel, by the kernel's name.
+
+    They are measured in the calling thread, from the end of the previous kernel on.
     """
 
     def __init__(self) -> None:
@@ -85,7 +93,11 @@ class KernelTimes:
 
 
 class Program:
-    """Raises KernelUnavailableError where it cannot be compiled. `times` are told of every run, where there are any."""
+    """A sequence of kernel calls that runs as one; raises KernelUnavailableError where it cannot be
+    compiled.
+
+    `times`, where given, records every run.
+    """
 
     def __init__(
         self,
@@ -106,8 +118,10 @@ class Program:
         self._count = len(steps)
 
     def run(self, num_threads: int, on_answer: Callable[[int], None], stop: int | None = None) -> None:
-        """Calls [0, stop). One that answers (a workspace too small) is repeated after `on_answer` has met its need, or
-        not at all if that raises.
+        """Run the calls [0, stop), or all of them.
+
+        A call returns a number if its workspace is too small. It is repeated after `on_answer` has
+        met that need; if `on_answer` raises, the run ends.
         """
         last = self._count if stop is None else stop
         threads, count, ended = c_int64(num_threads), c_int64(last), self._ended

@@ -1,7 +1,8 @@
-"""Quantised linear layers on the CPU: 8-bit weights and activations; 4-bit weights with float32 activations.
+"""Quantised linear layers on the CPU: 8-bit weights and activations; 4-bit weights with float32
+activations.
 
-Both pack into the same `PackedWeight` as float32 does and take the same epilogues. With 8 bits a row's result does
-not depend on the batch; with 4 it does as in linear.py. It knows no model.
+Both pack into the same `PackedWeight` as float32 does and take the same epilogues. With 8 bits a
+row's result does not depend on the batch; with 4 bits it does, as in linear.py.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from worker.engine.kernels.program import Caller
 
 MAX_INT8_DEPTH = 65_536  # sums of 255 · 128 fit 31 bits up to here
 INT4_GROUP = 32
-_RANGES = (1.0, 0.95, 0.9, 0.84)  # shares of a group's range that are tried
+_RANGES = (1.0, 0.95, 0.9, 0.84)  # shares of a group's range to try
 _ROWS_AT_ONCE = 1024
 
 
 class Int8Packer:
-    """A scale per output; each row of activations is rounded within its own range when it comes."""
+    """Packs 8-bit weights with one scale per output; activations are rounded at run time, each row
+    in its own range.
+    """
 
     def __init__(self, cache_dir: Path | None = None, march: str = "native", uses_amx: bool = True) -> None:
         self._library = library = load("linear_int8", cache_dir, march)
@@ -37,7 +40,7 @@ class Int8Packer:
         self._arena = Arena()
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> PackedWeight:
-        """`weight` `[n, k]`, k at most MAX_INT8_DEPTH."""
+        """Pack `weight` `[n, k]`; k is at most MAX_INT8_DEPTH."""
         n, k = weight.shape
         if k > MAX_INT8_DEPTH:
             raise ValueError(f"8-bit weights take at most {MAX_INT8_DEPTH} inputs, not {k}")
@@ -52,7 +55,7 @@ class Int8Packer:
 
 
 def round_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Integers `[n, k]` in [-127, 127] and the scale of each row."""
+    """Return integers `[n, k]` in [-127, 127] and the scale of each row."""
     rows = weight.detach().float()
     scale = rows.abs().amax(dim=1) / 127.0
     integers = torch.round(rows / scale.clamp_min(torch.finfo(torch.float32).tiny)[:, None])
@@ -60,7 +63,9 @@ def round_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Int4Packer:
-    """A scale and a zero per group of 32 inputs, in half precision; activations stay float32."""
+    """Packs 4-bit weights with a half-precision scale and zero per group of 32 inputs; activations
+    stay float32.
+    """
 
     def __init__(self, cache_dir: Path | None = None, march: str = "native", uses_amx: bool = True) -> None:
         self._library = library = load("linear_int4", cache_dir, march)
@@ -71,13 +76,13 @@ class Int4Packer:
         self._arena = Arena()
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> PackedWeight:
-        """`weight` `[n, k]`, k a multiple of INT4_GROUP."""
+        """Pack `weight` `[n, k]`; k is a multiple of INT4_GROUP."""
         if weight.shape[1] % INT4_GROUP:
             raise ValueError(f"4-bit weights take a multiple of {INT4_GROUP} inputs, not {weight.shape[1]}")
         return self.pack_codes(*round_int4(weight), bias)
 
     def pack_codes(self, codes: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None = None) -> PackedWeight:
-        """What `round_int4` gives."""
+        """Pack codes, scales and zeros as `round_int4` returns them."""
         n, k = codes.shape
         columns = -(-n // self.panel_width) * self.panel_width
         panels = self._arena.take(columns * k // 8, torch.int32)
@@ -89,10 +94,10 @@ class Int4Packer:
 
 
 def round_int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes `[n, k]` in [0, 15], and per group scale and zero `[n, k / 32]`: a weight is scale · code + zero.
+    """Return codes `[n, k]` in [0, 15], and each group's scale and zero `[n, k / 32]`.
 
-    A group's range may be narrowed a little, where that lowers its squared error. Weights that came out of
-    such a format (GGUF's Q4_1) come back exactly.
+    A weight is scale · code + zero. A group's range may be narrowed a little, where that lowers its
+    squared error. Weights that came from such a format (GGUF's Q4_1) are restored exactly.
     """
     parts = [_round_rows(rows.float()) for rows in torch.split(weight.detach(), _ROWS_AT_ONCE)]
     codes, scale, zero = (torch.cat(part) for part in zip(*parts, strict=True))

@@ -1,8 +1,9 @@
-"""Finds what compiling a kernel takes: a compiler, the machine's flags, and the OpenMP runtime that torch uses.
+"""Finds what compiling a kernel takes: a compiler, the machine's flags, and the OpenMP runtime that
+torch uses.
 
-What packs weights shares torch's OpenMP runtime: two pools of it on the same cores fight each other, so the very
-file that torch has loaded is linked, not the compiler's own. Kernels that run in a step bring their own threads
-(`program.cpp`). Knows nothing of any kernel.
+The code that packs weights shares torch's OpenMP runtime, since two such thread pools compete for
+the same cores. So the file that torch has loaded is linked, not the compiler's own. Kernels that
+run in a step have their own threads (`program.cpp`).
 """
 
 from __future__ import annotations
@@ -32,12 +33,15 @@ _BEFORE_AVX512 = ("znver1", "znver2", "znver3")
 
 
 class KernelUnavailableError(RuntimeError):
-    """One sentence on why a kernel cannot be compiled or loaded here."""
+    """A kernel cannot be compiled or loaded here; the message is one sentence on why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Toolchain:
-    """`identity` changes whenever a compiled file might not run or might come out differently."""
+    """Compiler, flags and OpenMP runtime of one machine.
+
+    `identity` changes whenever a compiled file might not run or might come out differently.
+    """
 
     compiler: str
     flags: tuple[str, ...]
@@ -62,12 +66,14 @@ def find_toolchain(march: str = "native", compilers: tuple[str, ...] = COMPILERS
 
 
 def loaded_openmp() -> Path:
-    """The OpenMP runtime that torch runs on. Other packages bring copies of their own (sentencepiece does)."""
+    """Return the OpenMP runtime that torch runs on; other packages (e.g. sentencepiece) bring
+    copies of their own.
+    """
     import torch
 
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-        # Looked up in torch's own dependencies, whatever else is in this process.
+        # This symbol comes from torch's own dependencies, whatever other libraries the process has loaded.
         address = ctypes.cast(library.omp_get_max_threads, ctypes.c_void_p).value or 0
     except (OSError, AttributeError) as error:
         raise KernelUnavailableError(f"torch has no OpenMP runtime that a kernel could share: {error}") from error
@@ -79,10 +85,12 @@ def loaded_openmp() -> Path:
     raise KernelUnavailableError("torch's OpenMP runtime is no file of its own")
 
 
-@lru_cache  # every library asks
+@lru_cache  # called for every library
 def tuning(compiler: str, march: str, cpu_flags: str) -> tuple[str, ...]:
-    """A compiler older than AMD's cores with AVX-512 (GCC 12 for Zen 4) takes them for those before, and schedules for
-    registers of half the width; another maker's tuning is nearer.
+    """Return a tuning flag where the compiler is older than the CPU, or no flags.
+
+    GCC 12, for example, takes Zen 4 for an earlier core without AVX-512 and schedules for registers
+    of half the width. The tuning of another maker's CPU with AVX-512 is closer.
     """
     if march != "native" or "avx512f" not in cpu_flags.split():
         return ()
@@ -95,7 +103,7 @@ def tuning(compiler: str, march: str, cpu_flags: str) -> tuple[str, ...]:
 
 
 def _cpu_flags() -> str:
-    """The instruction sets of this machine: a cache folder may be shared by different ones."""
+    """Return the instruction sets of this machine; different machines may share a cache folder."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
 
