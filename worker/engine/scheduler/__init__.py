@@ -1,4 +1,4 @@
-"""What the next step computes, and what its result means: policy in plain Python."""
+"""Plans what each step computes and applies its result to the sequences; plain Python."""
 
 from worker.engine.scheduler.scheduler import Scheduler
 

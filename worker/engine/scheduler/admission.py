@@ -1,8 +1,9 @@
-"""Lets waiting sequences in: in the queue's order, with a bounded number passing a head that does not fit.
+"""Admits waiting sequences in the queue's order; a bounded number may bypass a head that does not fit.
 
-A head that does not fit may be passed by `max_bypass` others; then everything waits until it fits. Who only
-waits for a block that another sequence is just computing is passed without being counted. Under the
-priority policy the urgent may take the place of bulk work. The queue's order itself is not made here.
+At most `max_bypass` sequences may start before a head that does not fit; then all wait until it
+fits. A sequence that only waits for a block that a running step fills is skipped, and skipping it
+is not counted. Under the priority policy an urgent sequence may preempt bulk work. `queues` makes
+the queue's order.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ _SHORT_AT_ONCE = 8
 
 
 def num_for_urgent(state: State) -> int:
-    """Sequences of the most urgent class that could start beyond those that wait already: in free places, whatever
-    waits for these behind them, and in those of bulk work.
+    """Return how many more sequences of the most urgent class could start.
+
+    Free rows and rows of bulk work count, whatever less urgent sequences wait for them. Urgent
+    sequences that wait already are subtracted. 0 unless the policy is priority.
     """
     if state.config.policy is not SchedulingPolicy.PRIORITY:
         return 0
@@ -38,8 +41,12 @@ def num_for_urgent(state: State) -> int:
 
 
 class Verdict(Enum):
-    """ADMITTED; or why not: a block it can share is being filled, a limit on prefills, adapters, blocks, the read
-    budget, a free row."""
+    """Result of trying to admit a sequence.
+
+    Except for ADMITTED, it names what is missing: AWAITS, a block that it can share is still being
+    filled; LIMITED, a limit on concurrent prefills; NO_ADAPTER, room for its adapter; NO_BLOCKS,
+    free blocks; NO_READS, read budget; NO_ROW, a free row.
+    """
 
     ADMITTED = auto()
     AWAITS = auto()
@@ -51,14 +58,14 @@ class Verdict(Enum):
 
 
 class Admission:
-    """The waiting side of planning."""
+    """Admits waiting sequences to the step being planned."""
 
     def __init__(self, state: State, planner: Planner) -> None:
         self._state = state
         self._planner = planner
         self._config = state.config
         self._may_preempt = self._config.policy is SchedulingPolicy.PRIORITY
-        # by max_rank, the last refusal: while nothing has changed since, do not try again
+        # max_rank → situation at the last refusal; while it is unchanged, candidates are not tried again
         self._refused_at: dict[int | None, tuple[int, ...]] = {}
 
     def admit(self, step: Step, max_rank: int | None = None) -> None:
@@ -79,7 +86,10 @@ class Admission:
             self._refused_at.pop(max_rank, None)
 
     def _scan(self, step: Step, max_rank: int | None, looks: int, skipped: list[Place]) -> bool:
-        """Try up to `looks` candidates; True if trying them again is of no use before something changes."""
+        """Try up to `looks` candidates and add the refused ones to `skipped`.
+
+        Return True if trying them again is useless until something changes.
+        """
         head: Place | None = None
         is_final = True
         while step.room > 0 and looks > 0 and (place := self._state.queue.pop(max_rank)) is not None:
@@ -96,13 +106,14 @@ class Admission:
             if verdict is Verdict.NO_ROW or (head is not None and head.bypassed >= self._config.max_bypass):
                 break
             if place.has_taken and (verdict is not Verdict.NO_BLOCKS or self._state.kv.has_deferred):
-                break  # what it has taken is not for others, least of all for those whom it was taken from
+                break  # blocks freed for this sequence must not go to others, nor back to its victims
         return is_final and step.room > 0
 
     def short_waiting(self, step: Step, max_rank: int | None = None) -> int:
-        """Tokens of the short prompts at the head of the queue: at most half of what is left of the step.
+        """Return the number of tokens of the short prompts at the head of the queue.
 
-        Only an unbroken row of them counts, so that nobody is passed, and only while one could start.
+        At most half of the step's remaining room. Counting stops at the first long prompt, so that
+        no sequence is bypassed. The result is 0 if none of them could start.
         """
         state = self._state
         if not len(state.queue) or state.num_running >= self._config.max_num_seqs:
@@ -122,7 +133,7 @@ class Admission:
         return held
 
     def admit_one(self, step: Step, sequence: Sequence) -> None:
-        """Start this very sequence if it fits, whoever else waits."""
+        """Start this sequence if it fits, regardless of the queue's order."""
         place = self._state.places[sequence]
         self._state.queue.discard(place)
         place.awaited = None
@@ -152,8 +163,11 @@ class Admission:
         return verdict
 
     def _worth_preempting(self, step: Step, place: Place) -> list[Sequence]:
-        """Bulk work whose places this urgent one may take, if it can start then; else nobody is disturbed. Who has
-        the reads of a step is another question: others have those of the next."""
+        """Return the bulk sequences to preempt so that this urgent one can start.
+
+        Return an empty list if it could not start even then. The read budget is not considered: a
+        sequence without reads in this step has them in a later one.
+        """
         state, sequence = self._state, place.sequence
         if step.only is not None or state.kv.has_deferred:
             return []
@@ -181,10 +195,13 @@ class Admission:
         return []
 
     def _headroom(self, sequence: Sequence, num_others: int) -> int | None:
-        """Blocks to be spared beside others that run, if they are more than the margin; None: it may have all."""
+        """Return the blocks to keep free for running sequences, if more than the safety margin.
+
+        None: the sequence may use all blocks, since no other one runs.
+        """
         if not num_others:
             return None
-        # who was preempted comes back only when each running one could grow too: else it is the next victim
+        # a preempted sequence returns only if each running one can also grow: else it is the next victim
         return num_others if sequence.preemptions else 0
 
     def _try(self, step: Step, place: Place) -> Verdict:
@@ -207,7 +224,10 @@ class Admission:
         return Verdict.ADMITTED
 
     def _look_up(self, place: Place) -> Hit | None:
-        """Find the computed tokens, in the cache or on the host; None while a step fills a block that it can share."""
+        """Find the computed tokens, in the prefix cache or on the host.
+
+        Return None while a step fills a block that the sequence can share.
+        """
         kv, sequence = self._state.kv, place.sequence
         if place.awaited is not None and kv.is_pending(place.awaited):
             return None
@@ -222,11 +242,14 @@ class Admission:
         return min(sequence.num_tokens - start, step.room, self._planner.chunk_limit(sequence, start))
 
     def _is_limited(self, sequence: Sequence, start: int, chunk: int, without: Collection[Sequence] = ()) -> bool:
-        """Limits on concurrent prefills, but for these."""
+        """Return whether a limit on concurrent prefills forbids starting.
+
+        Sequences in `without` do not count. A prefill that ends within this step is never limited.
+        """
         config, planner = self._config, self._planner
         remaining = sequence.num_tokens - start
         if chunk == remaining:
-            return False  # done within this step
+            return False  # ends within this step
         prefilling = [other for other in self._state.prefilling if other not in without]
         if config.max_num_partial_prefills and len(prefilling) >= config.max_num_partial_prefills:
             return True
@@ -236,7 +259,7 @@ class Admission:
         return long >= config.max_long_partial_prefills
 
     def _take(self, step: Step, sequence: Sequence, hit: Hit) -> bool:
-        """Take the blocks, or return False if they do not fit."""
+        """Take the blocks; return False if they do not fit."""
         state, kv = self._state, self._state.kv
         headroom = None if step.only is not None else self._headroom(sequence, state.num_running)
         if sequence.status is OFFLOADED:

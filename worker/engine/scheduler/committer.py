@@ -1,8 +1,8 @@
-"""Takes in what a step did: tokens, ends, registered blocks; or takes back what a failed step should have done.
+"""Applies the result of a step: tokens, ends, registered blocks; or undoes a step that failed.
 
-A result is matched by epoch: one for a sequence that was preempted, cancelled or has ended meanwhile is
-stale and dropped. An end that is found while the next step is already in flight costs that step's one
-token and nothing else.
+A result is matched by epoch. Results for a sequence that was preempted, cancelled or ended
+meanwhile are stale and dropped. If an end is found while the next step is already in flight, that
+step computes one token too many for the sequence; nothing else is lost.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from worker.engine.types import SchedulingPolicy, TokenEvent
 
 
 class Committer:
-    """The second half of a step."""
+    """Commits or abandons planned steps."""
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -26,7 +26,11 @@ class Committer:
         self._block_size, self._tracks_every_token = state.kv.block_size, state.kv.tracks_every_token
 
     def commit(self, plan: StepPlan, output: StepOutput) -> list[TokenEvent]:
-        """One event per sequence that got tokens or ended. Raises ValueError if the output is another step's."""
+        """Apply the output; return one event per sequence that got tokens or ended.
+
+        Raises:
+            ValueError: the output belongs to another step.
+        """
         state = self._state
         if plan.step_id not in state.in_flight or output.step_id != plan.step_id:
             raise ValueError(
@@ -61,7 +65,7 @@ class Committer:
     def _take_tokens(
         self, item: ScheduledSequence, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...] | None
     ) -> TokenEvent:
-        """Append, register, and end the sequence if it must."""
+        """Append sampled tokens, commit the computed positions, and finish the sequence at its end."""
         state, sequence = self._state, item.sequence
         ids = sequence.token_ids
         is_first = len(ids) == sequence.num_prompt_tokens + sequence.num_resumed_tokens
@@ -100,7 +104,10 @@ class Committer:
         )
 
     def _settle_drafts(self, item: ScheduledSequence, accepted: int) -> int:
-        """The counter goes back over the rejected drafts (how many); their blocks stay for the tokens to come."""
+        """Take the counter back over the rejected drafts and return their number.
+
+        The sequence keeps their blocks for later tokens.
+        """
         rejected = len(item.draft_ids) + 1 - accepted
         self._state.counters.draft_tokens += len(item.draft_ids)
         self._state.counters.accepted_tokens += accepted - 1
@@ -116,7 +123,11 @@ class Committer:
         return FinishReason.LENGTH if num_output >= sequence.max_tokens else None
 
     def abandon(self, plan: StepPlan) -> None:
-        """The step failed: counters go back, and nothing that it should have filled or copied is trusted."""
+        """Undo a step that failed.
+
+        Counters go back, and blocks that the step should have filled or copied lose their hashes.
+        Sequences whose blocks it should have copied are reset.
+        """
         state = self._state
         moves = state.in_flight.pop(plan.step_id, None)
         if moves is None:
@@ -124,7 +135,7 @@ class Committer:
         for item in plan.scheduled:
             if item.sequence.epoch == item.epoch:
                 self._roll_back(item.sequence)
-        for sequence in moves.arrived:  # its blocks came by copies of this step, whatever has been planned since
+        for sequence in moves.arrived:  # this step's copies fill its blocks, whatever was planned since
             if sequence.status in (PREFILLING, DECODING):
                 state.reset(sequence)
         for sequence in moves.offloaded:
@@ -134,14 +145,20 @@ class Committer:
         state.kv.release_deferred(next(iter(state.in_flight), None))
 
     def _roll_back(self, sequence: Sequence) -> None:
-        """A new epoch: results of steps that were planned on top of this one are stale."""
+        """Take the counters back to the committed tokens and raise the epoch.
+
+        The new epoch makes the results of steps planned on top of this one stale.
+        """
         sequence.num_computed_tokens = sequence.num_committed_tokens
         sequence.num_inflight = 0
         sequence.epoch += 1
         self._state.kv.unregister(sequence)
 
     def expire(self) -> list[TokenEvent]:
-        """End whoever's deadline has passed, waiting or running; costs nothing while none has."""
+        """End every sequence whose deadline has passed, waiting or running.
+
+        Only the earliest deadline is examined while none has passed.
+        """
         state = self._state
         deadlines = state.deadlines
         events: list[TokenEvent] = []
@@ -153,5 +170,5 @@ class Committer:
                 state.num_over -= 1
             else:
                 events.append(state.end(sequence, FinishReason.EXPIRED))
-                state.num_over = max(0, state.num_over - 1)  # its entry is out already
+                state.num_over = max(0, state.num_over - 1)  # its heap entry is already popped
         return events

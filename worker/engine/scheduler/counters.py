@@ -1,11 +1,11 @@
-"""Running counters of the scheduler; `EngineStats` is their snapshot together with the gauges of now."""
+"""Running counters of the scheduler; `EngineStats` combines a snapshot of them with gauges."""
 
 from dataclasses import dataclass, fields
 
 
 @dataclass(slots=True)
 class Counters:
-    """Named as in EngineStats."""
+    """Counters with the names that they have in EngineStats."""
 
     prompt_tokens: int = 0
     computed_tokens: int = 0
@@ -20,7 +20,7 @@ class Counters:
     finished: int = 0
 
     def as_dict(self) -> dict[str, int]:
-        return {name: getattr(self, name) for name in _NAMES}  # asdict would copy deeply, in every step
+        return {name: getattr(self, name) for name in _NAMES}  # asdict copies deeply: too slow for every step
 
 
 _NAMES = tuple(field.name for field in fields(Counters))

@@ -1,13 +1,13 @@
-"""The order in which requests that come together should start, so that shared prefixes meet in the cache."""
+"""Orders requests that arrive together, so that shared prefixes hit the cache."""
 
 from worker.engine.sequence import Sequence
 
 
 def for_prefix_hits(sequences: list[Sequence], block_size: int) -> list[Sequence]:
-    """Requests that share their first block side by side, the longest of a line first; others stay where they are.
+    """Return the sequences with those that share their first block side by side.
 
-    Groups follow the arrival of their first member. Within one, descending token order puts a prompt before
-    its own prefixes, so that one computation serves all of them.
+    Groups keep the order in which their first members arrived. Within a group, descending token
+    order puts a prompt before its own prefixes, so that one computation serves all of them.
     """
     groups: dict[tuple[str, str, tuple[int, ...]], list[Sequence]] = {}
     for sequence in sequences:

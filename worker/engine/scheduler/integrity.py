@@ -1,4 +1,4 @@
-"""Do the books of the scheduler and of the KV manager agree? Recomputed from scratch, for tests and idle time."""
+"""Recomputes the state of scheduler and KV manager from scratch and compares; for tests and idle time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from worker.engine.sequence import Sequence
 
 
 def check(state: State) -> None:
-    """Raises AssertionError with one sentence on the first contradiction."""
+    """Raise AssertionError, with one sentence, at the first contradiction."""
     _check_lists(state)
     sequences = list(state.places)
     for sequence in sequences:

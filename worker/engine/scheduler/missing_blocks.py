@@ -1,7 +1,7 @@
-"""How many blocks a waiting sequence would lack if some running ones went: asked before any of them has to.
+"""Counts the blocks that a waiting sequence lacks, before and after running ones would be preempted.
 
-It counts as `KVManager` takes: all groups, blocks that are shared, those that lie in the prefix cache. It changes
-nothing.
+The count follows `KVManager`: all layer groups, shared blocks, blocks in the prefix cache. Nothing
+is changed, so that no sequence is preempted in vain.
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ from worker.engine.sequence import NULL_BLOCK, Sequence
 
 
 class MissingBlocks:
-    """Counts for one waiting sequence, whose first `num_computed` tokens are in the prefix cache or on the host."""
+    """Missing blocks per layer group for one waiting sequence.
+
+    Its first `num_computed` tokens are in the prefix cache or on the host.
+    """
 
     __slots__ = ("_gone", "_kv", "_missing", "_shared")
 
     def __init__(self, kv: KVManager, sequence: Sequence, num_computed: int) -> None:
         groups = range(len(kv.pools))
         self._kv = kv
-        self._gone: list[Counter[int]] = [Counter() for _ in groups]  # how many of those that go hold a block
+        self._gone: list[Counter[int]] = [Counter() for _ in groups]  # block → how many preempted sequences hold it
         self._shared = [_shared(kv, group, sequence, num_computed) for group in groups]
         self._missing = [self._lacks(group, sequence, num_computed) for group in groups]
 
@@ -31,7 +34,10 @@ class MissingBlocks:
         return kv.target(group, num_computed, sequence.num_tokens) - passed - in_use - pool.num_free
 
     def without(self, sequence: Sequence) -> None:
-        """This running one goes, too. A block that the waiting one shares is no gain: it stays in use."""
+        """Count as if this running sequence were preempted too.
+
+        Blocks shared with the waiting sequence stay in use and free nothing.
+        """
         for group, (pool, table) in enumerate(zip(self._kv.pools, sequence.block_tables, strict=True)):
             gone, shared = self._gone[group], self._shared[group]
             for block in table:
@@ -41,7 +47,11 @@ class MissingBlocks:
                 self._missing[group] -= gone[block] == pool.refs[block]
 
     def are_none(self, headroom: int | None) -> bool:
-        """With so many to be spared, or the safety margin if that is more; None: it may have everything."""
+        """Return whether no blocks are missing in any group.
+
+        The larger of `headroom` and the safety margin must stay free; None: every block may be
+        used.
+        """
         return all(
             missing + (0 if headroom is None else max(margin, headroom)) <= 0
             for missing, margin in zip(self._missing, self._kv.margins, strict=True)

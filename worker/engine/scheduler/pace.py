@@ -1,8 +1,9 @@
-"""How long steps take, and so how much bulk work one may carry beside more urgent work.
+"""Measures how long steps take, and limits the bulk work that shares a step with more urgent work.
 
-Steps are remembered by their size, in powers of two: the average tokens and seconds of each size, and straight lines
-between these. On a device that waits for its weights the lines are flat, and all of bulk goes along; on a CPU every
-token costs, and bulk waits while others are served. It knows no sequences and no clock.
+Steps are grouped by size, in powers of two. Each group keeps average tokens and seconds; straight
+lines connect the groups. On a device limited by reading its weights the lines are flat, so all bulk
+tokens fit. On a CPU every token costs time, so bulk work waits while other sequences are served.
+The caller supplies the time.
 """
 
 from __future__ import annotations
@@ -10,21 +11,24 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Final
 
-BULK: Final = 2  # the class whose work is held back, and whose places are taken
-MIN_TOKENS: Final = 4  # a step carries so many of bulk's whatever they cost: it is never starved
-FIRST_TOKENS: Final = 64  # and so many at most while nothing is known
-RECENT_S: Final = 60.0  # so long after more urgent work, bulk makes its steps short: the next may come at any moment
-SHORT_S: Final = 0.02  # nobody reads faster than steps of this length tell
-ALONE_S: Final = 0.25  # a step of bulk, where not even a shared one can be shorter: who comes first waits for its end
-_ALONE: Final = 2.0  # and lately, at most so many times as long as one that it shares with a single token
-_NEW: Final = 0.1  # weight of a step beside those of its size before it
-_ODD: Final = 4.0  # a step so many times as long as others of its size was disturbed: it counts as that
-_FEW: Final = 4  # of a size: too few to tell which is odd
-_FURTHER: Final = 4  # times the longest step seen may be tried, where the line so far promises that it is short
+BULK: Final = 2  # priority class whose work is held back and may be preempted
+MIN_TOKENS: Final = 4  # bulk tokens of every step, whatever they cost, so that bulk never starves
+FIRST_TOKENS: Final = 64  # most bulk tokens of a step while no step was measured
+RECENT_S: Final = 60.0  # bulk steps stay short for so long after urgent work: more may arrive
+SHORT_S: Final = 0.02  # steps this short stream tokens faster than anyone reads
+ALONE_S: Final = 0.25  # limit of a bulk step, unless a shared step takes longer; new arrivals wait for its end
+_ALONE: Final = 2.0  # for RECENT_S: a bulk step lasts at most this many times a step shared with one token
+_NEW: Final = 0.1  # weight of a new step in the average of its size
+_ODD: Final = 4.0  # steps longer than this many times their size's average are cut to it: disturbed
+_FEW: Final = 4  # steps of a size before outliers are cut
+_FURTHER: Final = 4  # a step may be this many times the largest seen, if the line predicts it is short
 
 
 class Pace:
-    """`slowdown`: by which part of its own length bulk work may lengthen a step; None: by any."""
+    """Step times by size, and the bulk tokens that they allow.
+
+    `slowdown` is the part of its own length by which bulk work may lengthen a step; None: no limit.
+    """
 
     def __init__(self, slowdown: float | None) -> None:
         self._slowdown = slowdown
@@ -36,7 +40,7 @@ class Pace:
         return self._slowdown is not None
 
     def note(self, num_tokens: int, seconds: float) -> None:
-        """A step of so many tokens has taken so long."""
+        """Record that a step of `num_tokens` tokens took `seconds`."""
         if self._slowdown is None or num_tokens <= 0 or seconds <= 0:
             return
         size = num_tokens.bit_length()
@@ -47,10 +51,11 @@ class Pace:
         self._sizes[size] = count + 1, tokens + part * (num_tokens - tokens), usual + part * (seconds - usual)
 
     def room_at(self, now: float, num_tokens: int) -> int | None:
-        """How many tokens of bulk may join a step of so many others, or make one alone; None: any number.
+        """Return how many bulk tokens a step may carry beside `num_tokens` others; None: no limit.
 
-        Who comes while a step runs waits for its end: so steps of bulk alone are bounded from the first one on, and
-        short after others were there.
+        A sequence that arrives during a step waits for its end. A step of bulk work alone
+        (`num_tokens` 0) is therefore limited from the start, and more tightly for RECENT_S after
+        more urgent work was scheduled.
         """
         if num_tokens:
             self._urgent_at = now
@@ -65,7 +70,7 @@ class Pace:
         return max(MIN_TOKENS, int(_tokens_within(curve, limit, 0)))
 
     def room_beside(self, num_tokens: int) -> int | None:
-        """How many tokens of bulk may join a step of so many others; None: any number."""
+        """Return how many bulk tokens may join a step of `num_tokens` others; None: no limit."""
         if self._slowdown is None or not self._sizes:
             return self._unknown
         curve = self._curve()
@@ -77,8 +82,10 @@ class Pace:
         return None if self._slowdown is None else FIRST_TOKENS
 
     def _curve(self) -> list[tuple[float, float]]:
-        """(tokens, seconds), from nothing on, rising: what disturbs a step makes it longer, so no size is taken to last
-        longer than a greater one. Below the smallest steps seen the first line goes on.
+        """Return points (tokens, seconds), rising, starting at 0 tokens.
+
+        Disturbances only make steps longer, so no size counts as slower than a larger one. Below
+        the smallest size seen, the first line is extended.
         """
         curve: list[tuple[float, float]] = []
         for size in sorted(self._sizes, reverse=True):
@@ -100,10 +107,10 @@ def _seconds_at(curve: list[tuple[float, float]], num_tokens: int) -> float:
 
 
 def _tokens_within(curve: list[tuple[float, float]], limit: float, at_least: int) -> float:
-    """The size of a step, greater than `at_least`, that lasts so many seconds."""
+    """Return the size of a step, greater than `at_least`, that takes `limit` seconds."""
     for (left, low), (right, high) in pairwise(curve):
         if high > limit and right > at_least:
             return left + (limit - low) * (right - left) / (high - low)
-    (left, low), (right, high) = curve[-2:]  # all that was seen is short enough
+    (left, low), (right, high) = curve[-2:]  # every size seen is short enough
     further = _FURTHER * right
     return further if high <= low else min(further, right + (limit - high) * (right - left) / (high - low))

@@ -1,8 +1,10 @@
-"""Builds a step's plan: decodes, running prefills and admissions in the policy's order, within the budgets.
+"""Builds a step's plan: decodes, running prefills and admissions in the policy's order, within the
+budgets.
 
-One counter per sequence chases the tokens it holds, so a decode, a prefill chunk and a resumed answer are
-the same to it. Counters go ahead when a step is planned; committing or abandoning it sets them right. The
-cost of a plan grows with the batch: of the waiting only a bounded number is looked at.
+One counter per sequence, `num_computed_tokens`, follows the tokens it holds, so a decode, a prefill
+chunk and a resumed answer are handled alike. Counters advance when a step is planned; commit or
+abandon corrects them. The cost of a plan grows with the batch, not with the backlog: only a bounded
+number of waiting sequences is examined.
 """
 
 from __future__ import annotations
@@ -18,12 +20,16 @@ from worker.engine.scheduler.step import Step
 from worker.engine.sequence import Sequence
 from worker.engine.types import SchedulingPolicy
 
-_PATIENCE = 8  # steps in which bulk work's decodes may leave its prefills nothing
+_PATIENCE = 8  # steps that bulk prefills may get nothing beside bulk decodes
 Proposer = Callable[[Sequence], tuple[int, ...]]
 
 
 class Planner:
-    """`proposer` gives draft tokens; it is not asked while steps run ahead of their results."""
+    """Plans steps under one policy.
+
+    `proposer` returns draft tokens. It is not used when steps are launched before the last one's
+    results.
+    """
 
     def __init__(self, state: State, proposer: Proposer | None, ageing_s: float, pace: Pace) -> None:
         self._state = state
@@ -46,7 +52,10 @@ class Planner:
             self.threshold = max(1, int(state.max_model_len * 0.04))
 
     def plan(self, only: Collection[Sequence] | None = None) -> StepPlan:
-        """The next step; with `only`, a step of these sequences alone, the waiting ones among them admitted."""
+        """Plan the next step.
+
+        With `only`, the step holds these sequences alone, and waiting ones among them are admitted.
+        """
         state = self._state
         state.count_in_flight()
         budget, reads = self._config.max_num_batched_tokens, self._config.max_read_tokens
@@ -67,7 +76,8 @@ class Planner:
     def _favour(self, step: Step) -> None:
         """Schedule first the sequence that the read budget rejected in the previous step.
 
-        Behind shorter ones it would find too few reads in every step. Bulk work gets MIN_TOKENS, its share of any step.
+        Behind shorter sequences it would find too few reads in every step. A bulk sequence gets
+        MIN_TOKENS, its share of any step.
         """
         sequence, self._stood_back = self._stood_back, None
         if sequence is None or sequence.status not in (PREFILLING, DECODING):
@@ -78,10 +88,11 @@ class Planner:
         step.reserve = 0
 
     def _stand_back(self, step: Step, sequence: Sequence) -> None:
-        """Remember the sequence to favour in the next step: of those without reads, the one that ran longest ago.
+        """Remember a sequence without reads as the one to favour in the next step.
 
-        No two steps in succession favour a sequence. Decodes take turns anyway; only those of bulk work are scheduled
-        after all others, so they count here.
+        Among several it is the one that ran longest ago. A step that favours a sequence remembers
+        none. Decodes take turns anyway; only bulk decodes, which are scheduled after all others,
+        are remembered.
         """
         if step.favoured is not None or not (sequence.status is PREFILLING or self._is_held_back(sequence)):
             return
@@ -100,16 +111,18 @@ class Planner:
         self._admission.admit(step)
 
     def _prefills_first(self, step: Step) -> None:
-        decoding = list(self._state.decoding)  # before prefills of this very step join them
+        decoding = list(self._state.decoding)  # without the prefills that this step completes
         self._running_prefills(step, list(self._state.prefilling))
         self._decodes(step, decoding)
         self._admission.admit(step)
 
     def _by_class(self, step: Step) -> None:
-        """Schedule decodes, then prefills by class; a waiting sequence precedes a running one of a worse class.
+        """Schedule decodes, then prefills by class; a waiting sequence precedes a running one of a
+        worse class.
 
-        Where bulk work would make a step too long for the others in it, all of it is scheduled after them, in the room
-        that is left. Its decodes leave its prefills a part of that room if none of these has run for long.
+        Where `Pace` limits bulk work, all of it is scheduled after the other sequences, in the room
+        that is left. Bulk decodes leave a part of that room to bulk prefills if none of these has
+        run for long.
         """
         state, now = self._state, self._state.clock()
         state.queue.refresh(now)
@@ -131,7 +144,7 @@ class Planner:
         self._admission.admit(step)
 
     def _ranked(self, now: float) -> list[tuple[int, Sequence]]:
-        """The running prefills with their classes after ageing, the most urgent first."""
+        """Return the running prefills with their classes after ageing, the most urgent first."""
         ranked = []
         for sequence in self._state.prefilling:
             place = self._state.places[sequence]
@@ -140,19 +153,22 @@ class Planner:
         return ranked
 
     def _owed(self, room: int, step_id: int, prefills: list[tuple[int, Sequence]]) -> int:
-        """Tokens of the room that bulk work's decodes leave its prefills, if none of these has run for long."""
+        """Return the tokens that bulk decodes leave to bulk prefills, if none of these has run for long."""
         newest = max((sequence.last_step for _, sequence in prefills), default=step_id)
         is_owed = self._pace.is_kept and step_id - newest > _PATIENCE
         return min(MIN_TOKENS, room // 2) if is_owed else 0
 
     def _held_back(self, step: Step, now: float) -> int:
-        """Tokens of the budget that bulk work must not use in this step."""
+        """Return the tokens of the budget that bulk work must not use in this step."""
         others = sum(item.num_tokens for item in step.items if item.sequence.priority < BULK)
         room = self._pace.room_at(now, others)
         return 0 if room is None else max(0, step.tokens - room)
 
     def _prefills_by_class(self, step: Step, ranked: list[tuple[int, Sequence]], admitted_below: int = 0) -> None:
-        """Those that wait, of ranks below `admitted_below`, have had their turn in this step."""
+        """Schedule running prefills by rank; before each rank, admit waiting sequences of better ranks.
+
+        Waiting sequences of ranks below `admitted_below` were already tried in this step.
+        """
         for rank, sequence in ranked:
             if rank > admitted_below:
                 self._admission.admit(step, max_rank=rank - 1)
@@ -169,7 +185,10 @@ class Planner:
     # ── running sequences ──
 
     def _decodes(self, step: Step, decodes: list[Sequence]) -> None:
-        """Schedule one token each (or with drafts). The first that finds no budget is first in the next step."""
+        """Schedule one token per sequence, and its drafts.
+
+        The first sequence that finds no budget left is scheduled first in the next step.
+        """
         fast = self._proposer is None and step.reads is None
         left, step_id, append = step.room, step.step_id, step.items.append
         starved: Sequence | None = None
@@ -182,7 +201,7 @@ class Planner:
             if sequence.num_inflight:
                 known += sequence.num_inflight
                 if known - sequence.num_prompt_tokens >= sequence.max_tokens:
-                    continue  # its last token is on its way
+                    continue  # a step in flight samples its last token
             if fast and known - start == 1 and known <= sequence.num_slots and not step.has_preempted:
                 append(ScheduledSequence(sequence, start, 1, True, (), sequence.epoch))
                 sequence.num_computed_tokens = known
@@ -204,7 +223,7 @@ class Planner:
             decoding[:] = decoding[index:] + decoding[:index]
 
     def _running_prefills(self, step: Step, prefills: list[Sequence], max_rank: int | None = None) -> None:
-        """Schedule chunks of running prefills; a part of the step is left for short prompts that wait behind them."""
+        """Schedule chunks of running prefills; reserve room for short prompts that wait behind them."""
         for_short = self._admission.short_waiting(step, max_rank) if prefills else 0
         step.reserve += for_short
         self._prefills(step, prefills)
@@ -218,7 +237,10 @@ class Planner:
                 self.schedule(step, sequence)
 
     def chunk_limit(self, sequence: Sequence, start: int) -> int:
-        """How many tokens one step may prefill of it; a lone sequence is not slowed down."""
+        """Return how many tokens of the sequence one step may prefill.
+
+        The long-prefill threshold applies only if other sequences run or wait.
+        """
         state = self._state
         others = state.num_running + len(state.queue) - (sequence.status is PREFILLING)
         if self.threshold and others > 0:
@@ -229,9 +251,10 @@ class Planner:
         return end if self._widest is None else min(end, self._widest)
 
     def schedule(self, step: Step, sequence: Sequence, num_after: int = 0, may_preempt: bool = True) -> bool:
-        """Run as much of a running sequence as the budgets allow. Drafts leave a token for each of `num_after` others.
+        """Schedule as many tokens of a running sequence as the budgets allow.
 
-        Returns False if it cannot run in this step.
+        Drafts leave one token for each of `num_after` other sequences. Return False if the sequence
+        cannot run in this step.
         """
         start = sequence.num_computed_tokens
         known = len(sequence.token_ids) + sequence.num_inflight
@@ -261,7 +284,7 @@ class Planner:
         return True
 
     def _drafts(self, step: Step, sequence: Sequence, num_after: int) -> tuple[int, ...]:
-        """Proposed tokens, as many as budget, answer length and free blocks take without harm to anyone."""
+        """Return proposed tokens, limited by budget, answer length and free blocks."""
         if self._proposer is None or not sequence.params.speculate or sequence.status is not DECODING:
             return ()
         known = sequence.num_tokens
@@ -279,11 +302,14 @@ class Planner:
     # ── blocks ──
 
     def _make_room(self, step: Step, sequence: Sequence, end: int, may_preempt: bool) -> bool:
-        """Blocks up to `end`, by preempting if it must be; False if the sequence cannot run in this step."""
+        """Allocate blocks up to `end`, preempting sequences if necessary.
+
+        Return False if the sequence cannot run in this step.
+        """
         kv = self._state.kv
         while not kv.grow(sequence, end):
             if kv.has_deferred or not may_preempt:
-                return False  # blocks come free when the step in flight is over: nobody else need go
+                return False  # deferred blocks are released when the step in flight ends; preempt no more
             victims = self.victims(step)
             if not victims or victims == [sequence]:
                 return False
@@ -293,7 +319,7 @@ class Planner:
         return True
 
     def victims(self, step: Step) -> list[Sequence]:
-        """Running sequences, the first to be preempted in front; who came in this step stays."""
+        """Return running sequences not admitted in this step; the first to be preempted comes first."""
         state = self._state
         running = [s for s in (*state.decoding, *state.prefilling) if s not in step.admitted]
         return victims_first(running, state.places, self._config.preempt)

@@ -1,10 +1,13 @@
-"""Whom to preempt when blocks run out: the lowest class first, then the configured rule.
+"""Chooses the sequence to preempt when blocks run out: the lowest class first, then the configured rule.
 
-`least_wasted` (the default): the sequence with the fewest computed tokens, which is the cheapest to
-recompute and the smallest to copy; ties go to the newest. `newest` is the classic last-come rule, `oldest`
-what Transformers documents. A sequence that was preempted PROTECTED_AFTER times is spared while others of
-its class are left, and among spared ones the newest goes: so the oldest of them always gets on, and every
-rule lets every sequence finish.
+- `least_wasted` (default): the fewest computed tokens, which are the cheapest to recompute and the
+  smallest to copy; among equals the newest.
+- `newest`: the last to arrive.
+- `oldest`: the first to arrive, as Transformers documents it.
+
+A sequence that was preempted PROTECTED_AFTER times is spared while others of its class are left.
+Among spared sequences the newest is chosen, so the oldest always progresses, and every sequence
+finishes under every rule.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,7 +17,7 @@ from worker.engine.scheduler.queues import Place
 from worker.engine.sequence import Sequence
 
 PROTECTED_AFTER = 4
-PREEMPTING_GAP = 2  # classes between who may be admitted by preemption and its victims: interactive over bulk
+PREEMPTING_GAP = 2  # least difference in class between a sequence and its victims: interactive over bulk
 
 Rule = Literal["least_wasted", "newest", "oldest"]
 _Key = tuple[int, bool, int, int]
@@ -44,12 +47,15 @@ def is_protected(sequence: Sequence) -> bool:
 
 
 def yields_to_urgent(sequence: Sequence) -> bool:
-    """May the most urgent class take its place? It says the same for as long as the sequence runs."""
+    """Return whether the most urgent class may preempt this sequence.
+
+    The answer does not change while the sequence runs.
+    """
     return sequence.priority >= PREEMPTING_GAP and not is_protected(sequence)
 
 
 def victims_first(candidates: Iterable[Sequence], places: dict[Sequence, Place], rule: Rule) -> list[Sequence]:
-    """The candidates, whoever is to be preempted first in front."""
+    """Sort the candidates; the first to be preempted comes first."""
     by_rule = _RULES[rule]
 
     def key(sequence: Sequence) -> _Key:

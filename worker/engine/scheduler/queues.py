@@ -1,7 +1,8 @@
 """The waiting sequences, in the order in which they should start.
 
-Heaps with lazy deletion: whoever leaves is only marked, so that every operation costs the logarithm of the
-backlog at most and a step never walks it. What fits, and when to start, is not decided here.
+Heaps with lazy deletion: a removed entry is only marked, so that each operation costs at most the
+logarithm of the backlog, and a step never walks all of it. `admission` decides what fits and when
+to start.
 """
 
 import heapq
@@ -11,14 +12,15 @@ from typing import Protocol
 
 from worker.engine.sequence import Sequence
 
-_PROMOTIONS_PER_STEP = 64  # a backlog that came of age at once is promoted over several steps
+_PROMOTIONS_PER_STEP = 64  # spreads the promotion of a large backlog over several steps
 
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """A sequence's place: kept from its arrival to its end, so that a preempted one finds it again.
+    """A sequence's place in the queue, kept from arrival to end, so that preemption does not lose it.
 
-    `rank` is its class after ageing. `bypassed` counts requests that started before it although it stood at the head.
+    `rank` is the class after ageing. `bypassed` counts the sequences that started before it while
+    it was at the head.
     """
 
     sequence: Sequence
@@ -28,10 +30,10 @@ class Place:
     since: float  # when it entered its present rank
     queued: bool = False
     bypassed: int = 0
-    awaited: tuple[int, bytes] | None = None  # (group, hash) of a block that a step under way fills
+    awaited: tuple[int, bytes] | None = None  # (group, hash) of a shared block that a running step fills
     num_lost_tokens: int = 0  # computed before a soft reset
     is_counted: bool = False  # its cache hit has been reported
-    has_taken: bool = False  # others were preempted for it, and it has not started yet
+    has_taken: bool = False  # others were preempted for it and it has not started yet
     is_long: bool = False  # started with more to compute than the threshold for long prefills
 
     def __lt__(self, other: "Place") -> bool:
@@ -39,7 +41,11 @@ class Place:
 
 
 class WaitingQueue(Protocol):
-    """`len` counts those that wait; `pop` gives None when there are none (of rank ≤ max_rank)."""
+    """Order of the waiting sequences.
+
+    `len` is the number of waiting sequences. `pop` returns None when none (of rank ≤ max_rank)
+    waits.
+    """
 
     def __len__(self) -> int: ...
 
@@ -54,20 +60,20 @@ class WaitingQueue(Protocol):
     def discard(self, place: Place) -> None: ...
 
     def num_below(self, rank: int) -> int:
-        """How many of a better rank wait."""
+        """Return how many sequences of a better (lower) rank wait."""
         ...
 
     def refresh(self, now: float) -> None:
-        """Called once a step: let time take effect."""
+        """Apply ageing; called once per step."""
         ...
 
     def charge(self, tenant: str, tokens: int) -> None:
-        """So many tokens were computed for this tenant."""
+        """Record that `tokens` tokens were computed for this tenant."""
         ...
 
 
 class FifoQueue:
-    """By ticket: arrival order, in which a preempted sequence keeps its place."""
+    """Orders sequences by ticket, that is by arrival; a preempted sequence keeps its ticket."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, Place]] = []
@@ -77,7 +83,7 @@ class FifoQueue:
         return self._live
 
     def num_below(self, rank: int) -> int:
-        return 0  # arrival order knows no classes
+        return 0  # arrival order ignores classes
 
     def push(self, place: Place) -> None:
         place.queued = True
@@ -104,28 +110,31 @@ class FifoQueue:
                 heapq.heapify(self._heap)
 
     def refresh(self, now: float) -> None:
-        """Arrival order does not age."""
+        """Do nothing: arrival order does not age."""
 
     def charge(self, tenant: str, tokens: int) -> None:
-        """Arrival order knows no tenants."""
+        """Do nothing: arrival order ignores tenants."""
 
 
 @dataclass(slots=True)
 class _Class:
-    """The waiting of one rank: a heap per tenant by (due, ticket), and the tenants by tokens served."""
+    """The waiting sequences of one rank: a heap by (due, ticket) per tenant, and tenants by tokens
+    served.
+    """
 
     tenants: dict[str, list[tuple[float, int, Place]]] = field(default_factory=dict)
-    order: list[tuple[int, str]] = field(default_factory=list)  # (served when pushed: a lower bound, tenant)
+    order: list[tuple[int, str]] = field(default_factory=list)  # (tokens served when pushed: a lower bound, tenant)
     entered: deque[tuple[float, Place]] = field(default_factory=deque)  # by `since`, for ageing
     live: int = 0
 
 
 class PriorityQueue:
-    """By class; within one the tenant served least so far; within a tenant by deadline, then arrival.
+    """Orders by class, then the tenant with the fewest served tokens, then deadline, then arrival.
 
-    Ageing: after `ageing_s` in a class a sequence moves up to the next better one; one without a deadline is
-    due four times that after its arrival, so that no stream of urgent work passes it for ever. A tenant that
-    comes back from a pause starts level with whoever was served last: idle time earns no credit.
+    Ageing: after `ageing_s` in a class a sequence moves up one class. A sequence without a deadline
+    is due four times `ageing_s` after its arrival, so that a stream of sequences with deadlines
+    cannot pass it for ever. A tenant that returns after a pause starts level with the tenant served
+    last: idle time earns no credit.
     """
 
     def __init__(self, ageing_s: float) -> None:
@@ -220,12 +229,12 @@ class PriorityQueue:
 
     def charge(self, tenant: str, tokens: int) -> None:
         self._served[tenant] = self._served.get(tenant, self._level) + tokens
-        if len(self._served) > 10_000:  # who has not more than the level starts at the level anyway
+        if len(self._served) > 10_000:  # tenants at or below the level restart at the level anyway
             waiting = {name for one in self._classes.values() for name in one.tenants}
             self._served = {k: v for k, v in self._served.items() if v > self._level or k in waiting}
 
     def _compact(self) -> None:
-        """Drop the entries of those who left; paid for by as many discards."""
+        """Remove entries of sequences that left; their number has paid for the walk."""
         self._stale = 0
         for rank, one in self._classes.items():
             one.entered = deque(e for e in one.entered if e[1].queued and e[1].rank == rank and e[1].since == e[0])

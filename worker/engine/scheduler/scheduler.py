@@ -1,7 +1,7 @@
-"""The scheduler's calls: add, cancel, plan, commit, abandon, fail, expire, and what can be asked of it.
+"""The scheduler's interface: add, cancel, plan, commit, abandon, fail, expire, and queries of its state.
 
-Plain Python over sequences and block ids: policy is tested in milliseconds, without a model. It knows no
-tokenizer, no device and no queue of jobs. Not thread-safe: the engine's one thread calls it.
+Plain Python over sequences and block ids, so that policies are tested in milliseconds, without a
+model. Not thread-safe: only the engine's thread calls it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ from worker.engine.types import Capacity, EngineStats, RequestError, SchedulingP
 
 
 class Scheduler:
-    """Decides what each step computes; with `async_depth` 1, a step may be planned before the last is committed."""
+    """Decides what each step computes.
+
+    With `async_depth` 1, a step may be planned before the last one is committed.
+    """
 
     def __init__(
         self,
@@ -77,7 +80,11 @@ class Scheduler:
     # ── requests ──
 
     def add(self, sequences: list[Sequence]) -> None:
-        """Take in requests, all choices of one together; all or (RequestError) none."""
+        """Add requests, each with all its choices: all of them or, if one is refused, none.
+
+        Raises:
+            RequestError: a sequence can never fit, a request id is in use, or the queue is full.
+        """
         state = self._state
         for sequence in sequences:
             self._check(sequence)
@@ -90,7 +97,7 @@ class Scheduler:
             state.enter(sequence, now)
 
     def _check(self, sequence: Sequence) -> None:
-        """Refuse what can never run, and resolve how long it may become."""
+        """Refuse a sequence that can never run; set the limit on its output tokens."""
         longest = self.max_model_len
         if not sequence.token_ids or sequence.num_prompt_tokens < 1:
             raise RequestError("the prompt is empty; it needs at least one token")
@@ -110,36 +117,42 @@ class Scheduler:
         sequence.max_tokens = min(wanted, room)
 
     def cancel(self, request_id: str, reason: FinishReason, choice: int | None = None) -> list[TokenEvent]:
-        """End a request, or one choice of it, in whatever state; nothing if it is unknown or over."""
+        """End a request, or one choice of it, in any state.
+
+        Return no events if it is unknown or has ended.
+        """
         found = [s for s in self._state.requests.get(request_id, ()) if choice is None or s.choice == choice]
         return [self._state.end(sequence, reason) for sequence in found]
 
     def fail(self, sequence: Sequence, message: str) -> list[TokenEvent]:
-        """End one sequence with an error for its user."""
+        """End one sequence with an error message for its user."""
         if sequence not in self._state.places:
             return []
         return [self._state.end(sequence, FinishReason.ERROR, message, "engine_error")]
 
     def expire(self) -> list[TokenEvent]:
-        """End whoever's deadline has passed, waiting or running."""
+        """End every sequence whose deadline has passed, waiting or running."""
         return self._committer.expire()
 
     # ── steps ──
 
     def plan(self, only: Collection[Sequence] | None = None) -> StepPlan:
-        """The next step. May be called again before the previous plan is committed when async_depth > 0."""
+        """Plan the next step; with async_depth > 0 also before the previous plan is committed."""
         plan = self._planner.plan(only)
         if self._pace.is_kept and not plan.is_empty:
             self._planned_at[plan.step_id] = self._state.clock()
         return plan
 
     def commit(self, plan: StepPlan, output: StepOutput) -> list[TokenEvent]:
-        """Take in a step's result: tokens, ends, deadlines."""
+        """Apply a step's result, then end sequences whose deadline has passed."""
         self._note_pace(plan)
         return self._committer.commit(plan, output) + self._committer.expire()
 
     def _note_pace(self, plan: StepPlan) -> None:
-        """A step that was planned while another ran began when that one was over."""
+        """Record how long the step took.
+
+        A step that was planned while another ran counts from the end of that one.
+        """
         planned_at = self._planned_at.pop(plan.step_id, None)
         if planned_at is not None:
             now = self._state.clock()
@@ -147,9 +160,9 @@ class Scheduler:
             self._committed_at = now
 
     def probe(self, num_tokens: int) -> StepPlan:
-        """A prefill of so many tokens of nobody, as far as one step and the model's length take them.
+        """Plan a prefill of `num_tokens` dummy tokens, as far as one step and the model's length allow.
 
-        It writes to the reserved block, as padding does: no sequence reads it.
+        Like padding, it writes to the reserved block, which no sequence reads.
         """
         length = max(1, min(num_tokens, self.config.max_num_batched_tokens, self.max_model_len - 1))
         table = [NULL_BLOCK] * (length // self.kv.block_size + 1)
@@ -159,11 +172,11 @@ class Scheduler:
         return StepPlan(0, (ScheduledSequence(sequence, 0, length, True),))
 
     def is_in_flight(self, plan: StepPlan) -> bool:
-        """Planned, and neither committed nor abandoned."""
+        """Return whether the plan is neither committed nor abandoned."""
         return plan.step_id in self._state.in_flight
 
     def abandon(self, plan: StepPlan) -> None:
-        """The step failed: everything is as if it had not been planned, but for whom it preempted."""
+        """Undo a step that failed, as if it had not been planned; sequences it preempted stay preempted."""
         self._planned_at.pop(plan.step_id, None)
         self._committer.abandon(plan)
 
@@ -184,11 +197,11 @@ class Scheduler:
         return list(self._state.requests)
 
     def sequences(self, request_id: str) -> list[Sequence]:
-        """The choices of a request that have not ended."""
+        """Return the choices of a request that have not ended."""
         return list(self._state.requests.get(request_id, ()))
 
     def take_released(self) -> list[Sequence]:
-        """Sequences that ended or were preempted since this was last asked."""
+        """Return the sequences that ended or were preempted since the last call."""
         released, self._state.released = self._state.released, []
         return released
 
@@ -205,7 +218,7 @@ class Scheduler:
         )
 
     def snapshot(self) -> EngineStats:
-        """The counters and the gauges of now, without what the engine counts itself."""
+        """Return counters and current gauges; the engine adds the figures that it counts itself."""
         state, kv = self._state, self.kv
         usable = free = findable = evicted = 0
         for pool in kv.pools:
@@ -227,7 +240,7 @@ class Scheduler:
         )
 
     def reset_prefix_cache(self) -> None:
-        """Nothing computed so far is found again, e.g. because the weights have changed."""
+        """Drop all cached prefixes, for example because the weights have changed."""
         self.kv.reset_prefix_cache()
         for sequence in self._state.places:
             if sequence.status is WAITING:
@@ -237,5 +250,7 @@ class Scheduler:
                 sequence.block_hashes.clear()
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the books contradict one another. O(everything): for tests and when idle."""
+        """Raise AssertionError if the bookkeeping contradicts itself. O(all state): for tests and
+        idle time.
+        """
         check(self._state)

@@ -1,11 +1,11 @@
-"""Who waits, who runs, what is in flight, and the transitions between them.
+"""The sequences that wait or run, the steps in flight, and the transitions between states.
 
     WAITING ──▶ PREFILLING ──▶ DECODING ──▶ FINISHED
        ▲            │              │            ▲
        ├─ soft reset ┴─────────────┤            │  from every state: finish
        └──────── OFFLOADED ◀───────┘
 
-It decides nothing: planning and committing do, and call these transitions so that the books stay right.
+Planner and committer decide; they call these transitions, which keep lists and counts consistent.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ OFFLOADED, FINISHED = SequenceStatus.OFFLOADED, SequenceStatus.FINISHED
 
 @dataclass(slots=True)
 class State:
-    """Everything that planning and committing share. `decoding` and `prefilling` together are the running ones."""
+    """Everything that planning and committing share.
+
+    `decoding` and `prefilling` together are the running sequences.
+    """
 
     config: EngineConfig
     kv: KVManager
@@ -45,7 +48,7 @@ class State:
     prefilling: list[Sequence]
     places: dict[Sequence, Place]
     requests: dict[str, list[Sequence]]
-    in_flight: dict[int, StepMoves]  # step id → what it copies; in the order of planning
+    in_flight: dict[int, StepMoves]  # step id → its block moves; in the order of planning
     released: list[Sequence]
     deadlines: list[tuple[float, int, Sequence]]
     counters: Counters
@@ -53,23 +56,26 @@ class State:
     next_step: int = 0
     next_ticket: int = 0
     num_offloaded: int = 0
-    num_yielding: int = 0  # running sequences whose places the most urgent class may take
-    num_over: int = 0  # of the deadlines: those of sequences that have ended
-    adapters: Counter[str] = field(default_factory=Counter)  # of running sequences
+    num_yielding: int = 0  # running sequences that the most urgent class may preempt
+    num_over: int = 0  # entries of `deadlines` whose sequences have ended
+    adapters: Counter[str] = field(default_factory=Counter)  # adapter → running sequences
 
     @property
     def num_running(self) -> int:
         return len(self.decoding) + len(self.prefilling)
 
     def has_adapter_room(self, sequence: Sequence, without: Iterable[Sequence] = ()) -> bool:
-        """May it run beside the others, but for these, without one adapter too many in a step?"""
+        """Return whether the sequence can run without exceeding `max_loras` adapters in a step.
+
+        Running sequences count, except those in `without`.
+        """
         if not sequence.adapter:
             return True
         adapters = self.adapters - Counter(other.adapter for other in without) if without else self.adapters
         return sequence.adapter in adapters or len(adapters) < self.config.max_loras
 
     def enter(self, sequence: Sequence, now: float) -> None:
-        """A new sequence takes its place in the queue."""
+        """Put a new sequence into the queue."""
         rank = max(0, sequence.priority)
         place = Place(sequence, self.next_ticket, now, rank, since=now)
         self.next_ticket += 1
@@ -82,7 +88,7 @@ class State:
         self.queue.push(place)
 
     def start(self, sequence: Sequence) -> None:
-        """From WAITING or OFFLOADED; its blocks have been taken."""
+        """Move a sequence from WAITING or OFFLOADED to PREFILLING; its blocks have been taken."""
         if sequence.status is OFFLOADED:
             self.num_offloaded -= 1
         sequence.status = PREFILLING
@@ -92,7 +98,7 @@ class State:
             self.adapters[sequence.adapter] += 1
 
     def begin_decoding(self, sequence: Sequence) -> None:
-        """Everything it holds is scheduled."""
+        """Move a sequence to DECODING: all tokens that it holds are scheduled."""
         self.prefilling.remove(sequence)
         sequence.status = DECODING
         self.decoding.append(sequence)
@@ -111,13 +117,16 @@ class State:
                 del self.adapters[sequence.adapter]
 
     def launch(self, plan: StepPlan, moves: StepMoves) -> None:
-        """The plan goes to the device: its step is in flight until it is committed or abandoned."""
+        """Register the plan as in flight, until it is committed or abandoned."""
         self.in_flight[plan.step_id] = moves
         self.newest_plan = plan
         self.next_step += 1
 
     def count_in_flight(self) -> None:
-        """Before a step is planned on top of one in flight: the tokens that the latter samples are on their way."""
+        """Count the tokens that the newest step in flight samples in its sequences' `num_inflight`.
+
+        Called before another step is planned on top of it.
+        """
         plan, self.newest_plan = self.newest_plan, None
         if plan is not None and plan.step_id in self.in_flight:
             self.in_flight[plan.step_id].is_counted = True
@@ -126,11 +135,15 @@ class State:
                     item.sequence.num_inflight += 1
 
     def is_in_flight(self, sequence: Sequence) -> bool:
-        """May a step that is under way still write its blocks?"""
+        """Return whether a step under way may still write the sequence's blocks."""
         return bool(self.in_flight) and sequence.last_step >= next(iter(self.in_flight))
 
     def preempt(self, sequence: Sequence) -> None:
-        """Take a running sequence's blocks; it waits at its old place and resumes with the same tokens."""
+        """Take a running sequence's blocks and put it back at its old place in the queue.
+
+        Its tokens are kept. Its KV is copied to the host if that has room, and is otherwise
+        computed again.
+        """
         self.stop_running(sequence)
         sequence.preemptions += 1
         self.counters.preemptions += 1
@@ -143,7 +156,7 @@ class State:
             self._soft_reset(sequence, in_flight)
 
     def reset(self, sequence: Sequence) -> None:
-        """Back to WAITING with nothing computed, from any state but FINISHED."""
+        """Move a sequence to WAITING with nothing computed, from any state but FINISHED."""
         if sequence.status is OFFLOADED:
             self.num_offloaded -= 1
             self.queue.discard(self.places[sequence])
@@ -167,7 +180,10 @@ class State:
         self.queue.push(place)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        """From every state; its blocks are free at once, but for those that a step in flight may write."""
+        """End a sequence, from any state.
+
+        Its blocks are free at once, except those that a step in flight may write.
+        """
         status = sequence.status
         if status is OFFLOADED:
             self.num_offloaded -= 1
@@ -191,7 +207,10 @@ class State:
             del self.requests[sequence.request_id]
 
     def _forget_deadline(self) -> None:
-        """A deadline may be a day away: those of the ended are swept out when they are the most of the heap."""
+        """Count a deadline as over; sweep the heap when most of its entries are.
+
+        A deadline may be a day away, so entries of ended sequences would pile up.
+        """
         self.num_over += 1
         if self.num_over > 64 + len(self.deadlines) // 2:
             self.deadlines[:] = [entry for entry in self.deadlines if entry[2].status is not FINISHED]
@@ -201,7 +220,7 @@ class State:
     def end(
         self, sequence: Sequence, reason: FinishReason, error: str | None = None, code: str | None = None
     ) -> TokenEvent:
-        """Finish without a token, and say so."""
+        """Finish a sequence without a token and return the event."""
         self.finish(sequence, reason)
         return TokenEvent(
             request_id=sequence.request_id,

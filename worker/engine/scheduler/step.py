@@ -1,4 +1,4 @@
-"""A step under construction: what is left of its budgets, and the sequences that it runs so far."""
+"""A step under construction: its remaining budgets, and the sequences scheduled so far."""
 
 from dataclasses import dataclass, field
 
@@ -8,9 +8,10 @@ from worker.engine.sequence import Sequence
 
 @dataclass(slots=True)
 class Step:
-    """`tokens` and `reads` are what is left of the budgets; `reads` is None where nothing is gathered.
+    """A step being planned.
 
-    A phase of planning sets `reserve`: the tokens that it leaves for the phases after it. It may spend `room`.
+    `tokens` and `reads` are the remaining budgets; `reads` is None without a read budget. A planning
+    phase may spend `room`: it sets `reserve` to the tokens that it leaves for later phases.
     """
 
     step_id: int
@@ -20,7 +21,7 @@ class Step:
     items: list[ScheduledSequence] = field(default_factory=list)
     admitted: set[Sequence] = field(default_factory=set)
     has_preempted: bool = False
-    favoured: Sequence | None = None  # scheduled first: the step before had too few reads left for it
+    favoured: Sequence | None = None  # scheduled first: the previous step had too few reads left for it
     only: frozenset[Sequence] | None = None
 
     @property
@@ -28,7 +29,7 @@ class Step:
         return self.tokens - self.reserve
 
     def add(self, sequence: Sequence, end: int, samples: bool, draft_ids: tuple[int, ...] = ()) -> None:
-        """Run the sequence up to position `end`, then its drafts; its counter goes ahead at once."""
+        """Schedule the sequence up to position `end`, then its drafts; its counter advances at once."""
         start = sequence.num_computed_tokens
         num_tokens = end - start + len(draft_ids)
         self.items.append(ScheduledSequence(sequence, start, num_tokens, samples, draft_ids, sequence.epoch))
@@ -37,7 +38,10 @@ class Step:
         self.tokens -= num_tokens
 
     def remove(self, sequence: Sequence) -> None:
-        """Take back what was planned for a sequence that is preempted after all; preempting sets its counters."""
+        """Remove a sequence that is preempted after all from the step.
+
+        `State.preempt` resets its counters.
+        """
         for index, item in enumerate(self.items):
             if item.sequence is sequence:
                 del self.items[index]
