@@ -1,1 +1,3 @@
-"""From the queue into the worker: claiming, leases, control, and the writes that a lease allows."""
+"""Takes jobs from the Redis queue into the worker: claims, leases, control messages, admission, and
+every write that a lease allows.
+"""

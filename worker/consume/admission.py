@@ -1,8 +1,8 @@
-"""From a claimed job's bytes to a request that the engine can run, or to the job's end.
+"""Turns a claimed job's bytes into a request for the engine, or into the job's end.
 
-Whatever arrives is answered: bytes that are no request, values that cannot be meant, prompts that do not
-fit, jobs whose log already holds their end. Nothing here raises for what a producer can send. It knows
-no Redis, no SQL, and the engine only as a request to fill in.
+Every delivery gets an outcome. Bytes that are no request, invalid values, prompts that do not fit,
+and jobs whose log already holds their end become a finished job. Nothing here raises for input that
+a producer can send. Admission uses neither Redis nor SQL, and of the engine only the request type.
 """
 
 from __future__ import annotations
@@ -31,15 +31,17 @@ log = logging.getLogger(__name__)
 
 INVALID = "invalid_request"
 TOO_LONG = "context_length_exceeded"
-MAX_LISTED = 10  # names in a sentence
+MAX_LISTED = 10  # names that an error message lists
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What admission must know of the model. `names` are those a request may call it by, the first is its own.
+    """The served model, as far as admission needs it.
 
-    `default_max_tokens` limits answers of requests that name no limit; None: the rest of the model's length.
-    `adapters` may be asked for by `lora`, or as the model; `aliases` are further names for these and for the model.
+    `names` are the names that a request may use for the model; the first is the model's own.
+    `default_max_tokens` limits the answers of requests that set no limit; with None, such an answer
+    may take the rest of the model's length. A request selects one of `adapters` by `lora`, or as
+    its model. `aliases` are further names for the adapters and the model.
     """
 
     names: tuple[str, ...]
@@ -51,7 +53,9 @@ class ServedModel:
     aliases: Mapping[str, str] = field(default_factory=dict)
 
     def adapter_for(self, model: str, lora: str) -> str:
-        """The adapter that answers; empty: the model itself. Raises LookupError with one sentence."""
+        """Return the name of the adapter that answers; empty for the model itself. Raises
+        LookupError, with one sentence, for names that are not served or contradict each other.
+        """
         target = self.aliases.get(model, model)
         if target and target not in self.names and target not in self.adapters:
             others = sorted({*self.adapters, *self.aliases})
@@ -68,7 +72,7 @@ class ServedModel:
 
 
 class _Refused(Exception):
-    """The job ends here, as failed."""
+    """Raised to end the job as failed."""
 
     def __init__(self, message: str, code: str = INVALID) -> None:
         super().__init__(message)
@@ -76,7 +80,7 @@ class _Refused(Exception):
 
 
 class Admission:
-    """One per worker; `admit` may run for several jobs at once."""
+    """Validates and tokenises the jobs of one worker. `admit` may run for several jobs at once."""
 
     def __init__(
         self,
@@ -108,7 +112,7 @@ class Admission:
             return self._failed(delivery, None, JobError(INVALID, f"the {error}"))
         except _Refused as refusal:
             return self._failed(delivery, request, refusal.error)
-        except Exception as error:  # whatever it is, it must not keep the jobs beside it from starting
+        except Exception as error:  # of any kind: the other jobs of the claim must start
             log.exception("job %s cannot be admitted", delivery.job_id)
             message = f"the worker could not take this request in: {type(error).__name__}"
             return self._failed(delivery, request, JobError("internal_error", message))
@@ -139,7 +143,7 @@ class Admission:
         return GenerationRequest(
             request_id=delivery.request_id,
             prompt_ids=prompt_ids,
-            params=msgspec.structs.replace(  # text is not its business
+            params=msgspec.structs.replace(  # the engine sees no text
                 params, seed=seed, max_tokens=max_tokens, stop=(), lora=adapter
             ),
             priority=request.priority.rank,
@@ -192,7 +196,9 @@ class Admission:
         return prompt_ids
 
     def _refuse_absurd_length(self, text: str) -> None:
-        """Tokenising megabytes takes seconds of a core; what can be told without is told without."""
+        """Refuse a text that exceeds the limit by its least possible number of tokens. Tokenising
+        megabytes would take seconds of a core.
+        """
         least = self._tokenizer.least_tokens(text)
         if least >= self._model.max_model_len:
             raise _Refused(f"the prompt has at least {least} tokens; {self._length_rule}", TOO_LONG)
@@ -233,7 +239,9 @@ class Admission:
     # ── ends ──
 
     def _ended(self, delivery: Delivery, request: JobRequest | None) -> Finished:
-        """The queue found the job at its end: its answer is what was logged. A complete one is not set aside."""
+        """Build the end of a job that the claim script found ended; its answer is what the log
+        holds. A job with the verdict "dead" whose logged answer is complete ends with that answer.
+        """
         status, reason, error = _verdict(delivery)
         answer = None
         if request is not None and delivery.log and not problems(request):
@@ -243,7 +251,7 @@ class Admission:
                 answer = None
         if request is not None and answer is not None:
             answer.prompt_tokens = _logged_prompt_tokens(delivery)
-            if delivery.verdict == "dead" and answer.is_finished:  # it needs no engine, and none died of it
+            if delivery.verdict == "dead" and answer.is_finished:  # complete: no engine has to run it
                 return self._complete(delivery, request, answer)
             answer.end_all(reason)
         return self._conclude(delivery, status, request, answer, error)
@@ -281,7 +289,9 @@ class Admission:
 
 
 def seed_of(job_id: str) -> int:
-    """For jobs that name none: the same at every delivery, so that a continued answer goes on as it would have."""
+    """Return the seed of a job that names none. It is the same at every delivery, so that a resumed
+    answer continues as it would have.
+    """
     return int.from_bytes(hashlib.blake2b(job_id.encode(), digest_size=8).digest(), "big") >> 1
 
 
@@ -295,7 +305,9 @@ def _verdict(delivery: Delivery) -> tuple[JobStatus, FinishReason, JobError | No
 
 
 def recordable(request: JobRequest) -> JobRequest:
-    """As it may stand in a result: names and metadata of a refused request need not fit any column."""
+    """Return the request as a result may hold it. Names and metadata of a refused request need not
+    fit the columns, so they are shortened or dropped.
+    """
     if not problems(request):
         return request
     metadata = {} if metadata_problems(request.metadata) else request.metadata
@@ -309,6 +321,6 @@ def _printable(name: str) -> str:
 
 
 def _logged_prompt_tokens(delivery: Delivery) -> int:
-    """The first chunk tells how many prompt tokens were computed for the job."""
+    """Return the number of prompt tokens in the log's first chunk; 0 if it names none."""
     usage = read_log(delivery.log[:1])[0].usage
     return usage.prompt_tokens if usage is not None else 0

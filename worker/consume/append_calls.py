@@ -1,8 +1,9 @@
-"""What append.lua is asked and what it answers: the call of every engine step, and the voucher that makes it cheap.
+"""Encodes the call of append.lua, once per engine step, and reads its reply.
 
-The server checks two things before it writes a chunk: that the job is still this worker's, and that the log's last
-entry has the number that the chunk follows. Both are known where the worker has appended that entry itself and nothing
-has happened since; the voucher, a number that both sides count up, tells them that nothing has.
+The script must know two things before it writes a chunk: the job still belongs to this worker, and
+the log's last entry has the number that the chunk follows. Both are certain if this worker appended
+that entry itself and nothing changed its jobs since. The voucher is a number that both sides raise
+by one with each call; equal numbers prove that nothing changed, and the script skips both checks.
 """
 
 from __future__ import annotations
@@ -18,22 +19,24 @@ from worker.jobs import Append, AppendReply, Exceptions
 _ARRAY, _TEXT, _UINT = 0xDD, 0xDB, 0xCE  # MessagePack: all of 32 bits
 _LENGTH, _VALUES = struct.Struct(">BI"), struct.Struct(">BIBIBBI")
 _PUBLISHED, _FOLLOWS = 1, 2
-_VOUCHER_BITS: Final = 48  # it begins anywhere, so that no other process has its like; Lua counts exactly up to 2 ** 53
+_VOUCHER_BITS: Final = 48  # a random start, so that no two processes share a voucher; Lua is exact up to 2 ** 53
 
 
 class AppendCalls:
-    """One worker's, one at a time: `next_call`, then `settle` with its reply, or `fail`."""
+    """The append calls of one worker, one at a time: `next_call`, then `settle` with its reply, or
+    `fail`.
+    """
 
     def __init__(self) -> None:
         self._voucher = random.SystemRandom().getrandbits(_VOUCHER_BITS)
         # Job → [number of the log's last entry, fencing token, how a chunk's values begin], as seen under this voucher.
         self._known: dict[str, list[Any]] = {}
-        self._unknown: list[int] = []  # places of the others in the present call
+        self._unknown: list[int] = []  # indices in the current call of chunks whose job is not known
 
     def next_call(self, items: Sequence[Append]) -> tuple[int, bytes]:
-        """The voucher and one MessagePack array, six values for each chunk, put together by hand with every number in
-        the width that holds any: an object for each value costs more than the chunk itself. Raises ValueError for a
-        chunk that says nothing.
+        """Return the voucher and one MessagePack array with six values per chunk. The array is
+        packed by hand with every number in 32 bits: an object per value would cost more than the
+        chunk itself. Raises ValueError for a chunk that has neither a token nor an end.
         """
         known, unknown = self._known, self._unknown
         unknown.clear()
@@ -56,18 +59,20 @@ class AppendCalls:
             else:
                 unknown.append(place)
                 whose = _whose(job_id, token)
-            # The chunk goes as text, whatever it holds: the server's library is older than the type for bytes.
+            # The chunk is sent as text although it is bytes: the server's library predates that type.
             values = _VALUES.pack(_UINT, start, _UINT, size, how, _TEXT, len(body))
             parts += (whose, values, body)
         self._voucher += 1
         return self._voucher, b"".join(parts)
 
     def settle(self, items: Sequence[Append], reply: Sequence[Any]) -> Exceptions:
-        """What became of the chunks of the last call."""
+        """Apply the reply to the last call. Return the chunks that were not simply logged, see
+        `worker.jobs.Exceptions`.
+        """
         known, learned = self._known, self._unknown
-        if not reply and not learned:  # as a rule
+        if not reply and not learned:  # the usual case
             return {}
-        if reply and reply[0] == -1:  # the voucher did not hold: only what this call has seen is known
+        if reply and reply[0] == -1:  # the voucher did not match: only this call's results are known
             known.clear()
             reply, learned = reply[3:], list(range(len(items)))
         exceptions = {
@@ -82,11 +87,11 @@ class AppendCalls:
         return exceptions
 
     def fail(self) -> None:
-        """Nothing is known of what the call has done."""
+        """Forget all jobs, because the outcome of the call is unknown."""
         self._known.clear()
 
     def forget(self, job_id: str) -> None:
-        """It has left this worker's hands, or is in doubt."""
+        """Forget a job that has left this worker, or whose log is in doubt."""
         self._known.pop(job_id, None)
 
 

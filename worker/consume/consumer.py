@@ -1,10 +1,13 @@
-"""The pull side of the queue: asks for as many jobs as can start soon, and hands on what it gets.
+"""Claims as many jobs from the queue as can start soon, and passes them on.
 
-Work is claimed by credit, so the backlog stays in Redis, where another worker can take it. A claim that comes back
-short lists this worker as having room, and a job that comes calls one or two of those; the bell, which all hear, is for
-what comes back from others. Otherwise it looks once per poll interval, for orphans and delayed jobs call nobody. A ring
-is a state and not a moment: that something may wait is known until a claim that had room for it came back short. It
-knows no engine: credits come from a callable.
+Claims are limited by credits, so the backlog stays in Redis, where another worker can take it. A
+claim that returns fewer jobs than it asked for registers this worker as idle. A submitted job calls
+one or two idle workers. The wake-up channel (`bell`) reaches all workers, and announces jobs that
+other workers gave back. Orphans and delayed jobs are announced by nothing, so the consumer also
+claims once per poll interval.
+
+A wake-up sets a flag. The flag stays set until a claim returns fewer jobs than it asked for.
+Credits come from a callable, so the consumer depends on no engine.
 """
 
 from __future__ import annotations
@@ -23,13 +26,15 @@ from worker.jobs import Delivery
 log = logging.getLogger(__name__)
 
 LONGEST_BACKOFF_S = 2.0
-SHORTEST_GAP_S = 0.005  # between claims that find nothing: a bell that many hear is answered by few
-MAX_AT_ONCE = 32  # jobs of a claim: taking them in keeps the event loop, and who comes meanwhile waits for it
+SHORTEST_GAP_S = 0.005  # after a claim that found nothing: of many workers woken at once, few claim again
+MAX_AT_ONCE = 32  # jobs per claim: admitting them blocks the event loop for all other tasks
 
 
 @dataclass(frozen=True, slots=True)
 class Credits:
-    """`free`: jobs of any class that could start soon. `urgent`: interactive ones beyond, in bulk work's places."""
+    """The room for a claim. `free`: jobs of any class that could start soon. `urgent`: further
+    interactive jobs, which take the places of bulk work.
+    """
 
     free: int = 0
     urgent: int = 0
@@ -40,21 +45,22 @@ class Credits:
 
 @dataclass(slots=True)
 class _Waiting:
-    """Whether jobs may wait in the queue: `any`, and of these `urgent` ones."""
+    """Flags that say whether the queue may hold jobs of `any` class, and `urgent` ones."""
 
     any: bool
     urgent: bool
 
     def note(self, wanted: Credits, num_claimed: int) -> None:
-        """A claim gave so many. What there was room for and did not come does not wait. Of the rest nothing is known,
-        and nobody will call for it: the queue lists this worker only while it has room (claim.lua).
+        """Record the size of a claim. If it returned fewer jobs than requested, no such job is
+        waiting. If it returned all, more may wait, and no call will come for them: the queue
+        registers a worker as idle only while it has room (claim.lua).
         """
         self.any = num_claimed >= wanted.free
         self.urgent = num_claimed >= wanted.free + wanted.urgent
 
 
 class Claims(Protocol):
-    """What a consumer needs of the queue; JobStream is one."""
+    """The part of the queue that a consumer uses; implemented by JobStream."""
 
     bell: asyncio.Event
 
@@ -66,7 +72,9 @@ class Claims(Protocol):
 
 
 class Consumer:
-    """`on_claim` hears of every claim that succeeded, also an empty one: the worker's pulse."""
+    """Claims jobs and passes them to `take`. `on_claim` is called after every successful claim,
+    also an empty one, and so shows that the worker is alive.
+    """
 
     def __init__(
         self,
@@ -86,38 +94,40 @@ class Consumer:
         self._on_error = on_error
         self._may_wait = _Waiting(True, True)
         self._is_idle = False
-        self._found_ended = False  # by the last claim: more may have to be recorded
+        self._found_ended = False  # the last claim held ended jobs: more may have to be recorded
         self._owed: list[tuple[str, int, bool]] = []
         self._stopping = asyncio.Event()
         self._ended = asyncio.Event()
         self._ended.set()
 
     def ring(self) -> None:
-        """Jobs may wait."""
+        """Wake the consumer: jobs may wait."""
         self._stream.bell.set()
 
     async def answer(self) -> None:
-        """A job came, and this worker was listed for it. Where its room is gone since, others hear of it."""
+        """Handle a call: a job came while this worker was registered as idle. If it has no room any
+        more, wake all workers.
+        """
         self.ring()
         if self._stopping.is_set() or not self._credits():
-            with contextlib.suppress(RedisUnavailable):  # they look at their next poll
+            with contextlib.suppress(RedisUnavailable):  # the others claim at their next poll
                 await self._stream.ring_all()
 
     def notice_room(self) -> None:
-        """Credits may have risen."""
+        """Wake the consumer if credits have risen enough for a job that may wait."""
         if self._is_idle and self._is_due():
             self._stream.bell.set()
 
     def _is_due(self) -> bool:
-        """Is there room for what may wait?"""
+        """Is there room for a job that may wait?"""
         waiting = self._may_wait
-        if not (waiting.any or waiting.urgent):  # asked after every step
+        if not (waiting.any or waiting.urgent):  # the usual case after a step
             return False
         credits = self._credits()
         return (credits.free > 0 and waiting.any) or (credits.urgent > 0 and waiting.urgent)
 
     async def run(self) -> None:
-        """Until stop(). Redis being away is waited out; whatever else goes wrong is logged and survived."""
+        """Claim until `stop()`. Retries while Redis is away; logs any other error and continues."""
         failures = 0
         self._ended.clear()
         try:
@@ -147,7 +157,7 @@ class Consumer:
             self._ended.set()
 
     async def stop(self) -> None:
-        """No claim begins after this returns."""
+        """Stop claiming. No claim begins after this returns."""
         self._stopping.set()
         self._stream.bell.set()
         await self._ended.wait()
@@ -178,14 +188,16 @@ class Consumer:
             self._may_wait.any = self._may_wait.urgent = True
 
     async def _give_back(self) -> None:
-        """What could not be taken in; kept until the queue has it."""
+        """Release the jobs that `take` failed on. They stay in `_owed` until the queue has taken
+        them.
+        """
         if self._owed:
             await self._stream.release(self._owed)
             self._owed = []
 
     async def _wait(self) -> None:
-        """Until there is room for what may wait, or for the next poll. A worker without a free place does not answer
-        the bell, and remembers it.
+        """Wait for room for a job that may wait, or for the next poll. A worker without room keeps
+        the wake-up's flag and claims nothing.
         """
         loop = asyncio.get_running_loop()
         until = loop.time() + self._poll_s
@@ -194,7 +206,7 @@ class Consumer:
             if self._is_due():
                 return
             if not await wait_at_most(self._stream.bell, until - loop.time()):
-                self._may_wait.any = self._may_wait.urgent = True  # what rings no bell
+                self._may_wait.any = self._may_wait.urgent = True  # orphans and delayed jobs send no wake-up
                 return
 
     async def _sleep(self, seconds: float) -> None:

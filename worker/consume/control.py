@@ -1,7 +1,8 @@
-"""Listens to what cannot wait for the next heartbeat: the queue's bell, and calls and orders to this worker.
+"""Receives the messages that cannot wait for the next heartbeat: the queue's wake-ups (`bell`), and
+calls and orders to this worker.
 
-A connection of its own. Nothing depends on it: a missed bell or call costs one poll interval, a missed cancel one
-heartbeat.
+It uses a connection of its own. Nothing depends on it: a missed wake-up or call costs one poll
+interval, a missed cancel one heartbeat.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ _WAIT_S = 60.0
 
 
 class ControlChannel:
-    """`client` is used for nothing else."""
+    """Subscribes to the queue's wake-up channel and to the worker's own. `client` is used for
+    nothing else.
+    """
 
     def __init__(
         self,
@@ -49,7 +52,7 @@ class ControlChannel:
         self._on_drain = on_drain
 
     async def run(self) -> None:
-        """Until cancelled; reconnects for ever."""
+        """Receive messages until cancelled; reconnects without limit."""
         hub = ChannelHub(self._client)
         try:
             while True:
@@ -63,9 +66,9 @@ class ControlChannel:
             await hub.close()
 
     async def _hear_bell(self, subscription: HubSubscription) -> None:
-        self._on_bell()  # whatever rang before
+        self._on_bell()  # wake-ups from before the subscription
         while True:
-            if await subscription.receive(_WAIT_S) is not None:  # also when a ring may have been missed
+            if await subscription.receive(_WAIT_S) is not None:  # a message, or a Signal that one may have been missed
                 self._on_bell()
 
     async def _hear_orders(self, subscription: HubSubscription) -> None:
@@ -77,7 +80,7 @@ class ControlChannel:
     async def _obey(self, message: bytes) -> None:
         try:
             order = decode_control(message)
-        except DecodeError as error:  # also one that only later versions know
+        except DecodeError as error:  # for example a message of a later version
             log.warning("not obeyed: %s", error)
             return
         match order:

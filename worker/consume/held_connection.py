@@ -1,8 +1,8 @@
-"""One connection that is kept for the calls of one script: the call of every engine step.
+"""Keeps one connection for the calls of one script, such as the append of every engine step.
 
-The library's frame around a call (its pool, retries, metrics, a task, two timers for time limits and a stream) costs
-more than making the chunks of 32 sequences. Connecting stays the library's business, Sentinel's included. It retries
-nothing.
+redis-py wraps a call in its pool, retries, metrics, a task, two timers for time limits, and a
+stream. That costs more than making the chunks of 32 sequences. redis-py still opens the connection,
+through Sentinel too. Nothing is retried here.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from api_client.demotion import is_demotion
 from api_client.scripts import Argument, Script, call_async
 from api_client.wire import Wire
 
-_NOTICE: Any = getattr(hiredis, "PushNotification", ())  # what a server tells unasked, with RESP3
+_NOTICE: Any = getattr(hiredis, "PushNotification", ())  # a message that the server pushes, with RESP3
 
 
 class HeldConnection:
-    """Opened at the first call and after trouble; closed with the client's own. A cluster's calls go through its
-    client, since a slot may move between two of them; so do those of a client that has no sockets.
+    """One connection, opened at the first call and after an error, and closed with the client's
+    other connections. Calls of a cluster go through its client, since a slot may move between two
+    calls; so do calls of a client that has no sockets.
     """
 
     def __init__(self, client: redis.asyncio.Redis) -> None:
@@ -36,8 +37,9 @@ class HeldConnection:
         self._opening = asyncio.Lock()
 
     async def call(self, script: Script, key: str, *arguments: Argument) -> Any:
-        """As `api_client.scripts.call_async`: one round trip, two when the server has lost the script. Raises what that
-        raises, and TimeoutError."""
+        """Call the script like `api_client.scripts.call_async`: in one round trip, or two when the
+        server has lost the script. Raises the same errors, and TimeoutError.
+        """
         line = self._line
         if self._has_lines and (line is None or line.is_over):
             line = await self._open()
@@ -74,17 +76,17 @@ class HeldConnection:
 
 
 class _Line:
-    """One open connection. Replies come in the order of the calls; one that nobody waits for any more is passed over.
-    Once it is over it stays so: what was under way has failed then.
+    """One open connection. Replies come in the order of the calls; a reply whose caller has gone is
+    dropped. A connection that has ended stays ended, and fails the calls that were under way.
 
-    A call costs no timer: there is one, which rings at the earliest time that the oldest call may have taken too long.
+    Calls share one timer. It fires when the oldest call may have exceeded the time limit.
     """
 
     def __init__(self, connection: Any) -> None:
         self.connection = connection
         self._timeout_s: float | None = connection.socket_timeout
         self._loop = asyncio.get_running_loop()
-        self._waiting: deque[tuple[float, asyncio.Future[Any]]] = deque()  # since when
+        self._waiting: deque[tuple[float, asyncio.Future[Any]]] = deque()  # (sent at, reply)
         self._timer: asyncio.TimerHandle | None = None
         self._wire = Wire.over(connection, self._answer, self._end)
 
@@ -93,7 +95,9 @@ class _Line:
         return self._wire is None or self._wire.is_over
 
     def ask(self, *command: Argument) -> asyncio.Future[Any]:
-        """Raises ConnectionError where it is over."""
+        """Send a command and return the future of its reply. Raises ConnectionError if the
+        connection has ended.
+        """
         if self._wire is None:
             raise ConnectionError("not a connection that can be held")
         self._wire.send(*command)
@@ -114,7 +118,7 @@ class _Line:
             return
         if isinstance(reply, Exception):
             waiter.set_exception(reply)
-            if is_demotion(reply):  # the next call is for whoever has the address then
+            if is_demotion(reply):  # the next call resolves the address again
                 self._break(ConnectionError("the server has become a replica, which is read-only"))
         else:
             waiter.set_result(reply)

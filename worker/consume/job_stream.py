@@ -1,8 +1,9 @@
-"""A worker's side of the queue: claim, append, finish, give back, heartbeat; each is one script call.
+"""The worker's side of the queue: claim, append, finish, give back, heartbeat; each is one script
+call.
 
-Every call may be repeated after a lost reply. Server and network trouble is raised as RedisUnavailable; what to
-do about it is the caller's business. It remembers which jobs this worker holds, with their fencing tokens, and
-nothing of what is in them.
+Every call may be repeated after a lost reply. Server and network errors are raised as
+RedisUnavailable, and the caller decides what to do. The stream remembers the ids and fencing tokens
+of the jobs that this worker holds, and nothing of their content.
 """
 
 from __future__ import annotations
@@ -37,18 +38,20 @@ MAX_FINISH_BYTES = 4 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class StreamOptions:
-    """Times in seconds. A limit of 0 leaves what the queue has; others become the queue's at open()."""
+    """Options of the queue, with times in seconds. A limit of 0 keeps the queue's value; any other
+    becomes the queue's at `open()`.
+    """
 
     lease_s: float = 10.0
     sweep_s: float = 1.0
     result_ttl_s: int = 3_600
     dead_ttl_s: int = 30 * 86_400
     log_ttl_s: int = 86_400
-    max_solo_crashes: int = 3  # crashes with nothing else in the engine: the job's own doing
-    max_crashes: int = 50  # in any company
-    max_deliveries: int = 10  # that ended with the worker's disappearance, whatever the job had to do with it
+    max_solo_crashes: int = 3  # crashes with no other job in the engine, so the job caused them
+    max_crashes: int = 50  # crashes, alone or with other jobs
+    max_deliveries: int = 10  # deliveries that ended with the worker's disappearance, whatever its cause
     max_claim_bytes: int = 16 * 1024 * 1024
-    bulk_every: int = 8  # one claim of so many is bulk's, while bulk waits
+    bulk_every: int = 8  # while bulk jobs wait, one job in this many is bulk
     queue_limit: int = 0
     max_payload_bytes: int = 0
     idempotency_ttl_s: float = 0.0
@@ -58,7 +61,9 @@ class StreamOptions:
 
 
 class JobStream:
-    """`worker_id` names one process. Of two that live at once under one name, the one that started first is to end."""
+    """`worker_id` names one process. If two live processes share a name, the one that started first
+    has to end.
+    """
 
     def __init__(
         self,
@@ -75,9 +80,9 @@ class JobStream:
         self.bell = asyncio.Event()
         self.on_call: Callable[[str, float, int, bool], None] = lambda *_: None  # script, seconds, round trips, done
         self.on_refused: Callable[[str, int], None] = lambda *_: None  # call, how many fencing tokens were outdated
-        self.guard: Callable[[], bool] = lambda: False  # true: this process stood still past its lease
+        self.guard: Callable[[], bool] = lambda: False  # true: this process was frozen past its lease
         self._client = client
-        # A call of every step, and one of every job's end, whose results may be long: each has a connection of its own.
+        # The scripts of every step and of every job's end, whose results may be long: each has its own connection.
         self._lines = {script.name: HeldConnection(client) for script in (scripts.APPEND, scripts.FINISH)}
         self._head: tuple[Argument, ...] = (keys.base, "SPUBLISH" if sharded else "PUBLISH")
         self._appends = AppendCalls()
@@ -91,7 +96,9 @@ class JobStream:
         return dict(self._held)
 
     async def open(self) -> None:
-        """Check the server, load the scripts, set the queue's limits, and give back what a namesake left behind."""
+        """Check the server, give back what an earlier process of this name left behind, and set the
+        queue's limits.
+        """
         with _translated():
             await check_server(self._client)
         await self._call(scripts.RESIGN, self.worker_id, "orphan")
@@ -111,14 +118,15 @@ class JobStream:
     # ── taking ──
 
     async def claim(self, credits: int, urgent: int = 0) -> list[Delivery]:
-        """Up to `credits` jobs to run, `urgent` interactive ones beyond them, and any number that only has to be
-        recorded. Waits for nothing."""
+        """Claim up to `credits` jobs to run, `urgent` interactive ones beyond them, and any number
+        that only have to be recorded. Does not wait for jobs to come.
+        """
         options = self.options
         if self.guard():
             raise RedisUnavailable("the lease has run out, and its jobs are not given up yet")
         async with self._claiming:
             known = list(self._held) if self._must_audit else []
-            audit, self._must_audit = self._must_audit, True  # if the reply is lost, the next claim looks for it
+            audit, self._must_audit = self._must_audit, True  # if the reply is lost, the next claim fetches its jobs
             self._claims += 1
             reply = await self._call(
                 scripts.CLAIM,
@@ -146,7 +154,7 @@ class JobStream:
     # ── writing, under a fencing token ──
 
     async def append(self, items: list[Append]) -> Exceptions:
-        """One round trip for all; see ChunkLog. One call at a time."""
+        """Append all chunks in one round trip; see ChunkLog. One call at a time."""
         if self.guard():
             return {place: (AppendReply.LOST, item.start) for place, item in enumerate(items)}
         if not items:
@@ -165,7 +173,9 @@ class JobStream:
         return exceptions
 
     async def finish(self, jobs: list[Finished]) -> list[bool]:
-        """After SQL has committed. False where the fencing token was outdated (the job is another's now)."""
+        """Acknowledge jobs whose rows SQL has committed. Returns one flag per job; False if the
+        fencing token was outdated, because the job is another worker's now.
+        """
         if self.guard():
             return [False] * len(jobs)
         done: list[bool] = []
@@ -179,21 +189,27 @@ class JobStream:
         return done
 
     async def release(self, jobs: Iterable[tuple[str, int, bool]]) -> list[bool]:
-        """Give back (job id, token, crashed?): claimable at once, ahead of every lane, with its log."""
+        """Give back jobs, each as (job id, token, crashed?). They are claimable at once, ahead of
+        every tenant stream, and keep their logs.
+        """
         return await self._give_back(
             [(job_id, token, "crash" if crash else "hand", 0, "") for job_id, token, crash in jobs]
         )
 
     async def retry(self, job_id: str, token: int, delay_ms: int, note: str = "") -> bool:
-        """Run it again after a delay, from where its log ends; the next attempt has a higher number."""
+        """Run the job again after a delay, from where its log ends; the next attempt has a higher
+        number.
+        """
         return (await self._give_back([(job_id, token, "retry", delay_ms, note)]))[0]
 
     async def dead_letter(self, job_id: str, token: int, note: str) -> bool:
-        """The next claim of it has the verdict "dead": it is recorded, then set aside with its history."""
+        """Mark the job as dead. Its next claim has the verdict "dead": it is recorded, then set
+        aside as a dead letter with its history.
+        """
         return (await self._give_back([(job_id, token, "dead", 0, note)]))[0]
 
     async def ring_all(self) -> None:
-        """Jobs may wait: every worker hears the bell."""
+        """Wake every worker, because jobs may wait."""
         await self._call(scripts.RELEASE)
 
     async def _give_back(self, jobs: Sequence[tuple[str, int, str, int, str]]) -> list[bool]:
@@ -209,7 +225,9 @@ class JobStream:
     # ── staying alive ──
 
     async def heartbeat(self, status: WorkerStatus) -> HeartbeatReply:
-        """Renew the lease; learn which of this worker's jobs are cancelled, and which are another's by now."""
+        """Renew the lease. Returns which of this worker's jobs are cancelled, and which are
+        another's by now.
+        """
         held, claims, idle = dict(self._held), self._claims, not self._claiming.locked()
         reply = await self._call(
             scripts.HEARTBEAT,
@@ -220,7 +238,7 @@ class JobStream:
             *(value for job in held.items() for value in job),
         )
         cancelled, lost, strays, _, before = reply
-        # A stray is in this worker's hands by a claim whose reply never came; one that is on its way does not count.
+        # A stray was delivered by a claim whose reply was lost. While a claim is under way, none can be told apart.
         if strays and idle and claims == self._claims:
             self._must_audit = True
             self.bell.set()
@@ -231,7 +249,9 @@ class JobStream:
         return HeartbeatReply(tuple(replies.texts(cancelled)), tuple(gone), is_replaced)
 
     async def resign(self) -> int:
-        """Give up everything, unsuspected: the end of a drain, or of a freeze that outlasted the lease."""
+        """Give up every job, none as a suspect: at the end of a drain, or after a freeze that
+        outlasted the lease.
+        """
         self._held.clear()
         return int(await self._call(scripts.RESIGN, self.worker_id, "hand"))
 
@@ -245,7 +265,9 @@ class JobStream:
             self.on_refused(call, count)
 
     async def _call(self, script: Script, *arguments: Argument, attempts: int = 2) -> Any:
-        """A connection that broke while it was idle costs one more attempt, not an error."""
+        """Call a script. A connection that broke while it was idle costs one more attempt, not an
+        error.
+        """
         started, attempt, is_done = time.perf_counter(), 0, False
         try:
             while True:
@@ -279,7 +301,7 @@ def _finish_arguments(job: Finished) -> tuple[Argument, ...]:
 
 
 class _translated:
-    """Trouble with the server, in our own tree."""
+    """Translates server and network errors into RedisUnavailable."""
 
     def __enter__(self) -> None:
         return None
@@ -292,7 +314,9 @@ class _translated:
 
 
 async def check_server(client: redis.asyncio.Redis) -> None:
-    """Refuse a server that is too old, or that would throw jobs away when memory is short."""
+    """Refuse a server that is too old, or that would evict jobs when memory is short. Raises
+    SettingsError.
+    """
     try:
         info: dict[str, Any] = await client.info("everything")
     except (NoPermissionError, ResponseError):

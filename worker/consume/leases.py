@@ -1,8 +1,10 @@
-"""One heartbeat per worker keeps the leases of all its jobs; who stood still for longer than the lease holds nothing.
+"""Renews the leases of all jobs of a worker with one heartbeat. A process that was frozen for
+longer than its lease owns no job any more.
 
-A frozen process (SIGSTOP, a paused machine) must not write a thing when it wakes: others have its jobs by then.
-A ticker measures the event loop's own silence; `stood_still` is true from the first moment after the freeze, and
-the job stream asks it before every write. The fencing tokens refuse whatever slips through all the same.
+A process that wakes from a freeze (SIGSTOP, a paused machine) must not write: other workers have
+its jobs by then. A ticker measures how long the event loop stood still. `stood_still` is true from
+the first moment after the freeze, and the job stream checks it before every write. Fencing tokens
+refuse any write that gets through all the same.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ LONGEST_TICK_S = 0.5
 
 
 class Beats(Protocol):
-    """What a keeper needs of the queue; JobStream is one."""
+    """The part of the queue that a lease keeper uses; implemented by JobStream."""
 
     guard: Callable[[], bool]
 
@@ -33,7 +35,9 @@ class Beats(Protocol):
 
 
 class LeaseKeeper:
-    """`clock` is monotonic and goes on while the process is frozen. Callbacks run in the event loop."""
+    """Sends heartbeats and detects freezes. `clock` is monotonic and goes on while the process is
+    frozen. Callbacks run in the event loop.
+    """
 
     def __init__(
         self,
@@ -62,13 +66,13 @@ class LeaseKeeper:
         stream.guard = self.stood_still
 
     def stood_still(self) -> bool:
-        """Was this process frozen past its lease, and has not given up its jobs yet?"""
+        """Was this process frozen past its lease, with its jobs not given up yet?"""
         if self._clock() - self._ticked_at > self._lease_s:
             self._froze = True
         return self._froze
 
     async def run(self) -> None:
-        """Until cancelled. Raises Replaced."""
+        """Send heartbeats until cancelled. Raises Replaced."""
         self._ticked_at = self._clock()
         ticker = asyncio.create_task(self._tick(), name="lease-ticker")
         try:
@@ -84,7 +88,9 @@ class LeaseKeeper:
             await asyncio.sleep(min(LONGEST_TICK_S, self._lease_s / TICKS_PER_LEASE))
 
     async def tick(self) -> None:
-        """The loop is alive. After a freeze everything in hand is given up before anything else happens."""
+        """Record that the event loop runs. After a freeze, give up all jobs before anything else
+        happens.
+        """
         froze = self.stood_still()
         self._ticked_at = self._clock()
         if not froze:
@@ -97,11 +103,12 @@ class LeaseKeeper:
             self._froze = False
 
     async def beat(self) -> None:
-        """Renew, and act on what the reply says. Redis being away is no expiry: nobody else can claim there either,
-        and the tokens decide when it is back. Raises Replaced.
+        """Renew the lease and act on the reply. An unreachable Redis does not expire the lease: no
+        other worker can claim there either, and the fencing tokens decide when it is back. Raises
+        Replaced.
         """
         if self.stood_still():
-            return  # the ticker is on it
+            return  # the ticker gives up the jobs
         try:
             reply = await self._stream.heartbeat(self._status())
         except RedisUnavailable as error:

@@ -1,4 +1,4 @@
-"""What the scripts answer, as values. Pure functions over bytes; it knows no connection."""
+"""Reads the replies of the scripts as values. All functions are pure and take bytes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ VERDICTS: Final = frozenset({"run", "cancelled", "expired", "dead"})
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatReply:
-    """`cancelled`: a user wants them stopped. `lost`: drop them, another worker has them or will. `is_replaced`: a
-    process that started later beats under this worker's name.
+    """`cancelled`: jobs that a user wants stopped. `lost`: jobs to drop, because another worker has
+    them or will. `is_replaced`: a process that started later sends heartbeats under this worker's
+    name.
     """
 
     cancelled: tuple[str, ...] = ()
@@ -28,7 +29,9 @@ def texts(values: Iterable[bytes]) -> list[str]:
 
 
 def started_ms(status: bytes) -> int:
-    """Of the worker that this is the heartbeat of; 0 where nobody says so."""
+    """Return when the worker that wrote this status started, in Unix milliseconds; 0 if it cannot
+    be decoded.
+    """
     try:
         return decode_status(status).started_ms
     except DecodeError:
@@ -36,7 +39,9 @@ def started_ms(status: bytes) -> int:
 
 
 def read_delivery(item: list[Any]) -> Delivery:
-    """A verdict that this version does not know (a damaged state, say) sets the job aside; it raises for no text."""
+    """Read one claimed job. An unknown verdict (from a damaged state, say) counts as "dead". No
+    text makes this raise.
+    """
     job_id, token, payload, deliveries, crashes, verdict, created, started, attempt, alone, log, redriven, log_end = (
         item
     )

@@ -1,4 +1,6 @@
-"""The worker's Lua scripts, each joined with the helpers it needs. See the head of each file in lua/."""
+"""The worker's Lua scripts, each joined with the helpers it needs. The head of each file in lua/
+describes its arguments and its reply.
+"""
 
 from api_client.scripts import COMMON, Script, load_script
 

@@ -1,20 +1,26 @@
--- append: log and publish the chunks of one engine step, all jobs in one call. It stands alone, without common.lua, and
--- keeps what it uses in locals: it runs for every token, on caches that the engine has emptied.
--- KEYS[1] the queue's meta hash, which routes the call ARGV[1] the key base [2] PUBLISH or SPUBLISH [3] log TTL s
--- [4] worker [5] what its voucher becomes by this call [6] MessagePack, one array: per chunk id, token, start, size, how,
--- chunk. One argument: packing and parsing six for each chunk costs a worker more than making it.
--- Start: the number of the log's last entry before this one, 0 for none; size: how much the number grows, by the chunk's
--- tokens, or by one for a chunk that only ends a choice. The entry's id is `<start + size>-0`, so a repeated append finds its
--- chunk there, and one that would leave a gap is refused. A chunk of start 0 makes the log anew.
--- How: 1 it is published as well as logged; 2 the worker has seen that the log has all before it, under this token, in a
--- call since which its voucher holds; 3 both.
--- The voucher: a number that each call of a worker counts up by one. A script that changes what a worker holds deletes it (see
--- hands.lua), and a server that has lost its last moments has an older one. So where it is what the worker expects, a job of
--- kind 2 is the worker's still, and its log ends where the worker believes: nothing is asked of it. Where it is not, every job
--- is asked for, and the voucher begins here, if any job is the worker's.
--- reply: nothing where all went as it should; else three values per chunk that did not: its place in the call, a word
--- as in worker.jobs.AppendReply, and the number of the log's last entry after the call; before them -1, 'voucher', 0 where it
--- did not hold.
+-- append: log and publish the chunks of one engine step, all jobs in one call. The script needs no common.lua and
+-- keeps its values in locals, because it runs for every token, with CPU caches that the engine has emptied.
+--
+-- KEYS[1] the queue's meta hash, which routes the call
+-- ARGV[1] the key base  [2] PUBLISH or SPUBLISH  [3] log TTL, s  [4] worker  [5] the voucher after this call
+-- [6] one MessagePack array, per chunk: id, token, start, size, how, chunk. It is a single argument because packing
+-- and parsing six arguments per chunk would cost a worker more than making the chunk.
+--
+-- start: the number of the log's last entry before this one; 0 if there is none.
+-- size: how much the number grows: by the chunk's tokens, or by one for a chunk that only ends a choice. The entry's id
+-- is `<start + size>-0`, so a repeated append finds its chunk there, and an append that would leave a gap is refused.
+-- A chunk with start 0 restarts the log.
+-- how: 1 publish the chunk as well; 2 an earlier call has shown this worker, under this token, that the log holds
+-- everything before the chunk, and its voucher has held since; 3 both.
+--
+-- The voucher is a number that each call of a worker raises by one. Every script that changes which jobs a worker owns
+-- deletes it (see hands.lua), and a server that lost its last writes has an older one. If it equals ARGV[5], each job
+-- with how >= 2 still belongs to the worker and its log ends at start, so nothing is checked. If not, every job
+-- is checked, and the voucher is set to ARGV[5] if the worker owns any of them.
+--
+-- Reply: empty if every chunk was simply logged. Else three values for each other chunk: its index in the call, a word
+-- of worker.jobs.AppendReply, and the number of the log's last entry after the call. If the voucher did not match,
+-- -1, 'voucher', 0 come before them.
 local base, announce, log_ttl, worker, call, try = ARGV[1] or '', ARGV[2], ARGV[3], ARGV[4], redis.call, redis.pcall
 local jobs, logs, channels, vouchers = base .. 'job:', base .. 'log:', base .. 'chunks:', base .. 'vouchers'
 local is_packed, chunks = pcall(cmsgpack.unpack, ARGV[6])
@@ -22,9 +28,9 @@ local reply = {}
 
 local function is_whole(value) return value and value >= 0 and value <= 2 ^ 53 and value % 1 == 0 end
 
--- Raises for a value of another type, as every comparison does: that costs less than a call of `type` for each.
+-- Comparing a value of another type raises an error. That costs less than calling `type` for each value.
 local function check_chunks()
-  if next(chunks, #chunks > 0 and #chunks or nil) ~= nil then error('') end  -- a map, or a nil within
+  if next(chunks, #chunks > 0 and #chunks or nil) ~= nil then error('') end  -- a map, or a list with a nil in it
   for first = 1, #chunks, 6 do
     local start, size, how = chunks[first + 2], chunks[first + 3], chunks[first + 4]
     if not (chunks[first] >= '' and chunks[first + 1] >= '' and chunks[first + 5] >= ''
@@ -35,7 +41,7 @@ local function check_chunks()
   end
 end
 
--- The name of the first argument that is refused. All are checked before the first write.
+-- Returns the name of the first invalid argument. All arguments are checked before the first write.
 local function find_bad()
   if KEYS[2] or KEYS[1] ~= base .. 'meta' or not string.find(base, '{[^{}]+}:$') then return 'key base' end
   if announce ~= 'PUBLISH' and announce ~= 'SPUBLISH' then return 'publish command' end
@@ -48,8 +54,8 @@ end
 local bad = find_bad()
 if bad then return redis.error_reply('INVALID ' .. bad .. ' in a call of append') end
 
--- Was it refused for what somebody has made of the key? Other trouble is the server's, and is asked for again, to be raised
--- in its words.
+-- Did the command fail because somebody else wrote the key? `ask` repeats a command that failed for another reason, so
+-- that the script fails with the server's own message.
 local function is_spoilt(trouble)
   for _, words in ipairs({'WRONGTYPE', 'equal or smaller', 'not an integer', 'overflow'}) do
     if string.find(trouble.err, words, 1, true) then return true end
@@ -63,14 +69,14 @@ local function ask(...)
   return call(...)
 end
 
--- The number of a log's last entry; nothing where somebody has put something else in its place.
+-- Returns the number of a log's last entry, 0 for an empty log, nil if the key is no log.
 local function end_of(log)
   local last = ask('XREVRANGE', log, '+', '-', 'COUNT', 1)
   if not last then return nil end
   return last[1] and tonumber(string.match(last[1][1], '^%d+')) or 0
 end
 
--- What is there is no log, or not this job's: its worker has all of it, and sends it again.
+-- The key holds no log, or not this job's. Delete it: the worker has the whole answer and sends it again.
 local function begin_again(log)
   call('DEL', log)
   return 'gap', 0
@@ -94,7 +100,7 @@ local function append(id, token, start, size, how, chunk)
   if start == 0 and last > 0 then
     call('DEL', log)
   elseif start ~= last then
-    if last == 0 or stop <= last then return begin_again(log) end  -- somebody has written behind the log's end, or before it
+    if last == 0 or stop <= last then return begin_again(log) end  -- somebody else has written to the log
     return 'gap', last
   end
   if not ask('XADD', log, entry, 'chunk', chunk) then return begin_again(log) end
@@ -130,5 +136,5 @@ for first = 1, #chunks, 6 do
     end
   end
 end
-if begins and is_holder then try('HSET', vouchers, worker, ARGV[5]) end  -- a worker that holds nothing leaves nothing
+if begins and is_holder then try('HSET', vouchers, worker, ARGV[5]) end  -- a worker that owns no job leaves no key
 return reply

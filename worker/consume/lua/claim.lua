@@ -1,13 +1,14 @@
--- claim: jobs for one worker, up to its credits; what only has to be written down (it ended while it waited) costs none.
--- First what went astray on the way to this worker, then what dead or draining workers left, then the lanes.
--- Arguments: see take.lua. Reply: a list of
--- {id, token, request, deliveries, crashes, verdict, created ms, started ms, attempt, alone, log, redriven, number of the
--- log's last entry}
+-- claim: deliver jobs to one worker, up to its credits. A job that ended while it waited costs no credit: it only has
+-- to be recorded. Order: jobs of a claim whose reply was lost, ended jobs, jobs that other workers gave back or lost, and
+-- then the tenant streams (lanes).
+-- Arguments: see take.lua.
+-- Reply: a list of {id, token, request, deliveries, crashes, verdict, created ms, started ms, attempt, alone, log,
+-- redriven, number of the log's last entry}
 local returns = is_listed(worker)
 redis.call('SET', base .. 'worker:' .. worker, '', 'NX', 'PX', whole(lease_ms))
 redis.call('SADD', base .. 'workers', worker)
 
--- In this worker's hands by a claim whose reply was lost.
+-- Delivers again what this worker owns without knowing it, because the reply of a claim was lost.
 local function take_strays()
   local known = {}
   for place = 15, #ARGV do known[ARGV[place]] = true end
@@ -21,14 +22,14 @@ local function take_strays()
   end
 end
 
--- What became of it: 'stays' or 'full', nothing when it is out of the list.
+-- Returns 'stays' or 'full' if the id stays in its list, nil if it leaves it.
 local function take_one(id, costs)
   local job = read_job(id)
   if job and costs and not is_paid(job) then return 'stays' end
   if job and not take(id, job) then return 'full' end
 end
 
--- A job of which somebody's key is no hash or no stream must not keep those behind it waiting.
+-- If a key of one job has the wrong type, the job is dropped from the list, so that it does not block the others.
 local function take_from(name, costs, limit)
   for _, id in ipairs(redis.call('ZRANGE', base .. name, 0, limit)) do
     local is_whole, outcome = pcall(take_one, id, costs)
@@ -41,8 +42,8 @@ local function take_from(name, costs, limit)
   end
 end
 
--- A worker is listed while it believes that nothing waits that it has room for: submit calls it. `ready`: with room for any
--- job; `ready:urgent`: for interactive ones alone.
+-- Registers the worker as idle while it has room left after a claim, so that submit calls it. `ready`: room for any
+-- job; `ready:urgent`: room for interactive jobs only.
 local function list(name, room)
   if room > 0 then
     redis.call('ZADD', base .. name, room, worker)
@@ -52,7 +53,7 @@ local function list(name, room)
   end
 end
 
--- Where no job waits in a class, its counters are 0, whatever a damaged job or another version has left in them.
+-- Resets the counters of a class in which no job waits: a damaged job or another version may have left other values.
 local function settle_backlog()
   if redis.call('ZCARD', base .. 'returned') > 0 then return end
   for _, class in ipairs(CLASSES) do
@@ -72,7 +73,7 @@ local is_whole, trouble = pcall(function()
   if credits > 0 or urgent > 0 then take_lanes() end
   list('ready', credits)
   list('ready:urgent', credits > 0 and 0 or urgent)
-  if is_full then redis.call(announce, base .. 'control:' .. worker, CALL) end  -- more waits than fits a reply
+  if is_full then redis.call(announce, base .. 'control:' .. worker, CALL) end  -- more jobs wait than fit a reply
 end)
 write_counts()
 if is_whole then settle_backlog() end

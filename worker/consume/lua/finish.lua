@@ -1,6 +1,6 @@
--- finish: jobs whose rows are in SQL now. ARGV[3] result TTL s [4] dead TTL s, then per job:
--- id, token, state, result, final chunk, tokens served
--- reply per job: 1 done (or done before), 0 refused: another worker holds it, or it is gone.
+-- finish: acknowledge jobs whose rows SQL has committed.
+-- ARGV[3] result TTL, s  [4] dead TTL, s, then per job: id, token, state, result, final chunk, tokens served
+-- Reply per job: 1 done (now or before); 0 refused, because another worker owns the job or it is gone.
 check_groups(5, 6)
 local result_ttl, dead_ttl, now = amount(3, 'result TTL', 0, MOST), amount(4, 'dead TTL', 0, MOST), clock_ms()
 for first = 5, #ARGV, 6 do
@@ -8,8 +8,8 @@ for first = 5, #ARGV, 6 do
   amount(first + 5, 'tokens served', 0, MOST_COST, (first - 5) / 6)
 end
 if refusal then return refusal end
-local AT_ONCE = 1000  -- arguments of one command
--- What concerns the queue is gathered here and written once for all jobs, at the end.
+local AT_ONCE = 1000  -- arguments per command
+-- Changes of the queue are collected here and written once for all jobs, at the end.
 local entries, owners, due, ends, freed, served_more, num_freed = {}, {}, {}, {}, {}, {}, 0
 
 local function count(sums, key, value) sums[key] = (sums[key] or 0) + value end
@@ -19,7 +19,7 @@ local function put(lists, key, value)
   table.insert(lists[key], value)
 end
 
--- One command for many. One bad word among them, which somebody has written there, must not keep the others.
+-- Runs one command for many values. If it fails, runs it for each value alone, so that a bad value blocks no other.
 local function for_all(list, ...)
   for first = 1, #list, AT_ONCE do
     local call = {...}
@@ -43,7 +43,7 @@ local function leave_lanes()
   end
 end
 
--- A lane was charged an estimate at the claim; the difference is settled here.
+-- The claim charged a tenant the job's estimated tokens; this adds the difference to the tokens served.
 local function settle_costs()
   for class, tenants in pairs(served_more) do
     for tenant, difference in pairs(tenants) do
@@ -76,7 +76,7 @@ local function finish(id, token, state, result, chunk, served)
     'idem')
   if job[1] ~= token then return 0 end
   if job[3] then return 1 end
-  if (job[4] or '') == '' then return 0 end  -- given back, and not claimed since
+  if (job[4] or '') == '' then return 0 end  -- given back and not claimed since
   local class, tenant = class_of(job[5]), job[6] or ''
   if job[7] and job[7] ~= '' then
     local lane = lane_key(class, tenant)

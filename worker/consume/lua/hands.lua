@@ -1,5 +1,5 @@
--- Shared by the worker's scripts, after common.lua: how a running job leaves a worker's hands, and the sweep
--- that takes jobs out of dead hands. A worker lives while its lease key `worker:<id>` does.
+-- Shared by the worker's scripts, after common.lua: releases a running job from its worker, and sweeps the jobs of dead
+-- workers. A worker is alive while its lease key `worker:<id>` exists.
 local HISTORY_LINES = 20
 
 local function tenant_running(tenant, change)
@@ -8,13 +8,13 @@ local function tenant_running(tenant, change)
   redis.call('EXPIRE', key, TENANT_TTL_S)
 end
 
--- What is counted on the way is written in the end, whatever stopped the script before.
+-- Turns an error into a reply, so that the script still writes its counters after the error.
 local function as_reply(trouble)
   return redis.error_reply(type(trouble) == 'table' and trouble.err or tostring(trouble))
 end
 
--- What a worker holds is changed: its next append asks for each job (see append.lua). Where somebody has made something else of
--- the key, nobody has a voucher.
+-- Call it when the set of a worker's jobs changes: its next append then checks each job (see append.lua). If the key
+-- has the wrong type, no worker has a voucher anyway.
 local function void_voucher(worker) redis.pcall('HDEL', base .. 'vouchers', worker) end
 
 local function let_go(id, worker, tenant)
@@ -35,16 +35,16 @@ local function remember(key, line)
   redis.call('HSET', key, 'history', history)
 end
 
--- how: 'hand' (drain, never a crash), 'crash' (its engine died under it), 'orphan' (its worker vanished),
--- 'retry' (runs again after a delay), 'dead' (to be set aside). The log stays, the token stays with the last holder
--- and is worth nothing until the next claim raises it. An orphan that had made progress is not suspected.
+-- how: 'hand' (drain, never counted as a crash), 'crash' (the engine died while it ran the job), 'orphan' (the worker
+-- vanished), 'retry' (run again after a delay), 'dead' (make it a dead letter). The log stays. The token stays too, and
+-- permits no write until the next claim raises it. An orphan whose log has grown since its claim counts no crash.
 local function give_back(id, now, how, alone, delay_ms, note)
   local key = job_key(id)
   local job = redis.call('HMGET', key, 'state', 'worker', 'class', 'tenant', 'entry', 'created_ms', 'mark', 'cost')
   local state, worker, class, tenant = job[1], job[2] or '', class_of(job[3]), job[4] or ''
   if not state then return end
   let_go(id, worker, tenant)
-  if state ~= 'running' then  -- it ended while it waited, and was only to be written down
+  if state ~= 'running' then  -- it ended while it waited and only has to be recorded
     redis.call('HSET', key, 'worker', '')
     redis.call('ZADD', base .. 'ended', whole(now), id)
     return
@@ -70,7 +70,7 @@ local function give_back(id, now, how, alone, delay_ms, note)
   end
 end
 
--- All that it held goes out of its hands, and nobody calls it. Returns how many it held.
+-- Gives back every job of a worker and removes the worker from all sets. Returns how many jobs it owned.
 local function strike_off(worker, now, how)
   local ids = redis.call('SMEMBERS', base .. 'held:' .. worker)
   for _, id in ipairs(ids) do give_back(id, now, how, #ids == 1, 0, '') end
@@ -89,7 +89,7 @@ local function promote(now)
     if job[1] == 'scheduled' then
       redis.call('HSET', job_key(id), 'state', 'queued')
       count_due(id, class_of(job[2]), number(job[6], 0))
-      if number(job[4], 1) > 1 then  -- a retry has queued once already
+      if number(job[4], 1) > 1 then  -- a retry has waited in the queue before
         to_front(id, class_of(job[2]), number(job[5], now))
       else
         enter_lane(id, class_of(job[2]), job[3] or '')
@@ -100,23 +100,23 @@ end
 
 local function expire_waiting(now)
   for _, id in ipairs(redis.call('ZRANGEBYSCORE', base .. 'deadlines', '-inf', whole(now), 'LIMIT', 0, 200)) do
-    redis.call('ZREM', base .. 'deadlines', id)  -- of a running job the engine takes care
+    redis.call('ZREM', base .. 'deadlines', id)  -- the engine expires a running job
     local state = redis.call('HGET', job_key(id), 'state')
-    if (state == 'queued' or state == 'scheduled') and not is_returned(id) then  -- else the next claim sees to it
+    if (state == 'queued' or state == 'scheduled') and not is_returned(id) then  -- else the next claim finds it expired
       end_waiting(id, 'expired', 'deadline_exceeded', 'the deadline passed before the job was claimed', now)
     end
   end
 end
 
--- Who lives sweeps at least twice in a lease. Where nobody did for this part of one, the server was perhaps out of
--- everybody's reach while leases ran out.
+-- Every live worker sweeps at least twice per lease. If no sweep ran for this share of a lease, the server was probably
+-- unreachable, and leases of live workers ran out.
 local UNSWEPT = 0.6
 
 local function is_listed(worker) return redis.call('SISMEMBER', base .. 'workers', worker) == 1 end
 
--- At most once per interval for the whole queue, by whoever comes first. Returns how many orphans it freed.
--- `returns`: the caller was there before. If nobody swept for a while, and he is the first to come back, the others have a
--- lease to do so too. Who comes new finds nobody's jobs but the dead's.
+-- Runs at most once per interval for the whole queue, in the first call that is due. Returns how many orphans it freed.
+-- `returns`: the calling worker was registered before. If such a worker finds that no sweep ran for a while, the other
+-- workers get one lease to come back as well. A new worker sweeps at once: workers that are missing then are dead.
 local function sweep(now, interval_ms, lease_ms, returns)
   promote(now)
   expire_waiting(now)

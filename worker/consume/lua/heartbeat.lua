@@ -1,6 +1,6 @@
--- heartbeat: renew this worker's one lease, sweep for the whole queue, and say what became of its jobs.
--- ARGV[3] worker [4] lease ms [5] sweep interval ms [6] status, then per job it believes to hold: id, token
--- reply: {cancelled ids, lost ids, ids it holds without knowing, number of orphans freed, the status before this one}
+-- heartbeat: renew the worker's lease, sweep the whole queue, and report which of its jobs are cancelled or lost.
+-- ARGV[3] worker  [4] lease, ms  [5] sweep interval, ms  [6] status, then per job that it believes to own: id, token
+-- Reply: {cancelled ids, lost ids, ids that it owns without knowing, number of orphans freed, the previous status}
 check_groups(7, 2)
 local worker, lease_ms, sweep_ms = text(3, 'worker', 1), amount(4, 'lease', 1, MOST), amount(5, 'sweep interval', 0, MOST)
 if refusal then return refusal end
@@ -8,12 +8,12 @@ local returns = is_listed(worker)
 local before = redis.pcall('GET', base .. 'worker:' .. worker)
 redis.call('SET', base .. 'worker:' .. worker, ARGV[6], 'PX', whole(lease_ms))
 redis.call('SADD', base .. 'workers', worker)
-redis.call('HSET', meta, 'served', '1')  -- for submit: a worker has had this queue
+redis.call('HSET', meta, 'served', '1')  -- tells submit that a worker has served this queue
 local cancelled, lost, strays, known = {}, {}, {}, {}
 for first = 7, #ARGV, 2 do
   local id = ARGV[first]
   known[id] = true
-  local job = redis.pcall('HMGET', job_key(id), 'token', 'worker', 'cancel', 'settled')  -- what is no job is lost
+  local job = redis.pcall('HMGET', job_key(id), 'token', 'worker', 'cancel', 'settled')  -- no valid hash: lost
   if job.err or job[1] ~= ARGV[first + 1] or job[2] ~= worker or job[4] then
     lost[#lost + 1] = id
   elseif job[3] then

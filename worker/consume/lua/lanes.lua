@@ -1,19 +1,20 @@
--- Part of claim: which waiting job is next. Urgent classes first with a share kept for the others; within a class
--- the tenant that was served least (its lane's score is estimated tokens served, divided by the tenant's weight).
+-- Part of claim: picks the next waiting job. Urgent classes come first, with a share of the claims for the others.
+-- Within a class the tenant that was served least comes first: the score of a tenant's stream (its lane) is the estimated
+-- tokens served, divided by the tenant's weight.
 local LANES_LOOKED_AT = 1024
-local SHARE = {standard = 4, bulk = bulk_every}  -- one of so many claims, while any wait
+local SHARE = {standard = 4, bulk = bulk_every}  -- while jobs of the class wait, it gets one job in this many
 
 local function read_one(lane)
   local reply = redis.pcall('XREADGROUP', 'GROUP', GROUP, READER, 'COUNT', 1, 'STREAMS', lane, '>')
   if type(reply) == 'table' and reply.err then
     if redis.call('EXISTS', lane) == 0 then return nil end
-    redis.call('XGROUP', 'CREATE', lane, GROUP, '0')  -- somebody made the stream by hand
+    redis.call('XGROUP', 'CREATE', lane, GROUP, '0')  -- the stream was made by hand and lacks its group
     reply = redis.call('XREADGROUP', 'GROUP', GROUP, READER, 'COUNT', 1, 'STREAMS', lane, '>')
   end
   return reply and reply[1] and reply[1][2] and reply[1][2][1] or nil
 end
 
--- An entry put into a lane by hand may carry the request itself: then it becomes a job here, if its name is printable.
+-- Turns an entry that was added by hand, with the request in it, into a job if its name is printable. Returns the id.
 local function adopt(class, tenant, entry)
   local fields = {}
   for place = 1, #entry[2], 2 do fields[entry[2][place]] = entry[2][place + 1] end
@@ -35,7 +36,7 @@ local function read_job_of(class, tenant, entry)
   redis.call('HINCRBY', meta, 'entries_dropped', 1)
 end
 
-local tenants = {}  -- what is set for each, read once
+local tenants = {}  -- limit and weight of each tenant, read once
 
 local function settings_of(tenant)
   if not tenants[tenant] then
@@ -51,7 +52,8 @@ local function may_run(tenant)
   return tonumber(redis.call('HGET', tenant_key(tenant), 'running') or 0) + (taken[tenant] or 0) < limit
 end
 
--- The nameless tenant's lane is always looked at: entries made by hand arrive there.
+-- Reads a class's tenants and their scores. The stream of the nameless tenant is always included, because entries made
+-- by hand arrive there.
 local function open_class(name)
   local present = tonumber(redis.call('HGET', meta, 'served:' .. name) or 0)
   local flat = redis.call('ZRANGE', lanes_key(name), 0, LANES_LOOKED_AT - 1, 'WITHSCORES')
@@ -89,7 +91,7 @@ local function charge(class, lane, cost)
   class.lanes[place] = lane
 end
 
--- The class's next job, read from its lane; nil when none may run.
+-- Returns the class's next job, read from its tenant's stream; nil if none may run.
 local function next_of(class)
   while class.lanes[1] do
     local lane = class.lanes[1]
@@ -98,7 +100,7 @@ local function next_of(class)
       local id, job = read_job_of(class.name, lane.tenant, entry)
       if id then return id, job, lane end
     elseif entry == false then
-      table.remove(class.lanes, 1)  -- at its limit: the lane stays, for a later claim
+      table.remove(class.lanes, 1)  -- the tenant is at its limit: its stream stays for a later claim
     else
       close_lane(class, lane)
     end
@@ -120,7 +122,7 @@ local function take_next(classes)
   for _, class in ipairs(order_of(classes)) do
     local id, job, lane = next_of(class)
     if id then
-      if not take(id, job) then  -- the reply is full, and the entry is read: next time it comes first
+      if not take(id, job) then  -- the reply is full, but the entry is read: the job comes first next time
         leave_lane(id, job.class, job.tenant, redis.call('HGET', job_key(id), 'entry'))
         to_front(id, job.class, job.created)
         return false

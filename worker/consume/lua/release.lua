@@ -1,5 +1,6 @@
--- release: a worker gives jobs back. Per job, from ARGV[3]: id, token, how, delay ms, note (see give_back in hands.lua).
--- reply per job: 1 given back (or already), 0 refused. One crashed job in a call was alone in its engine.
+-- release: give jobs back to the queue. From ARGV[3] per job: id, token, how, delay in ms, note (see give_back in
+-- hands.lua). Reply per job: 1 given back, now or before; 0 refused.
+-- If a call has exactly one crashed job, that job was alone in its engine.
 local FIELDS, now, reply, num_crashed = 5, clock_ms(), {}, 0
 check_groups(3, FIELDS)
 for first = 3, #ARGV, FIELDS do

@@ -1,5 +1,6 @@
--- resign: ARGV[3] worker [4] how, as in give_back: 'hand' at the end of a drain or of a freeze that outlasted the
--- lease; 'orphan' when a worker of the same name starts anew. It holds nothing any more. Reply: how many it held.
+-- resign: give back all jobs of a worker, and end its lease.
+-- ARGV[3] worker  [4] how, as in give_back: 'hand' at the end of a drain, or after a freeze that outlasted the lease;
+-- 'orphan' when a worker of the same name starts. Reply: how many jobs it owned.
 text(3, 'worker', 1)
 one_of(4, 'how', {'hand', 'orphan'})
 if refusal then return refusal end

@@ -1,8 +1,8 @@
--- Part of claim: one job goes into a worker's hands.
--- ARGV[3] worker [4] lease ms [5] sweep interval ms [6] credits [7] largest reply in bytes [8] solo crashes allowed
--- [9] crashes allowed [10] log TTL s [11] one claim of so many is bulk's, while bulk waits
--- [12] how often a worker may vanish under a job  [13] further credits, for interactive jobs alone
--- [14] '1': the ids that follow are all that this worker knows it holds
+-- Part of claim: delivers one job to a worker.
+-- ARGV[3] worker  [4] lease, ms  [5] sweep interval, ms  [6] credits  [7] largest reply, bytes  [8] crashes allowed
+-- alone  [9] crashes allowed  [10] log TTL, s  [11] while bulk jobs wait, one job in this many is bulk
+-- [12] how many deliveries of a job may end with a vanished worker  [13] further credits, for interactive jobs only
+-- [14] '1': the ids that follow are all jobs that this worker knows it owns
 check_groups(15, 1)
 local worker, lease_ms = text(3, 'worker', 1), amount(4, 'lease', 1, MOST)
 local sweep_ms, credits = amount(5, 'sweep interval', 0, MOST), amount(6, 'credits', 0, MOST)
@@ -13,7 +13,7 @@ local urgent, audit = amount(13, 'urgent credits', 0, MOST), one_of(14, 'audit',
 if refusal then return refusal end
 local held = base .. 'held:' .. worker
 local now, deliveries, bytes, is_full = clock_ms(), {}, 0, false
--- Counted here and written once, at the end: jobs taken by tenant, and jobs and cost that left each class's backlog.
+-- Collected here and written once, at the end: jobs delivered per tenant; jobs and cost that left each class's backlog.
 local taken, left, num_taken = {}, {}, 0
 
 local function write_counts()
@@ -47,7 +47,7 @@ local function read_job(id)
   }
 end
 
--- What somebody else has put in its place is no log: the job begins again.
+-- If the key is no log, because somebody else wrote it, it is deleted and the job starts again.
 local function read_log(id)
   local chunks, size, index = {}, 0, 0
   local entries = redis.pcall('XRANGE', log_key(id), '-', '+')
@@ -69,8 +69,8 @@ local function is_paid(job)
   return credits > 0 or (urgent > 0 and job.class == CLASSES[1]) or verdict_of(job) ~= 'run'
 end
 
--- Returns false when the reply is full: the job stays where it is. `again`: this worker holds it already, and
--- never heard of it.
+-- Returns false if the reply is full: the job stays where it is. `again`: the worker owns the job already, but the
+-- reply that delivered it was lost.
 local function take(id, job, again)
   local chunks, size, index = read_log(id)
   size = size + #job.request
@@ -80,7 +80,7 @@ local function take(id, job, again)
   end
   bytes = bytes + size
   local verdict = verdict_of(job)
-  -- Tokens only grow, also when the server comes back without its last second: the clock went on.
+  -- Tokens only grow, even if the server restarts without its last second of writes, because the clock went on.
   local token = math.max(job.token + 1, now)
   local started = job.started > 0 and job.started or now
   local state = job.state
@@ -88,7 +88,7 @@ local function take(id, job, again)
     job.deliveries = job.deliveries + 1
     redis.call('SADD', held, id)
     taken[job.tenant], num_taken = (taken[job.tenant] or 0) + 1, num_taken + 1
-    if job.uncounted then  -- a worker of an older version has moved it into its lane
+    if job.uncounted then  -- a worker of an older version moved it into its stream
       redis.call('HDEL', job_key(id), 'uncounted')
     elseif state == 'queued' then
       local sum = left[job.class] or {jobs = 0, cost = 0}
