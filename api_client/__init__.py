@@ -1,4 +1,4 @@
-"""The producers' side: submit jobs, stream their tokens, fetch results. It never imports the worker."""
+"""The producer's side: submit jobs, stream their tokens, fetch results."""
 
 from api_client.async_client import AsyncClient
 from api_client.base import ClientOptions

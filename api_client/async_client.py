@@ -1,4 +1,5 @@
-"""The producer's client for an event loop: the calls of Client, awaited. All streams share one connection.
+"""The client for an event loop: the methods of Client as coroutines. All streams share one
+connection.
 
 async with AsyncClient("redis://localhost:6379/0", queue="smollm2-135m-instruct") as client:
     job = await client.submit(prompt="Once upon a time", max_tokens=64)
@@ -51,7 +52,9 @@ _COMMANDS_AT_ONCE = 32  # and so many connections: thousands of tasks may wait f
 
 
 class AsyncClient(ClientBase):
-    """See Client; bound to the event loop it is first used in."""
+    """A client of one queue, for one event loop: the loop in which it is first used. Client
+    describes the arguments.
+    """
 
     def __init__(
         self,
@@ -71,23 +74,26 @@ class AsyncClient(ClientBase):
     # ── jobs ──
 
     async def submit(self, request: JobRequest | None = None, **arguments: Any) -> JobHandle:
-        """As Client.submit."""
+        """Submit one job and return its id; see Client.submit."""
         return (await self.submit_many([self._request(request, arguments)]))[0]
 
     async def submit_many(self, jobs: Iterable[JobRequest | Mapping[str, Any]]) -> list[JobHandle]:
-        """As Client.submit_many."""
+        """Submit many jobs in few round trips; see Client.submit_many."""
         with producing(self.queue, self._requests(jobs)) as requests:
             return self._noted(await self._run(programs.submit(self._view, requests)))
 
     def stream(
         self, job: str, *, starting_after: str | int = 0, timeout: float | None = None
     ) -> AsyncGenerator[Chunk, None]:
-        """As Client.stream. Close it (`aclose`) when you leave it early and care when its subscription ends."""
+        """Yield every chunk of a job once and in order; see Client.stream.
+
+        If you leave the stream early, call `aclose` on it to end its subscription at once.
+        """
         starting_after = programs.check_starting_after(starting_after)
         return self._tell(programs.follow(self._view, str(job), starting_after, timeout))
 
     async def result(self, job: str, timeout: float | None = None, *, check: bool = False) -> JobResult:
-        """As Client.result."""
+        """Wait until a job has ended and return its result; see Client.result."""
         result = await self._run(programs.wait(self._view, str(job), timeout))
         if check and result.status is not JobStatus.SUCCEEDED:
             raise JobFailed(result)
@@ -97,13 +103,13 @@ class AsyncClient(ClientBase):
         return await self._run(programs.status(self._view, str(job)))
 
     async def cancel(self, job: str) -> str:
-        """As Client.cancel."""
+        """Cancel a job; see Client.cancel."""
         return await self._run(programs.cancel(self._view, str(job)))
 
     # ── the queue ──
 
     async def list(self, status: JobStatus | str | None = None, limit: int = 100) -> Sequence[JobInfo]:
-        """Jobs that are not over, and dead ones."""
+        """List the jobs that have not ended, and dead jobs; see Client.list."""
         wanted = JobStatus(status) if status is not None else None
         return await self._run(queue_programs.jobs(self._view, wanted, limit))
 
@@ -111,11 +117,11 @@ class AsyncClient(ClientBase):
         return await self._run(queue_programs.depth(self._view))
 
     async def overview(self) -> QueueState:
-        """As Client.overview."""
+        """Return the state of the queue; see Client.overview."""
         return await self._run(queue_state.overview(self._view))
 
     async def is_served(self) -> bool:
-        """As Client.is_served."""
+        """Return whether a worker has ever served this queue; it may be away now."""
         return await self._run(is_served(self._view))
 
     async def workers(self) -> Sequence[WorkerStatus]:
@@ -125,7 +131,7 @@ class AsyncClient(ClientBase):
         return await self._run(queue_programs.dead(self._view, limit))
 
     async def redrive(self, jobs: Sequence[str] | None = None, limit: int = 100) -> Sequence[str]:
-        """As Client.redrive."""
+        """Return dead jobs to the queue; see Client.redrive."""
         return await self._run(queue_programs.redrive(self._view, jobs, limit))
 
     async def set_limits(
@@ -137,7 +143,7 @@ class AsyncClient(ClientBase):
         concurrency: int | None = None,
         weight: float | None = None,
     ) -> None:
-        """As Client.set_limits."""
+        """Set the limits of a tenant; see Client.set_limits."""
         limits = {"rate": rate, "burst": burst, "concurrency": concurrency, "weight": weight}
         await self._run(queue_programs.set_limits(self._view, tenant, limits))
 
@@ -145,7 +151,7 @@ class AsyncClient(ClientBase):
         await self._run(queue_programs.set_queue_limit(self._view, limit))
 
     async def close(self) -> None:
-        """For good; calls and streams in progress end with ClientClosed."""
+        """Close the client for good. Calls and streams in progress end with ClientClosed."""
         self.is_closed = True
         await self._hub.close()
         await self._redis.aclose()
@@ -163,11 +169,13 @@ class AsyncClient(ClientBase):
     # ── performing programs ──
 
     async def perform(self, program: Program[T]) -> T:
-        """Run a program over effects, for what is built on the client beside its own calls."""
+        """Run a program over effects. Modules that extend the client beyond its own methods use
+        this.
+        """
         return await self._run(program)
 
     async def _run(self, program: Program[T]) -> T:
-        """A program that tells nothing on the way."""
+        """Run a program that yields no values to the caller; return its result."""
         performer = _Performer(self, self._redis, self._hub, self._turns)
         try:
             effect = performer.step(program)
@@ -202,7 +210,7 @@ class AsyncClient(ClientBase):
 
 
 class _Performer:
-    """Carries out one program's effects; owns its subscription."""
+    """Executes the effects of one program, and owns the subscription that it opens."""
 
     def __init__(
         self, client: AsyncClient, connection: redis.asyncio.Redis, hub: ChannelHub, turns: asyncio.Semaphore
@@ -217,7 +225,9 @@ class _Performer:
         self._trouble: TokenmillError | None = None
 
     def step(self, program: Program[Any]) -> Effect | None:
-        """The next effect, given the last one's answer; None at the end."""
+        """Send the answer to the last effect into the program and return its next effect; None at
+        the end.
+        """
         answer, trouble = self.answer, self._trouble
         self.answer, self._trouble = None, None
         try:

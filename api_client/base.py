@@ -1,4 +1,4 @@
-"""What Client and AsyncClient share besides their programs: options, building requests, the database."""
+"""The parts that Client and AsyncClient share: options, building of requests, and the database."""
 
 from __future__ import annotations
 
@@ -37,7 +37,11 @@ _NO_MASTER = (redis.sentinel.MasterNotFoundError, redis.asyncio.sentinel.MasterN
 
 @dataclass(frozen=True, slots=True)
 class ClientOptions:
-    """`link.retries` is safe here: every call of the client may be repeated. See QueueView for the others."""
+    """Options of a client.
+
+    `link` configures the connections; its retries are safe, because every call of the client may be
+    repeated. QueueView describes the other options.
+    """
 
     link: Link = field(default_factory=lambda: Link(retries=3, client_name="tokenmill"))
     queue_limit: int = 0
@@ -49,7 +53,7 @@ class ClientOptions:
 
 
 class ClientBase:
-    """No connection is made before the first call."""
+    """The common part of both clients. No connection is opened before the first call."""
 
     def __init__(self, url: str, queue: str, database: str | None, prefix: str, options: ClientOptions) -> None:
         self.keys = Keys(checked_queue(queue), prefix)
@@ -81,16 +85,18 @@ class ClientBase:
 
     @property
     def database(self) -> str | None:
-        """Its URL."""
+        """The URL of the database; None if there is none."""
         return self._database
 
     @property
     def view(self) -> QueueView:
-        """What a program of one's own needs to know."""
+        """The keys and limits of the queue, for programs passed to `perform`."""
         return self._view
 
     def look_up(self, job_id: str) -> JobResult | None:
-        """In the database, if there is one. Raises ClientClosed."""
+        """Return a job's result from the database; None without a database or a row. Raises
+        ClientClosed.
+        """
         if self._database is None:
             return None
         with self._opening:
@@ -117,7 +123,7 @@ class ClientBase:
         return checked(request)
 
     def _noted(self, handles: list[JobHandle]) -> list[JobHandle]:
-        """Warn, once, of jobs in a queue that no worker has ever served."""
+        """Return the handles. Warn once per client if no worker has ever served the queue."""
         if handles and handles[-1].is_unserved and not self._has_warned:
             self._has_warned = True
             trouble = QueueUnserved(self.queue, handles[-1])
@@ -132,21 +138,25 @@ class ClientBase:
 
 
 def checked_queue(name: str) -> str:
-    """The name. Raises ConfigurationError."""
+    """Return the name of a queue. Raises ConfigurationError if it is not a valid name."""
     if not name or any(letter in name for letter in "{} \t\r\n"):
         raise ConfigurationError(f"a queue's name must not be empty, nor contain braces or white space: {name!r}")
     return name
 
 
 def check_open(client: ClientBase) -> None:
-    """Raises ClientClosed."""
+    """Raise ClientClosed if the client has been closed."""
     if client.is_closed:
         raise ClientClosed
 
 
 def translate(error: Exception) -> TokenmillError:
-    """A refused user becomes ConfigurationError, and an argument that a script refuses (INVALID) InvalidRequest: no
-    waiting repairs these. All else is the server's trouble: QueueUnavailable."""
+    """Return the client's exception for one of the Redis library.
+
+    A user that the server rejects becomes ConfigurationError, and an argument that a script rejects
+    (INVALID) becomes InvalidRequest: waiting repairs neither. Every other error is trouble with the
+    server and becomes QueueUnavailable.
+    """
     source = error.__cause__ if isinstance(error, QueueUnavailable) else error
     if isinstance(source, (AuthenticationError, NoPermissionError)):
         refusal = ConfigurationError(f"Redis refuses this user: {source}")

@@ -1,11 +1,12 @@
-"""The producer's client for threads and scripts: submit jobs, stream their tokens, fetch results.
+"""The client for threads and scripts: submits jobs, streams their tokens and fetches results.
 
     with Client("redis://localhost:6379/0", queue="smollm2-135m-instruct") as client:
         job = client.submit(prompt="Once upon a time", max_tokens=64)
         for chunk in client.stream(job):
             print(chunk.text, end="")
 
-Safe to share between threads; it has no thread of its own. What the calls do is written in programs.py.
+A client may be shared between threads; it starts no thread of its own. The operations behind its
+methods are in programs.py.
 """
 
 from __future__ import annotations
@@ -50,7 +51,17 @@ T = TypeVar("T")
 
 
 class Client(ClientBase):
-    """`database` is where results are looked up after Redis has forgotten them (needs the extra `sql`)."""
+    """A client of one queue, for threads and scripts.
+
+    Args:
+        url: of the Redis server, as connections.py describes. Nothing is sent before the first call.
+        queue: name of the queue.
+        database: URL of the database in which results are looked up when Redis no longer has them;
+            needs the extra `sql`.
+        prefix: the prefix of all keys in Redis.
+        options: timeouts, retries and limits.
+        redis_client: a client to use in place of a new connection to `url`.
+    """
 
     def __init__(
         self,
@@ -68,24 +79,49 @@ class Client(ClientBase):
     # ── jobs ──
 
     def submit(self, request: JobRequest | None = None, **arguments: Any) -> JobHandle:
-        """Queue one job; returns its id. Arguments are the fields of JobRequest and SamplingParams by their names;
-        `deadline` in seconds from now, `not_before` a Unix time (or datetime). Raises InvalidRequest, QueueFull, …"""
+        """Submit one job and return its id.
+
+        Pass either a JobRequest, or its fields and those of SamplingParams by their names.
+        `deadline` and `not_before` replace the `_ms` fields: `deadline` is in seconds from now and
+        `not_before` a Unix time; both also accept a datetime or a timedelta from now.
+
+        Raises InvalidRequest with all problems of the request, QueueFull, RateLimited,
+        IdempotencyConflict or QueueUnavailable.
+        """
         return self.submit_many([self._request(request, arguments)])[0]
 
     def submit_many(self, jobs: Iterable[JobRequest | Mapping[str, Any]]) -> list[JobHandle]:
-        """Queue many jobs in few round trips. A refusal names those already accepted in `.accepted`."""
+        """Submit many jobs in few round trips and return their ids in the same order.
+
+        Each round trip stores all of its jobs or none. If the queue refuses one (QueueFull,
+        RateLimited), the exception's `accepted` has the ids of the jobs stored before it.
+        """
         with producing(self.queue, self._requests(jobs)) as requests:
             return self._noted(self._run(programs.submit(self._view, requests)))
 
     def stream(self, job: str, *, starting_after: str | int = 0, timeout: float | None = None) -> Iterator[Chunk]:
-        """Every chunk of the job once and in order, from now or long ago, through reconnects, to its last chunk.
-        `starting_after`: the `position` of the last chunk that you have; with one choice, a number of tokens will do.
-        `timeout`: the longest silence, then ResultTimeout."""
+        """Yield every chunk of a job once and in order, up to its last chunk.
+
+        The job may have started or ended long ago. A broken connection is opened again.
+
+        Args:
+            job: id of the job.
+            starting_after: `position` of the last chunk that you have; with one choice, a number of
+                tokens also works.
+            timeout: seconds without a new chunk after which ResultTimeout is raised. Time that the
+                caller spends between two chunks does not count. None: no limit.
+        """
         starting_after = programs.check_starting_after(starting_after)
         return self._drive(programs.follow(self._view, str(job), starting_after, timeout))
 
     def result(self, job: str, timeout: float | None = None, *, check: bool = False) -> JobResult:
-        """Wait for the end. With `check`, a job that did not succeed raises JobFailed."""
+        """Wait until a job has ended and return its result.
+
+        Args:
+            job: id of the job.
+            timeout: seconds after which ResultTimeout is raised. None: no limit.
+            check: raise JobFailed unless the job succeeded.
+        """
         result = self._run(programs.wait(self._view, str(job), timeout))
         if check and result.status is not JobStatus.SUCCEEDED:
             raise JobFailed(result)
@@ -95,14 +131,24 @@ class Client(ClientBase):
         return self._run(programs.status(self._view, str(job)))
 
     def cancel(self, job: str) -> str:
-        """ "cancelled" (it waited), "cancelling" (it runs and will stop within a step, or ran and its next worker ends
-        it), or the state it ended in."""
+        """Cancel a job. Repeating the call is safe.
+
+        Returns "cancelled" if the job was waiting and has ended now; "cancelling" if it is running
+        and will stop within a step, or if it ran before and its next worker will end it; else the
+        state in which the job had ended already.
+        """
         return self._run(programs.cancel(self._view, str(job)))
 
     # ── the queue ──
 
     def list(self, status: JobStatus | str | None = None, limit: int = 100) -> Sequence[JobInfo]:
-        """Jobs that are not over, and dead ones."""
+        """List the jobs that have not ended, and dead jobs: running jobs first, then by class and
+        age.
+
+        Args:
+            status: list only jobs of this state. None: all.
+            limit: the largest number of jobs to return.
+        """
         wanted = JobStatus(status) if status is not None else None
         return self._run(queue_programs.jobs(self._view, wanted, limit))
 
@@ -110,11 +156,11 @@ class Client(ClientBase):
         return self._run(queue_programs.depth(self._view))
 
     def overview(self) -> QueueState:
-        """Everything about the queue at a glance."""
+        """Return the state of the queue: backlog, tenants, counters and live workers."""
         return self._run(queue_state.overview(self._view))
 
     def is_served(self) -> bool:
-        """Has a worker ever served this queue? One that is away for now has."""
+        """Return whether a worker has ever served this queue; it may be away now."""
         return self._run(is_served(self._view))
 
     def workers(self) -> Sequence[WorkerStatus]:
@@ -124,7 +170,12 @@ class Client(ClientBase):
         return self._run(queue_programs.dead(self._view, limit))
 
     def redrive(self, jobs: Sequence[str] | None = None, limit: int = 100) -> Sequence[str]:
-        """Return dead jobs to the queue; without ids, the oldest. Returns the ids that went back."""
+        """Return dead jobs to the queue, and return the ids of those that were.
+
+        Args:
+            jobs: ids of the jobs. None: the oldest dead jobs.
+            limit: the largest number of jobs to return to the queue.
+        """
         return self._run(queue_programs.redrive(self._view, jobs, limit))
 
     def set_limits(
@@ -136,16 +187,28 @@ class Client(ClientBase):
         concurrency: int | None = None,
         weight: float | None = None,
     ) -> None:
-        """Jobs a second, jobs at once, and share of a tenant; "*": of each that has no limits of its own. 0: none."""
+        """Set the limits of a tenant. Values that are None stay as they are; 0 removes a limit.
+
+        Args:
+            tenant: name of the tenant; "*" sets the limits of every tenant without its own.
+            rate: jobs a second that the tenant may submit.
+            burst: jobs that the tenant may submit at once before `rate` limits it.
+            concurrency: jobs of the tenant that may run at once.
+            weight: share of the tenant in relation to the others.
+        """
         limits = {"rate": rate, "burst": burst, "concurrency": concurrency, "weight": weight}
         self._run(queue_programs.set_limits(self._view, tenant, limits))
 
     def set_queue_limit(self, limit: int) -> None:
-        """Submit refuses above so many waiting jobs, scheduled ones not counted; 0: no limit."""
+        """Set how many jobs may wait in the queue before submit raises QueueFull; 0 removes the
+        limit.
+
+        Scheduled jobs do not count before they are due.
+        """
         self._run(queue_programs.set_queue_limit(self._view, limit))
 
     def close(self) -> None:
-        """For good; calls and streams in other threads end with ClientClosed."""
+        """Close the client for good. Calls and streams in other threads end with ClientClosed."""
         self.is_closed = True
         self._redis.close()
         self._close_results()
@@ -161,11 +224,13 @@ class Client(ClientBase):
     # ── performing programs ──
 
     def perform(self, program: Program[T]) -> T:
-        """Run a program over effects, for what is built on the client beside its own calls."""
+        """Run a program over effects. Modules that extend the client beyond its own methods use
+        this.
+        """
         return self._run(program)
 
     def _run(self, program: Program[T]) -> T:
-        """A program that tells nothing on the way."""
+        """Run a program that yields no values to the caller; return its result."""
         driver = self._drive(program)
         while True:
             try:
@@ -207,7 +272,7 @@ class Client(ClientBase):
 
 
 class _Performer:
-    """Carries out one program's effects; owns its subscription."""
+    """Executes the effects of one program, and owns the subscription that it opens."""
 
     def __init__(self, client: Client, connection: redis.Redis) -> None:
         self._client = client

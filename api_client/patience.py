@@ -1,6 +1,5 @@
-"""Time limits of one wait for a job: its timeout, the server's absence, and a queue that no worker has ever served.
-
-It knows no connection; the programs that wait ask it how long.
+"""The limits of one wait for a job: its timeout, the time a server may be away, and the time in a
+queue that no worker has ever served.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ RECONNECT_PAUSE_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 
 
 def is_served(view: QueueView) -> Program[bool]:
-    """Has a worker ever served this queue? As submit.lua asks."""
+    """Return whether a worker has ever served this queue; submit.lua decides it in the same way."""
     finished = [f"finished:{state.value}" for state in JobStatus if state.is_final]
     marks, workers = yield Commands((("HMGET", view.keys.meta, "served", *finished), ("SMEMBERS", view.keys.workers)))
     return bool(workers) or any(mark is not None for mark in marks)
@@ -31,7 +30,7 @@ _WAITING = (JobStatus.SCHEDULED, JobStatus.QUEUED)
 
 
 class Patience:
-    """Time limits of one wait, and what was learnt in it."""
+    """The time limits of one wait, and what was observed during it."""
 
     def __init__(self, view: QueueView, job_id: str, timeout: float | None) -> None:
         self._view = view
@@ -45,7 +44,7 @@ class Patience:
         self.was_known = False
 
     def turn(self) -> float:
-        """How long the next wait may be. Raises ResultTimeout."""
+        """Return the longest time in seconds for the next wait. Raises ResultTimeout."""
         now = time.monotonic()
         until_asked = self._unserved_at - now
         longest = min(self._view.idle_s, until_asked) if until_asked > 0 else self._view.idle_s
@@ -57,7 +56,9 @@ class Patience:
         return min(longest, left)
 
     def check_served(self, info: JobInfo) -> Program[None]:
-        """Ask once, when the job has waited for long enough. Raises QueueUnserved."""
+        """Raise QueueUnserved if the job has waited long enough and no worker has ever served the
+        queue. Ask the server once.
+        """
         is_due = info.status in _WAITING and info.not_before_ms <= time.time() * 1000
         if not is_due or time.monotonic() < self._unserved_at:
             return
@@ -66,7 +67,9 @@ class Patience:
         self._unserved_at = math.inf
 
     def progress(self) -> None:
-        """A token was there, and the user has taken it: his time is no silence."""
+        """Restart the timeout after a chunk was delivered and its consumer came back, so that the
+        consumer's own time does not count.
+        """
         if self._timeout is not None:
             self._since = time.monotonic()
 
@@ -74,7 +77,9 @@ class Patience:
         self.was_connected, self._failures, self._trouble_since = True, 0, None
 
     def bear(self, trouble: TokenmillError) -> float:
-        """The pause before the next attempt; raises the trouble when it lasts too long, or was there at the start."""
+        """Return the pause in seconds before the next attempt. Raise the error instead if it has
+        lasted too long, or if there was no success before it.
+        """
         now = time.monotonic()
         self._trouble_since = self._trouble_since or now
         seen_before = self.was_connected if isinstance(trouble, QueueUnavailable) else self.was_known

@@ -1,7 +1,9 @@
-"""What the client's calls do, as generator programs over effects: submit, follow, wait, status, cancel.
+"""The operations behind the clients' methods, as generators over effects: submit, follow, wait,
+status and cancel.
 
-A stream subscribes first, then reads the log from where it is, then follows the messages, and reads the log again
-wherever something is missing. Pub/sub may lose anything at any time; the log, the hash and the database may not.
+A stream first subscribes, then reads the log from its position, then follows the messages, and
+reads the log again wherever a message is missing. Pub/sub may lose messages at any time; the log,
+the job's hash and the database do not.
 """
 
 from __future__ import annotations
@@ -40,9 +42,12 @@ SUBMIT_BYTES = 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class QueueView:
-    """Which queue, and how patiently. `queue_limit`, `idempotency_ttl_s`: 0 is the queue's own. `idle_s`: a silent
-    stream looks at the log this often. `patience_s`: so long a stream that was once connected waits for a server, and
-    for the record of a job that the server lost."""
+    """The keys of a queue, and the limits and times that a client applies to it.
+
+    `queue_limit` and `idempotency_ttl_s`: 0 uses the queue's own setting. `idle_s`: seconds of
+    silence after which a stream reads the log. `patience_s`: seconds for which a stream that was
+    connected waits for a lost server, and for the record of a job that the server lost.
+    """
 
     keys: Keys
     queue_limit: int = 0
@@ -57,7 +62,9 @@ class QueueView:
 
 
 def submit(view: QueueView, requests: Sequence[JobRequest]) -> Program[list[JobHandle]]:
-    """All of them, in as few calls as size allows; each call stores all of its jobs or none."""
+    """Submit all requests in as few calls as their size allows. Each call stores all of its jobs or
+    none.
+    """
     handles: list[JobHandle] = []
     for part in in_parts(map(_submit_arguments, requests), SUBMIT_BYTES, SUBMIT_JOBS):
         arguments: list[Argument] = [view.queue_limit, round(view.idempotency_ttl_s * 1000)]
@@ -110,8 +117,10 @@ def _read_submitted(view: QueueView, reply: list[bytes]) -> list[JobHandle]:
 
 
 def ask_each(commands: Sequence[tuple[Argument, ...]]) -> Program[Sequence[Any]]:
-    """Sends commands in one round trip. A key of another type answers for itself, as an exception among the replies;
-    other trouble with the server is raised.
+    """Send commands in one round trip and return their replies.
+
+    A command whose key holds another type has the exception as its reply; any other server error is
+    raised.
     """
     replies: Sequence[Any] = yield Commands(tuple(commands), tolerant=True)
     if any(isinstance(reply, Exception) and not is_wrong_type(reply) for reply in replies):
@@ -120,18 +129,18 @@ def ask_each(commands: Sequence[tuple[Argument, ...]]) -> Program[Sequence[Any]]
 
 
 def ask_records(view: QueueView, job_ids: Sequence[str]) -> Program[list[tuple[str, Any, Any]]]:
-    """The arguments of `read_record` for each job."""
+    """Return the arguments of `read_record` for each job."""
     replies = yield from ask_each([command for job_id in job_ids for command in questions(view.keys, job_id)])
     return list(zip(job_ids, replies[::2], replies[1::2], strict=True))
 
 
 def read(view: QueueView, job_ids: Sequence[str]) -> Program[list[Record | None]]:
-    """Raises UnreadableRecord when one of them cannot be read."""
+    """Return the record of each job, None for an unknown job. Raises UnreadableRecord."""
     return [read_record(*each) for each in (yield from ask_records(view, job_ids))]
 
 
 def status(view: QueueView, job_id: str) -> Program[JobInfo]:
-    """From Redis while it remembers, then from the database."""
+    """Return a job's state from Redis, or from the database if Redis no longer has it."""
     (record,) = yield from read(view, [job_id])
     if record is not None:
         return record.info
@@ -156,7 +165,12 @@ def cancel(view: QueueView, job_id: str) -> Program[str]:
 
 
 def follow(view: QueueView, job_id: str, starting_after: str | int, timeout: float | None) -> Program[None]:
-    """Tells every chunk behind the position `starting_after` once. `timeout`: the longest silence."""
+    """Emit every chunk after the position `starting_after` once.
+
+    Args:
+        starting_after: a chunk's position, or a number of tokens.
+        timeout: seconds without a new chunk after which ResultTimeout is raised; None: no limit.
+    """
     cursor = StreamCursor(job_id, starting_after)
     patience = Patience(view, job_id, timeout)
     told_by = functools.partial(_told_by, cursor)
@@ -182,7 +196,7 @@ def follow(view: QueueView, job_id: str, starting_after: str | int, timeout: flo
 
 
 def _look_again(view: QueueView, cursor: StreamCursor, patience: Patience, *, was_silent: bool) -> Program[None]:
-    """The messages do not say how it goes on: the log does."""
+    """Read the log when the messages do not show how the answer continues."""
     before = cursor.num_tokens
     yield from _catch_up(view, cursor, patience)
     if was_silent and cursor.num_tokens > before:  # the log had what no message told: the subscription is dead
@@ -190,7 +204,9 @@ def _look_again(view: QueueView, cursor: StreamCursor, patience: Patience, *, wa
 
 
 def _chunk_of(message: object) -> Chunk | None:
-    """What cannot be read counts as missed: the log knows better."""
+    """Decode a message. Returns None if it cannot be read: it then counts as missed and the log is
+    read instead.
+    """
     try:
         return decode_chunk(message) if isinstance(message, bytes) else None
     except DecodeError:
@@ -198,13 +214,19 @@ def _chunk_of(message: object) -> Chunk | None:
 
 
 def _told_by(cursor: StreamCursor, message: object) -> list[Chunk] | None:
-    """What of it is news; None where something is missing before it, and at the job's end."""
+    """Return the chunks in a message that the subscriber does not have yet.
+
+    Returns None if a chunk before them is missing, and for the job's last chunk.
+    """
     chunk = _chunk_of(message)
     return cursor.accept(chunk) if chunk is not None and not chunk.is_last else None
 
 
 def _catch_up(view: QueueView, cursor: StreamCursor, patience: Patience) -> Program[None]:
-    """From the log; if the job is over, from its result. The log comes first: when it is gone, the result is there."""
+    """Emit the missing chunks from the log, and from the result if the job has ended.
+
+    The log is read first: when it is deleted, the result exists already.
+    """
     keys, start = view.keys, cursor.log_start
     while not cursor.is_over:
         entries, values = yield from _ask_of_log(
@@ -230,8 +252,10 @@ def _catch_up(view: QueueView, cursor: StreamCursor, patience: Patience) -> Prog
 
 
 def _ask_of_log(*commands: tuple[Argument, ...]) -> Program[list[Any]]:
-    """The first reads the job's log. One that is none has no entries: the job's worker makes it again, or the result
-    replaces it.
+    """Send commands of which the first reads the job's log.
+
+    A log key of another type counts as a log without entries: the job's worker creates it again, or
+    the result replaces it.
     """
     log, *others = yield from ask_each(commands)
     return [[] if is_wrong_type(log) else log, *others]
@@ -243,7 +267,7 @@ def _tell(chunks: Any) -> Program[None]:
 
 
 def wait(view: QueueView, job_id: str, timeout: float | None) -> Program[JobResult]:
-    """The job's result, as soon as there is one."""
+    """Return the job's result as soon as it exists."""
     patience = Patience(view, job_id, timeout)
     listens = False
     while True:
@@ -265,7 +289,7 @@ def wait(view: QueueView, job_id: str, timeout: float | None) -> Program[JobResu
 
 
 def _until_last(patience: Patience) -> Program[None]:
-    """Returns when the job may have ended: at its last chunk, or to look after a silence."""
+    """Return when the job may have ended: after its last chunk, or after a silence."""
     while True:
         message = yield Receive(patience.turn())
         chunk = _chunk_of(message)
@@ -290,6 +314,6 @@ def _result_now(view: QueueView, job_id: str, patience: Patience) -> Program[Job
 
 
 def check_starting_after(value: str | int) -> str | int:
-    """Raises ConfigurationError."""
+    """Return the value. Raises ConfigurationError if it is no position."""
     read_position(value)
     return value

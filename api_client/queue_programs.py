@@ -1,4 +1,4 @@
-"""Programs about the whole queue: its depth, jobs, workers, limits, and what is set aside as dead."""
+"""Operations on a whole queue: its depth, jobs, workers, limits and dead letters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ MAX_DUE = 1_000  # looked at for the backlog
 
 
 class DeadJob(msgspec.Struct, frozen=True, kw_only=True):
-    """A job that was set aside: what it failed of, and each crash before, one line each."""
+    """A dead letter: a job that was set aside, with its error and its earlier crashes, one line
+    each.
+    """
 
     job_id: str
     died_ms: int
@@ -32,8 +34,9 @@ class DeadJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DueJob(msgspec.Struct, frozen=True, kw_only=True):
-    """A job whose time has come while no worker has moved it into its lane yet. `is_counted`: the queue's counters have
-    it already, as those of an older version do.
+    """A job that is due, and that no worker has moved into its stream yet.
+
+    `is_counted`: the queue's counters include it already, as they do for jobs of an older version.
     """
 
     priority: str
@@ -55,7 +58,11 @@ def depth(view: QueueView) -> Program[QueueDepth]:
 
 
 def due_jobs(view: QueueView) -> Program[list[DueJob]]:
-    """MAX_DUE of them at most. With a living worker there are few; without one they must count, or none is started."""
+    """Return the jobs that are due and still scheduled, MAX_DUE at most.
+
+    With a live worker there are few. Without one they must count as backlog, or an autoscaler would
+    start no worker.
+    """
     keys, now_ms = view.keys, round(time.time() * 1000)
     (ids,) = yield Commands((("ZRANGEBYSCORE", keys.delayed, "-inf", now_ms, "LIMIT", 0, MAX_DUE),))
     fields = ("class", "cost", "uncounted", "due_ms", "created_ms", "state")
@@ -72,7 +79,7 @@ def _due_job(values: Sequence[bytes | None]) -> DueJob:
 
 
 def number_of(value: bytes | str) -> float:
-    """0 for what is no finite number."""
+    """Return a number; 0 if the text is no finite number."""
     try:
         found = float(value)
     except ValueError:
@@ -81,7 +88,7 @@ def number_of(value: bytes | str) -> float:
 
 
 def workers(view: QueueView) -> Program[list[WorkerStatus]]:
-    """Those that are alive, as they described themselves at their last heartbeat."""
+    """Return the live workers, each with the status of its last heartbeat."""
     (ids,) = yield Commands((("SMEMBERS", view.keys.workers),))
     names = sorted(value.decode() for value in ids)
     values = yield Commands(tuple(("GET", view.keys.worker(name)) for name in names))
@@ -90,7 +97,9 @@ def workers(view: QueueView) -> Program[list[WorkerStatus]]:
 
 
 def read_status(worker_id: str, value: bytes) -> WorkerStatus:
-    """A worker that says nothing, or nothing that this version understands, is alive all the same."""
+    """Decode a worker's status. A worker whose status is empty or unreadable is alive too, and gets
+    an empty one.
+    """
     try:
         return decode_status(value) if value else WorkerStatus(worker_id=worker_id)
     except DecodeError:
@@ -98,7 +107,9 @@ def read_status(worker_id: str, value: bytes) -> WorkerStatus:
 
 
 def jobs(view: QueueView, status: JobStatus | None, limit: int) -> Program[list[JobInfo]]:
-    """Jobs that are not settled yet, and dead ones: running first, then by class and age. Ended ones are in SQL."""
+    """Return the jobs that are not recorded yet, and dead ones: running jobs first, then by class
+    and age. Recorded jobs are in SQL.
+    """
     ids = yield from _running(view)
     if status is not JobStatus.RUNNING:
         ids += yield from _waiting(view, limit)
@@ -116,7 +127,9 @@ def jobs(view: QueueView, status: JobStatus | None, limit: int) -> Program[list[
 
 
 def _info_of(job_id: str, values: Any, last: Any) -> JobInfo | None:
-    """A job that cannot be read does not hide the others."""
+    """Return the state of a job; None if its record cannot be read, so that the other jobs are
+    still listed.
+    """
     try:
         record = read_record(job_id, values, last)
     except UnreadableRecord:
@@ -154,13 +167,13 @@ def _job_of(entry: tuple[bytes, Mapping[bytes, bytes]]) -> bytes:
 
 
 def dead(view: QueueView, limit: int) -> Program[list[DeadJob]]:
-    """Newest first."""
+    """Return the dead letters, the newest first."""
     (entries,) = yield Commands((("XREVRANGE", view.keys.dead, "+", "-", "COUNT", limit),))
     return read_dead(entries)
 
 
 def read_dead(entries: Sequence[tuple[bytes, Mapping[bytes, bytes]]]) -> list[DeadJob]:
-    """Raises UnreadableRecord."""
+    """Decode entries of the dead-letter stream. Raises UnreadableRecord."""
     found = []
     with readable("the list of dead jobs"):
         for _, raw in entries:
@@ -172,8 +185,9 @@ def read_dead(entries: Sequence[tuple[bytes, Mapping[bytes, bytes]]]) -> list[De
 
 
 def redrive(view: QueueView, job_ids: Sequence[str] | None, limit: int) -> Program[list[str]]:
-    """Returns dead jobs to their lanes, as if new and without a deadline; without ids, the oldest. Each call of the
-    script reads one page of the dead-letter stream.
+    """Return dead jobs to their streams as new jobs without a deadline; without ids, the oldest.
+
+    Each call of the script reads one page of the dead-letter stream.
     """
     wanted = tuple(dict.fromkeys(job_ids or ()))
     most = limit if job_ids is None else min(limit, len(wanted))
@@ -187,7 +201,9 @@ def redrive(view: QueueView, job_ids: Sequence[str] | None, limit: int) -> Progr
 
 
 def set_limits(view: QueueView, tenant: str, limits: dict[str, float | None]) -> Program[None]:
-    """0 removes a limit. Tenant "*" stands for all that have none of their own."""
+    """Write the limits of a tenant. 0 removes a limit. Tenant "*" stands for all tenants without
+    limits of their own.
+    """
     bad = [
         f"{name} must be at least 0, not {value}" for name, value in limits.items() if value is not None and value < 0
     ]

@@ -1,6 +1,7 @@
-"""What Redis remembers of a job and of a queue, as values. Pure functions over replies.
+"""Builds values from Redis's replies about jobs and queues. Pure functions.
 
-What is damaged, or written by a version that knows more, is refused as UnreadableRecord.
+A record that is damaged, or that a newer version wrote with unknown contents, raises
+UnreadableRecord.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ FIELDS: Final = (
 
 
 class JobInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How a job stands now. `tokens` are those delivered so far; times are Unix milliseconds, 0 for "not yet"."""
+    """The present state of a job. `tokens` counts the tokens delivered so far. Times are Unix
+    milliseconds; 0 means not yet.
+    """
 
     job_id: str
     status: JobStatus
@@ -51,8 +54,11 @@ class JobInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 @dataclass(frozen=True, slots=True)
 class QueueDepth:
-    """Jobs that wait for a worker, per class and in estimated tokens; those in workers' hands; and those that wait for
-    their time or their next attempt, which are no backlog before they are due.
+    """The backlog of a queue.
+
+    `queued` counts the jobs that wait for a worker, per class; `queued_tokens` is their estimated
+    cost in tokens. `running` counts the jobs that workers own. `scheduled` counts the jobs that
+    wait for their start time or next attempt; they are no backlog before they are due.
     """
 
     queued: dict[str, int] = field(default_factory=dict)
@@ -67,7 +73,9 @@ class QueueDepth:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A job's hash. `result` is there once a worker has recorded the end; others end without a worker."""
+    """A job's hash. `result` is set once a worker has recorded the end; a job may also end without
+    a worker.
+    """
 
     info: JobInfo
     result: JobResult | None
@@ -77,7 +85,9 @@ class Record:
         return self.info.status.is_final
 
     def outcome(self, log: Sequence[Chunk] = ()) -> JobResult:
-        """The result; until a worker has recorded it, what it will say, with the text that the log has."""
+        """Return the job's result. Before a worker has recorded it, build it from the hash and from
+        the text in the log.
+        """
         if self.result is not None:
             return self.result
         info = self.info
@@ -99,7 +109,7 @@ _REASONS = {JobStatus.CANCELLED: FinishReason.CANCELLED, JobStatus.EXPIRED: Fini
 
 @contextmanager
 def readable(what: str) -> Iterator[None]:
-    """Whatever cannot be read in the body becomes UnreadableRecord."""
+    """Raise UnreadableRecord for data in the body that cannot be read."""
     try:
         yield
     except (ValueError, OverflowError, KeyError) as error:  # DecodeError is a ValueError
@@ -108,13 +118,15 @@ def readable(what: str) -> Iterator[None]:
 
 
 def questions(keys: Keys, job_id: str) -> tuple[tuple[Argument, ...], ...]:
-    """What to ask the server of a job, for `read_record`."""
+    """Return the commands whose replies `read_record` reads."""
     return ("HMGET", keys.job(job_id), *FIELDS), ("XREVRANGE", keys.log(job_id), "+", "-", "COUNT", 1)
 
 
 def read_record(job_id: str, values: Any, last: Any = ()) -> Record | None:
-    """From the replies to `questions`, of which either may be a refusal: a log that is none has no tokens. None when
-    there is no such job. Raises UnreadableRecord.
+    """Build the record of a job from the replies to `questions`; None if there is no such job.
+
+    Either reply may be an error. If the log's key holds another type, the job counts as having no
+    tokens. Raises UnreadableRecord.
     """
     with readable(f"the record of job {job_id}"):
         if isinstance(values, Exception):
@@ -123,7 +135,9 @@ def read_record(job_id: str, values: Any, last: Any = ()) -> Record | None:
 
 
 def _end_of(last: Any) -> int:
-    """The number of a log's last entry; with one choice, how many tokens the log has."""
+    """Return the number of a log's last entry. With one choice, this is the number of tokens in the
+    log.
+    """
     if isinstance(last, Exception) or not last:
         return 0
     return int(last[0][0].partition(b"-")[0])
@@ -169,7 +183,7 @@ def _read_record(job_id: str, values: Sequence[bytes | None], end: int) -> Recor
 
 
 def info_of(result: JobResult) -> JobInfo:
-    """For a job that only the database remembers."""
+    """Return the state of a job that only the database has."""
     return JobInfo(
         job_id=result.job_id,
         status=result.status,
@@ -189,7 +203,7 @@ def num_tokens_of(result: JobResult) -> int:
 
 
 def read_depth(meta: Mapping[bytes, bytes]) -> QueueDepth:
-    """From the queue's meta hash. Raises UnreadableRecord."""
+    """Return the depth of a queue from its meta hash. Raises UnreadableRecord."""
     with readable("the queue's counters"):
         queued = {
             name.decode().removeprefix("queued:"): int(value)
@@ -201,15 +215,21 @@ def read_depth(meta: Mapping[bytes, bytes]) -> QueueDepth:
 
 
 def is_wrong_type(reply: object) -> bool:
-    """Tells whether the server refused a command because the key holds a value of another type."""
+    """Return whether the server refused a command because the key holds a value of another type."""
     return isinstance(reply, ResponseError) and "WRONGTYPE" in str(reply)
 
 
 def read_log(
     entries: Sequence[tuple[bytes, Mapping[bytes, bytes]]], have: Mapping[int, int] = MappingProxyType({})
 ) -> list[Chunk]:
-    """From the reply to XRANGE. `have`: known tokens of each choice. An entry that is no chunk is passed over where no
-    token is missing for it. Raises UnreadableRecord.
+    """Decode the chunks of a job's log from a reply to XRANGE.
+
+    Args:
+        entries: the entries of the log.
+        have: for each choice, the number of tokens that the reader has already.
+
+    An entry that is no chunk is skipped if no token is missing because of it. Otherwise raises
+    UnreadableRecord.
     """
     chunks: list[Chunk] = []
     ends = dict(have)
@@ -237,7 +257,7 @@ def _chunk_of(fields: Mapping[bytes, bytes]) -> Chunk | None:
 
 
 def answer_of(chunks: Sequence[Chunk], reason: FinishReason | None) -> tuple[ChoiceResult, ...]:
-    """The choices as far as chunks tell them."""
+    """Build the choices of an answer from its chunks, as far as these go."""
     parts: dict[int, list[Chunk]] = {}
     for chunk in chunks:
         parts.setdefault(chunk.choice, []).append(chunk)

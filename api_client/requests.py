@@ -1,7 +1,8 @@
-"""From the keyword arguments of `submit` to a JobRequest: checked, named, fingerprinted, its cost estimated.
+"""Builds a JobRequest from the arguments of `submit`: validates it, gives it an id, computes its
+fingerprint and estimates its cost.
 
-OpenAI's shapes are read in openai_forms.py; what makes a request bad is decided in schemas/validation.py, as it is for
-the worker. It knows no connection.
+openai_forms.py reads OpenAI's shapes. schemas/validation.py decides which requests are valid, for
+the producer and the worker alike.
 """
 
 from __future__ import annotations
@@ -39,8 +40,10 @@ _CHARS_PER_TOKEN = 4
 
 
 class JobHandle(str):
-    """A job's id. `is_new` is False when an idempotency key led to a job that was there already. `is_unserved` is True
-    when no worker had ever served the queue.
+    """The id of a submitted job.
+
+    `is_new` is False if an idempotency key or id led to a job that existed already. `is_unserved`
+    is True if no worker had ever served the queue.
     """
 
     __slots__ = ("is_new", "is_unserved")
@@ -55,7 +58,9 @@ class JobHandle(str):
 
 
 class _Ticks:
-    """Milliseconds and 4096ths of them since 1970, never the same twice and never backwards."""
+    """A clock that counts 4096ths of a millisecond since 1970. Each reading is larger than the one
+    before.
+    """
 
     def __init__(self) -> None:
         self._last = 0
@@ -73,8 +78,10 @@ _ticks = _Ticks()
 
 
 def new_job_id() -> str:
-    """A version 7 UUID: sorts by its time of creation, in one process by the order of calls (RFC 9562, 6.2, method 3).
-    Jobs that came in one millisecond keep their order when a worker gives them back.
+    """Return a version 7 UUID (RFC 9562, 6.2, method 3).
+
+    Ids sort by their time of creation; those of one process by the order of calls. So jobs created
+    in the same millisecond keep their order when a worker returns them to the queue.
     """
     ticks = _ticks.next()
     random = int.from_bytes(os.urandom(8), "big") & (1 << 62) - 1
@@ -84,7 +91,9 @@ def new_job_id() -> str:
 
 
 def build_request(arguments: Mapping[str, Any]) -> JobRequest:
-    """Raises InvalidRequest, with everything that is wrong."""
+    """Build a request from the arguments of `submit`. Raises InvalidRequest with every problem
+    found.
+    """
     unknown = sorted(set(arguments) - _SAMPLING - _REQUEST - _OTHER_NAMES)
     if unknown:
         raise InvalidRequest([f"{name} is neither a job field nor a sampling parameter" for name in unknown])
@@ -108,7 +117,7 @@ def build_request(arguments: Mapping[str, Any]) -> JobRequest:
 
 
 def checked(request: JobRequest, *, is_decoded: bool = False) -> JobRequest:
-    """Raises InvalidRequest."""
+    """Return the request. Raises InvalidRequest if it is not valid."""
     found = problems(request, is_decoded=is_decoded)
     if found:
         raise InvalidRequest(found)
@@ -116,7 +125,11 @@ def checked(request: JobRequest, *, is_decoded: bool = False) -> JobRequest:
 
 
 def _moment_ms(name: str, value: Any, now_ms: int, origin_ms: int) -> int | None:
-    """Seconds after the origin, a span of time from now on, or a moment."""
+    """Return a time in Unix milliseconds; None without a value.
+
+    A number is in seconds after `origin_ms`, a timedelta counts from now, and a datetime is taken
+    as it is.
+    """
     if value is None:
         return None
     if isinstance(value, datetime):
@@ -131,12 +144,14 @@ def _moment_ms(name: str, value: Any, now_ms: int, origin_ms: int) -> int | None
 
 
 def _plain(value: Any) -> Any:
-    """Structs inside become builtins, so that one conversion checks everything."""
+    """Convert the structs inside a value to builtins, so that one conversion checks everything."""
     return msgspec.to_builtins(value, builtin_types=(bytes,), enc_hook=plain)
 
 
 def fingerprint(request: JobRequest) -> str:
-    """Equal for requests that ask for the same: names, times and tracing do not count."""
+    """Return a hash that is equal for requests with the same content. The job's id, its idempotency
+    key, its times and its trace context do not count.
+    """
     same = msgspec.structs.replace(
         request, job_id="", idempotency_key=None, created_ms=0, deadline_ms=None, not_before_ms=None, traceparent=None
     )
@@ -144,7 +159,9 @@ def fingerprint(request: JobRequest) -> str:
 
 
 def estimated_tokens(request: JobRequest) -> int:
-    """What the job will probably cost, for fair sharing; settled with the truth when it ends."""
+    """Estimate the cost of a job in tokens, for fair sharing; replaced by the real cost when the
+    job ends.
+    """
     if request.prompt_ids is not None:
         prompt = len(request.prompt_ids)
     elif request.messages is not None:
