@@ -1,4 +1,4 @@
-"""The engine alone: token ids in, token ids out, no queue, no text, no database.
+"""The engine by itself: token ids in, token ids out, without queue, text or database.
 
 engine = Engine.load(EngineConfig(model="smollm2-135m-instruct", num_blocks=2048))
 outputs = engine.generate_batch([[1, 2, 3]], [SamplingParams(max_tokens=8, temperature=0)])
@@ -42,7 +42,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`Engine` brings torch with it, so it is imported when first asked for: types stay light for everyone else."""
+    """Import Engine and EngineError, and torch with them, only when they are first used."""
     if name in ("Engine", "EngineError"):
         from worker.engine import engine
 

@@ -1,8 +1,8 @@
-"""The engine process's main: `python -m worker.engine.child FD`, spoken to over a Unix socket.
+"""The main of the engine process: `python -m worker.engine.child FD`, with a Unix socket as FD.
 
-The main thread owns the device and the loop, and sends reports itself; another reads commands into the
-mailbox. A third sends what the socket does not take at once. When the socket ends, the parent is gone: the
-process ends at once, even in the middle of a step.
+The main thread owns the device, runs the engine loop and sends reports. A second thread reads
+commands into the mailbox. A third sends what the socket does not accept at once. When the socket
+ends, the parent is gone, and the process ends at once, even in the middle of a step.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class _Start(msgspec.Struct):
 
 
 def main(descriptor: int) -> int:
-    """Load the engine, serve until told to stop; the exit status is 0 only then."""
-    # Read by torch's OpenMP when it is loaded. Threads that spin at their barriers take the cores from the worker's
-    # I/O and its neighbours, and then wait for them: on a shared machine steps became ten times slower.
+    """Load the engine and serve until a Stop command; return 0 only then."""
+    # Torch's OpenMP reads this when it is loaded. Threads that spin at barriers take cores from the worker's I/O
+    # and from other processes, and then wait for those: on a shared machine steps became ten times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # noqa: TID251 - a library reads it, we do not
-    faulthandler.enable()  # where a kernel or a library crashes, the log shows in the midst of what
+    faulthandler.enable()  # if a kernel or library crashes, the log shows the stack
     for number in (signal.SIGINT, signal.SIGTERM):  # the worker decides when its engine ends
         signal.signal(number, signal.SIG_IGN)
     connection = socket.socket(fileno=descriptor)
@@ -47,7 +47,7 @@ def main(descriptor: int) -> int:
     try:
         start = msgspec.msgpack.decode(_receive(connection), type=_Start)
     except (EOFError, OSError):
-        return PARENT_GONE  # before it could say what to load
+        return PARENT_GONE  # it ended before it sent the configuration
     mailbox = Mailbox()
     threading.Thread(target=_read_commands, args=(connection, mailbox), name="commands", daemon=True).start()
     reports = Outlet(connection, on_broken=lambda: os._exit(PARENT_GONE))
@@ -61,7 +61,7 @@ def _serve(start: _Start, mailbox: Mailbox, emit: Callable[[Report], None]) -> i
     from worker.engine.engine import Engine
     from worker.engine.loop import EngineLoop
 
-    lengthen_slices()  # of this thread and those that compute with it, not of the ones that read and write
+    lengthen_slices()  # for this thread and the compute threads it starts, not for the I/O threads
     telling = _Telling(emit)
     try:
         engine = Engine.load(
@@ -75,16 +75,16 @@ def _serve(start: _Start, mailbox: Mailbox, emit: Callable[[Report], None]) -> i
     finally:
         telling.loaded()
     gc.collect()
-    gc.freeze()  # the model and its libraries: every full collection would go through them, in the middle of a step
+    gc.freeze()  # else every full collection would walk model and libraries during a step
     EngineLoop(engine, mailbox, emit).run()
     return 0
 
 
 class _Telling(logging.Handler):
-    """Hands log records to the worker, which writes the log: this process has none of its own.
+    """Forwards log records to the worker, which writes them to its log: this process has no log.
 
-    Warnings of any library go until the end; what the engine says of its loading (kernels that are compiled, how
-    weights lie in memory) goes until `loaded`.
+    Warnings of any library are forwarded until the process ends. Messages of the engine about
+    loading (compiled kernels, the layout of weights) are forwarded until `loaded`.
     """
 
     def __init__(self, emit: Callable[[Report], None]) -> None:
@@ -102,7 +102,11 @@ class _Telling(logging.Handler):
 
 
 def _receive(connection: socket.socket) -> bytes:
-    """One frame; raises EOFError at the end of the stream."""
+    """Receive one frame.
+
+    Raises:
+        EOFError: the stream has ended.
+    """
     length = int.from_bytes(_receive_exactly(connection, LENGTH_BYTES), "little")
     return _receive_exactly(connection, length)
 
@@ -119,13 +123,13 @@ def _receive_exactly(connection: socket.socket, count: int) -> bytes:
 
 
 def _read_commands(connection: socket.socket, mailbox: Mailbox) -> None:
-    arrivals = select.poll()  # who waits in recv is woken whenever the worker has read what we sent; who polls is not
+    arrivals = select.poll()  # unlike recv, poll does not wake when the worker reads our data
     arrivals.register(connection, select.POLLIN)
     try:
         while arrivals.poll():
             mailbox.put(read_command(_receive(connection)))
     except (EOFError, OSError):
-        os._exit(PARENT_GONE)  # nobody wants what the running step would give
+        os._exit(PARENT_GONE)  # the result of the running step has no receiver
     except FrameError as error:
         os.write(2, f"the engine process ends: {error}\n".encode())
         os._exit(4)

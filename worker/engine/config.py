@@ -1,6 +1,6 @@
-"""The engine's settings: one frozen value, validated as a whole, every problem reported at once.
+"""The engine's settings: one frozen value, validated as a whole; all problems are reported together.
 
-Names are vLLM's and Transformers' where they mean the same.
+Names are those of vLLM and Transformers where the meaning is the same.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Quantization = Literal["int8", "int4"]
 
 
 class EngineConfigError(ValueError):
-    """Lists every setting that is wrong, one sentence each, in `problems`."""
+    """Settings that cannot work; `problems` lists each as one sentence."""
 
     def __init__(self, problems: list[str]) -> None:
         super().__init__("; ".join(problems))
@@ -29,11 +29,12 @@ class EngineConfigError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Zero or None means "decide at start" where the type allows it.
+    """The engine's settings.
 
-    `model` is a directory, a `.gguf` file, a hub name, or one of the built-in names
-    "smollm2-135m-instruct" and "gemma3-270m". `num_blocks` pins the pool (every layer group gets as
-    many); None sizes it from `max_memory_percent` of the free memory.
+    0 or None means "decide at start" where the type allows it. `model` is a directory, a `.gguf`
+    file, a hub name, or one of the built-in names "smollm2-135m-instruct" and "gemma3-270m".
+    `num_blocks` sets the blocks of every layer group; None sizes the pools from
+    `max_memory_percent` of the free memory.
     """
 
     model: str
@@ -46,7 +47,7 @@ class EngineConfig:
     block_size: int = 16
     num_blocks: int | None = None
     max_memory_percent: float = 0.9
-    max_memory_gib: float | None = None  # a cap on the KV pool, whatever is free
+    max_memory_gib: float | None = None  # cap on the KV pool
     kv_dtype: Literal["auto", "float32", "bfloat16", "float16", "float8_e4m3fn"] = "auto"
     prefix_cache: bool = True
     cpu_offload_gib: float = 0.0
@@ -54,33 +55,33 @@ class EngineConfig:
     policy: SchedulingPolicy = SchedulingPolicy.FIFO
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 64
-    max_read_tokens: int | None = None  # read budget: KV tokens read a step (backends that gather)
+    max_read_tokens: int | None = None  # read budget: KV tokens read per step (backends that gather)
     safety_margin: float = 0.05  # share of blocks below which no new prefill starts; Transformers' documents say 0.2
     long_prefill_token_threshold: int = 0
     max_num_partial_prefills: int = 0  # 0: no limit
     max_long_partial_prefills: int = 0  # 0: no limit
     max_waiting: int = 100_000
     preempt: Literal["least_wasted", "newest", "oldest"] = "least_wasted"
-    bulk_slowdown: float | None = 0.5  # part by which bulk may lengthen a step that others are in; None: any
-    max_bypass: int = 16  # smaller requests that may pass a head that does not fit
+    bulk_slowdown: float | None = 0.5  # how much bulk may lengthen a shared step (0.5: by half); None: no limit
+    max_bypass: int = 16  # sequences that may start before a head that does not fit
     # adapters
     adapters: str = ""  # name=folder,name=folder
-    max_loras: int = 4  # different ones in one step
+    max_loras: int = 4  # different adapters in one step
     max_cached_loras: int = 16
     # speed
-    fuse: bool = True  # on CPU in float32, and on CUDA: swap layers for fused ones that agree with them
-    narrow_weights: bool = True  # CPU: keep float32 weights in the narrowest form that gives back every bit
-    amx: bool = True  # CPU: products in its matrix registers, or of bytes; off: chains of float32
-    speculative_tokens: int = 0  # n-gram drafts a step and sequence; 0: off; with them no step runs ahead
-    cuda_graphs: bool | None = None  # None: on where CUDA is
+    fuse: bool = True  # CPU in float32, and CUDA: replace layers by equivalent fused ones
+    narrow_weights: bool = True  # CPU: store float32 weights in the narrowest lossless form
+    amx: bool = True  # CPU: use AMX registers or byte products; off: float32 instructions
+    speculative_tokens: int = 0  # n-gram drafts per step and sequence; 0: off; excludes async_batching
+    cuda_graphs: bool | None = None  # None: on with CUDA
     max_cached_graphs: int = 32
     q_padding_interval: int = 64
     kv_padding_interval: int = 16_384
-    async_batching: bool | None = None  # None: on where the device is asynchronous and nothing is drafted
+    async_batching: bool | None = None  # None: on with CUDA and without drafts
     num_threads: int | None = None
-    tensor_parallel: bool = False  # under torchrun
+    tensor_parallel: bool = False  # requires torchrun
     trust_remote_code: bool = False
-    verify_model: bool = True  # at the start: compare the logits of a few steps with the model's own
+    verify_model: bool = True  # at start: compare the logits of a few steps with the unmodified model's
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "policy", SchedulingPolicy(self.policy))
@@ -89,7 +90,7 @@ class EngineConfig:
             raise EngineConfigError(problems)
 
     def problems(self) -> list[str]:
-        """Every setting that cannot work, each with the value that was given."""
+        """Return one sentence for each setting that cannot work, with the given value."""
         found: list[str] = []
 
         def require(ok: bool, sentence: str) -> None:
@@ -172,7 +173,7 @@ class EngineConfig:
         return found
 
     def _idle_settings(self) -> list[str]:
-        """Settings that do nothing beside the others."""
+        """Return one sentence for each setting that has no effect beside the others."""
         found = []
         threshold, longest = self.long_prefill_token_threshold, self.max_model_len
         if self.max_long_partial_prefills and not threshold and self.max_num_partial_prefills < 2:
@@ -186,7 +187,11 @@ class EngineConfig:
 
     @property
     def adapter_folders(self) -> dict[str, str]:
-        """By name. Raises ValueError."""
+        """The folder of each adapter, by adapter name.
+
+        Raises:
+            ValueError: `adapters` is malformed.
+        """
         return read_table(self.adapters, "name=folder")
 
     def replace(self, **changes: object) -> EngineConfig:
@@ -199,7 +204,7 @@ def threshold_problem(threshold: int, max_model_len: int) -> str:
 
 @lru_cache
 def _choices() -> dict[str, tuple[object, ...]]:
-    """The settings that take one of a few values."""
+    """Return the allowed values of each setting that takes one of a few values."""
     found: dict[str, tuple[object, ...]] = {}
     for name, hint in get_type_hints(EngineConfig).items():
         kinds = [hint] if get_origin(hint) is Literal else [kind for kind in get_args(hint) if kind is not type(None)]
@@ -210,7 +215,11 @@ def _choices() -> dict[str, tuple[object, ...]]:
 
 
 def read_table(text: str, form: str) -> dict[str, str]:
-    """`a=b,c=d` as a table; white space around its parts does not count. Raises ValueError."""
+    """Parse `a=b,c=d` into a dictionary; white space around the parts is ignored.
+
+    Raises:
+        ValueError: an entry is malformed or repeated.
+    """
     table: dict[str, str] = {}
     for entry in filter(None, (part.strip() for part in text.split(","))):
         name, _, value = (part.strip() for part in entry.partition("="))
@@ -224,7 +233,10 @@ def read_table(text: str, form: str) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers whose KV is kept alike and that share block ids. `window` in tokens; None: full attention."""
+    """Layers with the same KV shape that share block ids.
+
+    `window` is in tokens; None: full attention.
+    """
 
     layers: tuple[int, ...]
     num_kv_heads: int
@@ -234,10 +246,10 @@ class LayerGroup:
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """The resolved shape of the KV cache: what the bookkeeping needs to know of the device pools.
+    """The resolved shape of the KV cache, as the bookkeeping needs it.
 
-    `num_blocks[g]` counts group g's blocks, the reserved block 0 included; `num_host_blocks[g]` those of
-    the host pool (0: no offload).
+    `num_blocks[g]` counts the blocks of group g, the reserved block 0 included.
+    `num_host_blocks[g]` counts those of the host pool (0: no offload).
     """
 
     block_size: int

@@ -1,9 +1,9 @@
-"""Lets whoever wakes up pass the threads that compute: they ask Linux for longer slices of a core, not for fewer.
+"""Requests longer scheduler slices for compute threads, so that waking I/O threads preempt them at once.
 
-Computing threads hold all cores, so that the I/O process, the queue's server and a subscriber, awake for a moment per
-step, wait at each hand-over of a token until the scheduler takes a core away. Since Linux 6.12 a waking thread whose
-slice is shorter than that of the running one takes its core at once, and both still get their fair share. Elsewhere
-nothing changes: older kernels ignore the request.
+Compute threads hold all cores. The I/O process, the queue's server and subscribers wake for a
+moment per step, and without longer slices wait at each token until the scheduler frees a core.
+Since Linux 6.12 a waking thread with a shorter slice than the running one gets its core at once;
+both still receive their fair share. Older kernels ignore the request.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ import struct
 import sys
 from typing import Final
 
-COMPUTE_SLICE_MS: Final = 20  # the kernel's own is 0.7 to 3 ms; 100 is the longest that it takes
+COMPUTE_SLICE_MS: Final = 20  # the kernel's default is 0.7 to 3 ms, its maximum 100
 _SCHED_OTHER: Final = 0
-_SCHED_SETATTR: Final = {"x86_64": 314, "aarch64": 274}  # the system call's number; the C library has no name for it
+_SCHED_SETATTR: Final = {"x86_64": 314, "aarch64": 274}  # system call numbers; the C library has no wrapper
 _ATTRIBUTES: Final = struct.Struct("=IIQiIQQQ")  # size, policy, flags, nice, priority, slice ns, deadline, period
 
 
 def lengthen_slices(slice_ms: float = COMPUTE_SLICE_MS) -> bool:
-    """Of the calling thread, and of those that it starts from now on. False: it cannot be asked for here."""
+    """Lengthen the slices of the calling thread and of threads that it starts from now on.
+
+    Return False where the system does not support or does not accept the request.
+    """
     number = _SCHED_SETATTR.get(platform.machine())
     if sys.platform != "linux" or number is None or os.sched_getscheduler(0) != _SCHED_OTHER:
         return False

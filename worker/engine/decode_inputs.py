@@ -1,7 +1,8 @@
-"""The inputs of a step that does what the one before did, one position further: the same sequences, one token each.
+"""Inputs of a step that repeats the previous one a position further: same sequences, one token each.
 
-Most steps are such. Their tensors stay where they are and are counted up; only a new block makes a new block table. For
-devices on which a step has read its inputs before the next ones are made: the CPU.
+Most steps are of this kind. Their tensors are reused and incremented; block tables are rebuilt only
+when a sequence gets a new block. Tensors are overwritten in place, so the device must have read a
+step's inputs before the next ones are made. That holds on the CPU.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Tables = Callable[[Seq[ScheduledSequence], int], list[Tensor]]
 
 
 class DecodeInputs:
-    """Over the tensors of a step that computed and samples one token of each of `items`."""
+    """Increments the input tensors of a step that computed and sampled one token of each of `items`."""
 
     def __init__(
         self,
@@ -36,13 +37,15 @@ class DecodeInputs:
         self._ids: npt.NDArray[np.int64] = input_ids.numpy()
         self._positions: npt.NDArray[np.int64] = positions.numpy()
         self._slots: list[npt.NDArray[np.int64]] = [one.slot_mapping.numpy() for one in metadata]
-        self._ends: npt.NDArray[np.int32] = metadata[0].seq_lens.numpy()  # of all groups
+        self._ends: npt.NDArray[np.int32] = metadata[0].seq_lens.numpy()  # shared by all groups
         self._metadata = metadata
         self._blocks = self._blocks_now()
 
     def advance(self, items: Seq[ScheduledSequence], tables: Tables) -> tuple[AttentionMetadata, ...] | None:
-        """The step's metadata, its other inputs having been counted up; None, and nothing is changed, where `items` are
-        not the next tokens of the same sequences. `tables(items, length)`: their block tables by group, up to date.
+        """Increment the inputs and return the step's metadata.
+
+        Return None, and change nothing, unless `items` are the next tokens of the same sequences.
+        `tables(items, length)` returns their current block tables by layer group.
         """
         if len(items) != len(self._sequences):
             return None
@@ -91,7 +94,7 @@ class DecodeInputs:
         return self._metadata
 
     def _blocks_now(self) -> list[list[int]]:
-        """By group, that each sequence's token is written to."""
+        """Return, by layer group, the block that each sequence's token is written to."""
         places = (self._positions // self._size).tolist()
         return [
             [sequence.block_tables[group][place] for sequence, place in zip(self._sequences, places, strict=True)]

@@ -1,10 +1,8 @@
-"""The engine: a running continuous batch that anyone can step.
+"""The engine: a continuous batch that the caller steps.
 
-It takes requests in, has them stepped (`stepping.py`) and gives their events out. It knows no text, no queue and no
-process: `host.py` runs it elsewhere.
-
-The calls for direct use carry the names of Transformers' continuous-batching manager where they mean
-the same.
+It accepts requests, runs steps (`stepping.py`) and returns their events. `host.py` runs an engine
+in a process or thread of its own. The calls for direct use have the names of Transformers'
+continuous-batching manager where the meaning is the same.
 """
 
 from __future__ import annotations
@@ -34,7 +32,10 @@ log = logging.getLogger(__name__)
 
 
 class Engine:
-    """One model, one batch. Not thread-safe: one thread adds, steps and cancels."""
+    """One model and its batch.
+
+    Not thread-safe: the same thread adds, steps and cancels.
+    """
 
     def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
         self.runner = runner
@@ -42,7 +43,7 @@ class Engine:
         self._intake = Intake(runner.vocab_size, scheduler.max_model_len, runner.can_structure)
         self._outputs = Outputs()
         self._early: list[TokenEvent] = []  # events that arose outside a step (refusals, cancels)
-        self._preparing = Preparing()  # not yet schedulable
+        self._preparing = Preparing()  # requests that are not schedulable yet
         self._steps = Steps(runner, scheduler)
         self._ids = itertools.count()
         self._busy_s = 0.0
@@ -53,13 +54,19 @@ class Engine:
     ) -> Engine:
         """Load the model and size the cache; `cache_dir` keeps converted models.
 
-        Raises EngineConfigError for settings that cannot work, OSError where the model is not found.
+        Raises:
+            EngineConfigError: the settings cannot work.
+            OSError: the model is not found.
         """
         return cls.around(load_runner(config, cache_dir, on_progress))
 
     @classmethod
     def around(cls, runner: Runner) -> Engine:
-        """An engine with a batch of its own. Raises EngineConfigError for settings that do not fit the model."""
+        """Build an engine, with a scheduler of its own, around a runner.
+
+        Raises:
+            EngineConfigError: the settings do not fit the model.
+        """
         scheduler = Scheduler(
             runner.config,
             runner.cache_config,
@@ -81,21 +88,25 @@ class Engine:
     # ── adding and cancelling ──
 
     def submit(self, requests: Iterable[GenerationRequest]) -> None:
-        """Admit requests together, so that shared prefixes meet; the next step's events answer the refused ones."""
+        """Add requests together, so that shared prefixes hit the cache.
+
+        The next step returns an event for each refused request.
+        """
         batch: dict[str, list[Sequence]] = {}
         for request in requests:
             try:
                 self._enqueue(request, batch)
-            except RequestError as error:  # not delivered: a request of the same id may be under way
+            except RequestError as error:  # not delivered to outputs: a request with the same id may be running
                 self._early.append(refusal_event(request.request_id, error))
         self._schedule(batch)
 
     def add_request(
         self, prompt_ids: Seq[int], params: SamplingParams | None = None, request_id: str | None = None, **fields: Any
     ) -> str:
-        """Add one request to be collected by `stream` or `get_result`; `fields` are GenerationRequest's others.
+        """Add one request whose result `stream` or `get_result` returns.
 
-        Raises RequestError when it is refused.
+        `fields` are other fields of GenerationRequest. Raises RequestError if the request is
+        refused.
         """
         return self.add_requests([prompt_ids], [params or SamplingParams()], [request_id], **fields)[0]
 
@@ -106,7 +117,10 @@ class Engine:
         request_ids: Seq[str | None] | None = None,
         **fields: Any,
     ) -> list[str]:
-        """Add requests together, ordered for prefix hits; ids in the order given. All or none: RequestError."""
+        """Add requests together, ordered for prefix hits; return their ids in the given order.
+
+        Raises RequestError, and adds none, if one of them is refused.
+        """
         shared = params if isinstance(params, SamplingParams) else SamplingParams()
         each = [shared] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
         ids = list(request_ids) if request_ids is not None else [None] * len(prompts)
@@ -134,14 +148,17 @@ class Engine:
         return [request.request_id for request in requests]
 
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED, choice: int | None = None) -> bool:
-        """End a request (or one choice) in any state; its blocks are free at once. False if it is unknown or over."""
+        """End a request (or one choice) in any state and free its blocks.
+
+        Return False if it is unknown or has ended.
+        """
         events = self._preparing.cancel(request_id, reason, choice)
         events += self.scheduler.cancel(request_id, reason, choice)
         self._tell_early(events)
         return bool(events)
 
     def _tell_early(self, events: list[TokenEvent]) -> None:
-        """Deliver events now; the next step returns them, and delivers them no second time."""
+        """Deliver events to the outputs now; the next step returns them without delivering them again."""
         self._outputs.deliver(events)
         self._early += events
 
@@ -189,7 +206,7 @@ class Engine:
 
     @property
     def only_prepares(self) -> bool:
-        """Until a grammar is compiled or an adapter loaded, a step would do nothing."""
+        """Whether all requests wait for a grammar or an adapter, so that a step would do nothing."""
         return bool(self._preparing) and not self._can_step
 
     @property
@@ -197,7 +214,7 @@ class Engine:
         return bool(self._early or self._steps.are_under_way or self.scheduler.has_work)
 
     def step(self) -> list[TokenEvent]:
-        """Run one iteration and return its events; with nothing to do, return at once.
+        """Run one step and return its events; with nothing to do, return at once.
 
         Raises EngineError when the engine is broken.
         """
@@ -211,7 +228,7 @@ class Engine:
         return early + events
 
     def _take_prepared(self) -> None:
-        """Grammars compile and adapters load off the step's path; their requests join when they are done."""
+        """Schedule requests whose grammar is compiled and whose adapter is loaded."""
         if self._preparing:
             ready, ends = self._preparing.take()
             for sequences in ready:
@@ -221,9 +238,9 @@ class Engine:
     # ── reading ──
 
     def stream(self, request_id: str) -> Iterator[TokenEvent]:
-        """The request's tokens as they come, stepping the engine meanwhile; ends after its last choice ended.
+        """Yield the request's events, stepping the engine meanwhile, until its last choice ends.
 
-        What came before the call is one event for each choice.
+        Tokens that came before the call are one event per choice.
         """
         cursors: dict[int, int] = {}
         while True:
@@ -234,7 +251,10 @@ class Engine:
             self._step_or_wait()
 
     def get_result(self, request_id: str | None = None, timeout: float | None = None) -> GenerationOutput | None:
-        """Step until this request (None: any) is finished and return it; None after `timeout` seconds."""
+        """Step until this request (None: any request) is finished and return it.
+
+        Return None after `timeout` seconds, or when no work is left.
+        """
         deadline = None if timeout is None else time.monotonic() + timeout
         while (found := self._outputs.take(request_id)) is None:
             if (deadline is not None and time.monotonic() >= deadline) or not self.has_work:
@@ -243,14 +263,14 @@ class Engine:
         return found
 
     def __iter__(self) -> Iterator[GenerationOutput]:
-        """Finished requests in the order in which they finish, until nothing is left."""
+        """Yield finished requests in the order of their ends, until no work is left."""
         while (found := self.get_result()) is not None:
             yield found
 
     def generate_batch(
         self, prompts: Seq[Seq[int]], params: Seq[SamplingParams] | SamplingParams | None = None
     ) -> list[GenerationOutput]:
-        """Continue every prompt; outputs in the order of the prompts. Raises RequestError if one is refused."""
+        """Continue every prompt; return outputs in prompt order. Raises RequestError if one is refused."""
         request_ids = self.add_requests(prompts, params)
         outputs = []
         for request_id in request_ids:
@@ -281,7 +301,7 @@ class Engine:
         )
 
     def stop(self, drain: bool = True) -> None:
-        """End: run what is in the engine to its end, or (drain=False) cancel it; then let go of the model."""
+        """Run all requests to their end, or (drain=False) cancel them; then close the runner."""
         if not drain:
             for request_id in self.request_ids():
                 self.cancel(request_id)
@@ -290,7 +310,7 @@ class Engine:
         self.runner.close()
 
     def request_ids(self) -> list[str]:
-        """Of every request that has not ended."""
+        """Return the ids of all requests that have not ended."""
         return [*self.scheduler.request_ids(), *self._preparing.request_ids()]
 
     def __enter__(self) -> Engine:

@@ -1,4 +1,4 @@
-"""What goes wrong in a step or at the door, in words and kinds. It decides nothing."""
+"""Error classes of the engine, and the messages and events made from errors."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from worker.engine.types import RequestError, TokenEvent
 
 
 class EngineError(RuntimeError):
-    """The engine itself is broken, as when its device is lost: it must be restarted, and no request fails for it."""
+    """The engine is broken, for example because its device is lost.
+
+    It must be restarted; no request ends with an error for it.
+    """
 
 
 class StepsFailError(EngineError):
-    """Steps fail whatever they hold: memory or disk is gone, or the model gives no finite logits."""
+    """Every step fails, whatever it holds: no memory or disk, or the model gives no finite logits."""
 
 
 def refusal_event(request_id: str, error: RequestError, choice: int = 0) -> TokenEvent:
@@ -25,7 +28,10 @@ def refusal_event(request_id: str, error: RequestError, choice: int = 0) -> Toke
 
 
 def why(error: BaseException) -> str:
-    """The words of an error; of one that is not ours its class as well, since such words alone may say nothing."""
+    """Return the message of an error, with its class unless the class is ours.
+
+    Messages of other libraries may be meaningless without the class.
+    """
     is_ours = type(error).__module__.startswith("worker.") and str(error)
     return str(error) if is_ours else f"{type(error).__name__}: {error}"
 
@@ -44,7 +50,11 @@ SIGNS_OF_LOSS = (
 
 
 def is_device_lost(error: Exception) -> bool:
-    """After a device-side assert or an illegal access every later call on the device fails too; and a group of ranks
-    of which one has failed inside a step runs no other step. What no sign names, the device has to be asked."""
+    """Return whether the error's text shows that the device is lost.
+
+    After a device-side assert or an illegal access, every later call on the device fails too. A
+    rank group of which one rank failed inside a step cannot run another. Errors without such a sign
+    require a test of the device.
+    """
     text = str(error).lower()
     return any(sign in text for sign in SIGNS_OF_LOSS)

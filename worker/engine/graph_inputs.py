@@ -1,8 +1,8 @@
-"""Padding a step to one of few shapes, and the tensors at fixed addresses that a captured graph reads.
+"""Pads a step to one of few shapes, and holds the tensors at fixed addresses that a CUDA graph reads.
 
-Padding tokens are token 0 at position 0 and write to the null block; in a decode each of them is a
-sequence of one token, in a mixed step they belong to no sequence. Whatever comes out at their rows is
-cut off. It knows neither graphs nor the model.
+Padding tokens are token 0 at position 0 and write to the null block. In a decode each of them is a
+sequence of one token; in a mixed step they belong to no sequence. Output rows of padding are cut
+off.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ from torch import Tensor
 from worker.engine.config import EngineConfig
 from worker.engine.runner_inputs import StepInputs
 
-EXACT_BATCHES = 4  # decodes of up to this many sequences are padded to powers of two, larger ones to multiples
+EXACT_BATCHES = 4  # up to this many sequences, decodes are padded to powers of two; beyond, to multiples
 BATCH_STEPS = ((64, 8), (256, 16), (1 << 30, 64))  # (up to this many sequences, padded to a multiple of)
 
 
 @dataclass(frozen=True, slots=True)
 class PaddedShape:
-    """All that a graph depends on. In a decode every sequence, padding included, has one token."""
+    """All that a graph depends on.
+
+    In a decode every sequence, padding included, has one token.
+    """
 
     is_decode: bool
     num_tokens: int
@@ -35,7 +38,7 @@ class PaddedShape:
 
 
 def padded_shape(inputs: StepInputs, config: EngineConfig, max_model_len: int) -> PaddedShape:
-    """The smallest shape that holds the step; lengths never beyond the model's."""
+    """Return the smallest padded shape that holds the step; lengths do not exceed the model's."""
     metadata = inputs.metadata[0]
     num_tokens, num_seqs, num_rows = inputs.input_ids.shape[0], metadata.num_seqs, inputs.rows.shape[0]
     length = _multiple(metadata.max_seq_len, config.kv_padding_interval)
@@ -53,7 +56,7 @@ def padded_shape(inputs: StepInputs, config: EngineConfig, max_model_len: int) -
 
 
 def padded_batch(num_seqs: int) -> int:
-    """1, 2, 4, then multiples of 8 up to 64, of 16 up to 256, of 64 beyond."""
+    """Round up to 1, 2, 4, then multiples of 8 up to 64, of 16 up to 256, of 64 beyond."""
     if num_seqs <= EXACT_BATCHES:
         return _power_of_two(num_seqs)
     step = next(step for limit, step in BATCH_STEPS if num_seqs <= limit)
@@ -61,9 +64,10 @@ def padded_batch(num_seqs: int) -> int:
 
 
 class StaticInputs:
-    """The inputs of one shape. `load` copies a step in; `current` is what the forward pass is run on.
+    """Static input tensors of one shape.
 
-    Padding is written where the step before left something else, so a steady batch costs the copies alone.
+    `load` copies a step into them; `current` returns the inputs of the forward pass. Padding is
+    written only where the previous step left other values, so a steady batch costs only the copies.
     """
 
     def __init__(self, shape: PaddedShape, example: StepInputs) -> None:
@@ -85,7 +89,7 @@ class StaticInputs:
             self._slots.append(zeros(shape.num_tokens, dtype=torch.int64))
             self._tables.append(zeros(shape.num_seqs, width, dtype=torch.int32))
         self._layouts = example.metadata
-        self._loaded = (0, 0)  # tokens and sequences of the step before
+        self._loaded = (0, 0)  # tokens and sequences of the previous step
 
     def load(self, inputs: StepInputs) -> None:
         first = inputs.metadata[0]
@@ -107,9 +111,10 @@ class StaticInputs:
         self._loaded = (num_tokens, num_seqs)
 
     def current(self) -> StepInputs:
-        """A new object at each call, for backends that remember what they derived from one: that is another step's.
+        """Return a new StepInputs over the static tensors.
 
-        Lengths on the host are left out: in a graph they would be those of the step that was captured.
+        It is a new object at each call, because attention backends keep what they derive from one.
+        Host-side lengths are left out: a graph would keep those of the captured step.
         """
         metadata = tuple(
             replace(
@@ -129,7 +134,7 @@ class StaticInputs:
 
 
 def _fill(target: Tensor, source: Tensor, stale: int, padding: int = 0) -> None:
-    """`source`, then `padding` up to `stale`: what lies beyond is padding already."""
+    """Copy `source`, then write `padding` up to `stale`; the rest holds padding already."""
     count = source.shape[0]
     target[:count].copy_(source)
     if stale > count:

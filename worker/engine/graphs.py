@@ -1,13 +1,14 @@
-"""Runs steps by replaying captured graphs: one per padded shape, the least recently used forgotten first.
+"""Runs steps by replaying CUDA graphs: one per padded shape, the least recently used dropped first.
 
-A decode's graph is captured when its shape is first seen. A mixed step's shape must come several times: most
-never do, and a capture costs many eager steps; large ones stay eager, and all of them have a share of the places
-only, so that they do not drive out the decodes. Where capturing fails, steps run eagerly and the log says why; a step
-that fails by itself is none of a capture's failures.
+A decode is captured when its shape is first seen. A mixed shape is captured after SIGHTINGS steps,
+since most mixed shapes never recur and a capture costs many eager steps. Large mixed steps stay
+eager. Mixed graphs may fill only a quarter of the places, so that they do not evict decodes. If a
+capture fails, later shapes run eagerly and the log says why. Errors of the step itself are raised,
+not counted as such a failure.
 
-One set of inputs a shape is enough for launching ahead: copies, replay and whatever reads the output are
-queued on one stream in that order. An output is good until the same shape runs again.
-It knows neither the model nor what a capture is: both come in as functions.
+One set of inputs per shape suffices even when steps are launched ahead: copies, replay and whatever
+reads the output are queued on one stream in that order. An output is valid until the same shape
+runs again.
 """
 
 from __future__ import annotations
@@ -30,36 +31,39 @@ from worker.engine.runner_inputs import StepInputs
 log = logging.getLogger(__name__)
 
 Forward = Callable[[StepInputs], Tensor]
-REMEMBERED_SHAPES = 1024  # mixed shapes that were seen, but not often enough
-SIGHTINGS = 4  # of a mixed shape before it is captured
-LARGEST_MIXED = 1024  # tokens; larger steps keep a device busy longer than it takes to launch them
+REMEMBERED_SHAPES = 1024  # mixed shapes whose sightings are counted
+SIGHTINGS = 4  # steps of a mixed shape before it is captured
+LARGEST_MIXED = 1024  # tokens; larger steps run longer than their launch takes
 
 
 @dataclass(frozen=True, slots=True)
 class CapturedGraph:
-    """`replay` queues the captured work; its result is then in `output`."""
+    """A captured graph.
+
+    `replay` queues the captured work, which writes its result to `output`.
+    """
 
     replay: Callable[[], None]
     output: Tensor
 
 
 class CaptureError(RuntimeError):
-    """What runs cannot be captured."""
+    """The work cannot be captured."""
 
 
 class Capture(Protocol):
-    """Records what `run` does, having run it at least once; what that run raises comes through."""
+    """Records what `run` does, after running it at least once; errors of `run` itself are passed on."""
 
     def __call__(self, run: Callable[[], Tensor]) -> CapturedGraph:
-        """Raises CaptureError."""
+        """Capture `run`. Raises CaptureError if it cannot be captured."""
         ...
 
 
 class CudaCapture:
-    """CUDA graphs that share one memory pool.
+    """Captures CUDA graphs that share one memory pool.
 
-    What waits for the device is refused before a capture begins: a capture that fails leaves the allocator of torch
-    before 2.12 in the belief that it goes on.
+    Work that waits for the device is refused before a capture begins: in torch before 2.12, a
+    failed capture leaves the allocator in capture mode.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -71,7 +75,7 @@ class CudaCapture:
         self._stream.wait_stream(stream)
         try:
             with torch.cuda.stream(self._stream):
-                run()  # compiles kernels and fills workspaces, which a capture may not
+                run()  # compiles kernels and fills workspaces, which is forbidden in a capture
                 with _refusal(), _no_waiting():
                     run()
         finally:
@@ -82,13 +86,13 @@ class CudaCapture:
             with _refusal(), recording:
                 output = run()
         finally:
-            torch.cuda.set_stream(stream)  # a capture that fails leaves its own stream current
+            torch.cuda.set_stream(stream)  # a failed capture leaves its own stream current
         return CapturedGraph(graph.replay, output)
 
 
 @contextlib.contextmanager
 def _refusal() -> Iterator[None]:
-    """Whatever a kernel or the driver objects to, as CaptureError."""
+    """Raise any error of a kernel or the driver as CaptureError."""
     try:
         yield
     except Exception as error:
@@ -97,7 +101,10 @@ def _refusal() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_waiting() -> Iterator[None]:
-    """In here whatever waits for the device raises; other threads' calls too, so that these must not wait."""
+    """Raise an error whenever a call waits for the device, inside this context.
+
+    It also affects other threads, so they must not wait meanwhile.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "a prototype feature"
         torch.cuda.set_sync_debug_mode("error")
@@ -114,7 +121,10 @@ class _Entry:
 
 
 class GraphRunner:
-    """Stands in for `forward`. `num_captured` and `num_replays` count since the start."""
+    """Replaces `forward` by graph replays where possible.
+
+    `num_captured` and `num_replays` count since the start.
+    """
 
     def __init__(self, forward: Forward, config: EngineConfig, max_model_len: int, capture: Capture) -> None:
         self._forward = forward
@@ -124,17 +134,17 @@ class GraphRunner:
         self._entries: OrderedDict[PaddedShape, _Entry] = OrderedDict()
         self._sightings: OrderedDict[PaddedShape, int] = OrderedDict()
         self._max_mixed = max(1, config.max_cached_graphs // 4)
-        self.refusal: str | None = None  # why nothing is captured any more
+        self.refusal: str | None = None  # why capturing was turned off; None: it is on
         self.num_captured = 0
         self.num_replays = 0
 
     @property
     def shapes(self) -> tuple[PaddedShape, ...]:
-        """Those that have a graph, the least recently used first."""
+        """The shapes that have a graph, the least recently used first."""
         return tuple(self._entries)
 
     def run(self, inputs: StepInputs) -> Tensor:
-        """Logits `[num_rows, vocab]`."""
+        """Run the step and return its logits `[num_rows, vocab]`."""
         shape = padded_shape(inputs, self._config, self._max_model_len)
         entry = self._entries.get(shape)
         if entry is not None:

@@ -1,8 +1,8 @@
-"""Where the engine lives: a process of its own (service), or a thread (tests). Seen from asyncio.
+"""Runs the engine in a process of its own (service) or a thread (tests), with an asyncio interface.
 
-The process is a fresh interpreter at the other end of a Unix socket pair; frames are a 4-byte length
-and MessagePack. It dies with its parent: the socket's end is the signal, whatever killed the parent.
-The death of the engine process is an event to the worker, `EngineDied`, never the end of the worker.
+The process is a new interpreter at the other end of a Unix socket pair. Frames are a 4-byte length
+and MessagePack. The end of the socket tells it that its parent is gone, and it exits. If the engine
+process dies, the worker gets `EngineDied` and continues.
 """
 
 from __future__ import annotations
@@ -39,14 +39,12 @@ from worker.engine.mailbox import (
 from worker.engine.pipe import Frames
 from worker.engine.types import Capacity, GenerationRequest
 
-DYING_S = (
-    1.0  # a process that has closed its end of the socket only has to be reaped; killed before, its status is lost
-)
+DYING_S = 1.0  # wait for a process that closed its socket to exit: killing it would lose its exit status
 _encoder = msgspec.msgpack.Encoder()
 
 
 class EngineDied(RuntimeError):
-    """The engine is gone, or hangs.
+    """The engine has died, or hangs.
 
     `at_start`: it never became ready. `any_step`: its steps failed whatever they held.
     """
@@ -58,10 +56,10 @@ class EngineDied(RuntimeError):
 
 
 class EngineHost(Protocol):
-    """An engine at arm's length."""
+    """An engine that runs in another process or thread."""
 
     async def start(self, on_progress: Callable[[str, float], None] | None = None) -> Ready:
-        """Raises EngineDied when it cannot load."""
+        """Start the engine and wait until it is ready. Raises EngineDied when it cannot load."""
         ...
 
     def submit(self, requests: Iterable[GenerationRequest]) -> None: ...
@@ -69,12 +67,15 @@ class EngineHost(Protocol):
     def cancel(self, request_id: str, reason: FinishReason, choice: int | None = None) -> None: ...
 
     def frames(self) -> AsyncIterator[Frame]:
-        """One per step, until stop(). Raises EngineDied when the engine dies or hangs; then call kill()."""
+        """Yield the frames of all steps, until stop().
+
+        Raises EngineDied when the engine dies or hangs; call kill() then.
+        """
         ...
 
     @property
     def capacity(self) -> Capacity:
-        """As of the last frame."""
+        """The capacity reported by the last frame."""
         ...
 
     async def stop(self) -> None: ...
@@ -83,18 +84,18 @@ class EngineHost(Protocol):
 
 
 class _Reports:
-    """Both hosts' shared part: reports in order, the last capacity, and the end.
+    """The part that both hosts share: ordered reports, the last capacity, the end, detection of hangs.
 
-    An engine reports at every step and twice a second while it is idle. One that has been ready and is silent for
-    `stall_s` seconds hangs.
+    An engine reports at every step, and twice a second while idle. A ready engine that sends no
+    report for `stall_s` seconds hangs.
     """
 
     def __init__(self, stall_s: float | None = None) -> None:
         self._stall_s = stall_s
-        self._follows = False  # a rank above 0
-        self._has_reported = False  # since the last look
+        self._follows = False  # this process is a rank above 0
+        self._has_reported = False  # since the last check
         self._reports: deque[Report | None] = deque()
-        self._arrival: asyncio.Future[None] | None = None  # who waits for the next
+        self._arrival: asyncio.Future[None] | None = None  # completed by the next report
         self._capacity: Capacity | None = None
         self._stopping = False
 
@@ -123,7 +124,7 @@ class _Reports:
             self._arrival.set_result(None)
 
     async def _arrived(self) -> None:
-        """At least one report is there; one task at a time waits."""
+        """Wait until at least one report is there; only one task may wait at a time."""
         while not self._reports:
             self._arrival = asyncio.get_running_loop().create_future()
             await self._arrival
@@ -148,7 +149,11 @@ class _Reports:
                     raise EngineDied("the engine process ended before it was ready", at_start=True)
 
     def _look_again(self, stall_s: float, silent_s: float) -> None:
-        """Sum up the silence look by look: a worker that was frozen itself then counts one look, not the whole time."""
+        """Schedule the next check for silence.
+
+        Silence is summed per check, so that a worker that was itself frozen adds one check, not the
+        whole time.
+        """
         pause_s = min(1.0, stall_s / 4)
         asyncio.get_running_loop().call_later(pause_s, self._look, stall_s, silent_s + pause_s)
 
@@ -163,7 +168,7 @@ class _Reports:
             self._look_again(stall_s, silent_s)
 
     async def frames(self) -> AsyncIterator[Frame]:
-        """Those that piled up while the last was worked on come as one: larger, not later."""
+        """Yield one frame per iteration; frames that arrived meanwhile are merged into one."""
         while True:
             await self._arrived()
             reports = list(self._reports)
@@ -190,7 +195,7 @@ def _as_one(frames: list[Frame]) -> Frame:
 
 
 class EngineProcess(_Reports):
-    """The engine in a process of its own, started by `start` and gone after `stop` or `kill`."""
+    """The engine in a process of its own, which lives from `start` to `stop` or `kill`."""
 
     def __init__(self, config: EngineConfig, cache_dir: str | None = None, stall_s: float | None = None) -> None:
         super().__init__(stall_s)
@@ -210,9 +215,9 @@ class EngineProcess(_Reports):
             _, self._frames = await loop.create_unix_connection(lambda: Frames(self._take_in), sock=ours)
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "worker.engine.child", str(theirs.fileno()), pass_fds=[theirs.fileno()],
-                start_new_session=True,  # a Ctrl-C at the terminal is the worker's to handle
+                start_new_session=True,  # the worker, not the engine, handles Ctrl-C
             )  # fmt: skip
-        if self._stopping:  # while the process was being made: nobody else would end it
+        if self._stopping:  # stop() ran while the process was created and could not end it
             await self._end(patience_s=0.0)
             raise EngineDied("the engine was stopped while it started", at_start=True)
         settings = msgspec.to_builtins({"config": self._config, "cache_dir": self._cache_dir})
@@ -227,10 +232,10 @@ class EngineProcess(_Reports):
             self._frames.write(payload)
 
     async def stop(self) -> None:
-        """Ask it to end; kill it after five seconds. While it loads it hears nothing.
+        """Send Stop and kill the process after five seconds; while it loads, kill it at once.
 
-        One that follows rank 0 ends when rank 0 says so or is gone: killed before, it would leave rank 0, which may
-        still drain, in a collective that never ends.
+        A rank that follows rank 0 is not killed. It ends when rank 0 ends or is gone; killed
+        earlier, it would leave rank 0, which may still drain, in a collective that never completes.
         """
         self._stopping = True
         if self._follows:
@@ -261,7 +266,10 @@ class EngineProcess(_Reports):
 
 
 class EngineThread(_Reports):
-    """The engine in a thread of this process: for tests and for small tools. `load` runs on that thread."""
+    """The engine in a thread of this process, for tests and small tools.
+
+    `load` runs on that thread.
+    """
 
     def __init__(self, load: Callable[[], object], stall_s: float | None = None) -> None:
         super().__init__(stall_s)
@@ -304,7 +312,10 @@ class EngineThread(_Reports):
             await asyncio.to_thread(self._thread.join)
 
     async def kill(self) -> None:
-        """A thread cannot be killed: one that hangs is left behind, and what it says later is not heard."""
+        """Send Stop and wait DYING_S.
+
+        A thread cannot be killed: one that hangs stays behind, and its later reports are ignored.
+        """
         self._stopping = True
         self._send(Stop())
         if self._thread is not None:

@@ -1,7 +1,8 @@
-"""Host memory in huge pages, for what is read whole at every step: packed weights and the CPU's KV cache.
+"""Host memory in huge pages, for data read whole at every step: packed weights and the CPU's KV cache.
 
-With pages of 4 KiB a pass over half a gigabyte waits for address translation more than for memory, in a virtual
-machine above all. Where huge pages are not to be had (not Linux, switched off), it is common memory.
+With 4 KiB pages, reading half a gigabyte waits longer for address translation than for memory,
+above all in a virtual machine. Where huge pages are unavailable (not Linux, disabled) it is
+ordinary memory.
 """
 
 from __future__ import annotations
@@ -18,18 +19,22 @@ _CHUNK = 64 << 20
 
 
 def zeros(num_bytes: int) -> Tensor:
-    """`[num_bytes]` uint8, zero. What is never touched takes no memory, in units of a huge page."""
+    """Return a zeroed uint8 tensor `[num_bytes]`.
+
+    Parts that are never touched take no memory, in units of a huge page.
+    """
     if num_bytes == 0 or not sys.platform.startswith("linux"):
         return torch.zeros(num_bytes, dtype=torch.uint8)
     area = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(AttributeError, OSError):  # a kernel without them
+    with contextlib.suppress(AttributeError, OSError):  # the kernel has no huge pages
         area.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(area, dtype=torch.uint8, count=num_bytes)  # keeps the area
+    return torch.frombuffer(area, dtype=torch.uint8, count=num_bytes)  # the tensor keeps the area alive
 
 
 class Arena:
-    """Hands out pieces of large areas, since a huge page is larger than many a weight. An area is freed with the last
-    tensor in it.
+    """Allocates tensors from large areas, because many weights are smaller than a huge page.
+
+    An area is freed with the last tensor in it.
     """
 
     def __init__(self) -> None:
@@ -37,7 +42,7 @@ class Arena:
         self._taken = 0
 
     def take(self, count: int, dtype: torch.dtype) -> Tensor:
-        """`[count]` of `dtype`, zero, at the start of a cache line."""
+        """Return a zeroed tensor `[count]` of `dtype` that starts at a cache line."""
         num_bytes = count * dtype.itemsize
         if self._taken + num_bytes > self._area.numel():
             self._area, self._taken = zeros(max(num_bytes, _CHUNK)), 0

@@ -1,7 +1,7 @@
-"""The engine's door: a request becomes sequences, or is refused with a reason.
+"""Turns a request into sequences, or refuses it with a reason.
 
-Nothing that passes here can break a step: lengths, ids and parameters are checked against the model.
-It knows no blocks; whether a request can ever fit the cache is the scheduler's question.
+Lengths, ids and parameters are checked against the model, so that no accepted request can break a
+step. The scheduler checks whether it can ever fit the cache.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ _SEED_MASK = (1 << 63) - 1
 
 @dataclass(slots=True)
 class Intake:
-    """Checks requests for one model."""
+    """Validates requests for one model."""
 
     vocab_size: int
     max_model_len: int
     can_structure: bool = True
 
     def admit(self, request: GenerationRequest) -> list[Sequence]:
-        """One sequence per choice. Raises RequestError with one sentence that names what is wrong."""
+        """Return one sequence per choice that is not done.
+
+        Raises RequestError, with one sentence that names the problem, if the request is refused.
+        """
         params = request.params
         self._check_prompt(request)
         self._check_params(params)
@@ -100,7 +103,10 @@ class Intake:
 
 
 def engine_problems(params: SamplingParams, vocab_size: int) -> list[str]:
-    """What would break a step, or give no defined result. Every comparison is false for NaN, hence refused."""
+    """Return a sentence for each parameter that would break a step or has no defined result.
+
+    NaN is refused because every comparison with it is false.
+    """
     checks = (
         (params.max_tokens is None or params.max_tokens >= 1, "max_tokens", "must be at least 1", params.max_tokens),
         (params.min_tokens >= 0, "min_tokens", "must not be negative", params.min_tokens),
@@ -126,7 +132,7 @@ def engine_problems(params: SamplingParams, vocab_size: int) -> list[str]:
 
 
 def choice_seed(seed: int, choice: int) -> int:
-    """The seed of one of n choices; choice 0 keeps the request's own, so that n does not change it."""
+    """Return the seed of one choice; choice 0 keeps the request's seed, so that `n` does not change it."""
     if choice == 0:
         return seed
     digest = hashlib.blake2b(f"{seed}/{choice}".encode(), digest_size=8).digest()
