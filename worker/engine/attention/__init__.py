@@ -1,6 +1,4 @@
-"""Paged attention: the backends' contract (base), the backends, and the choice among them
-(registry).
-"""
+"""Paged attention: the backends' contract (base), the backends, and the choice among them (registry)."""
 
 from worker.engine.attention.base import AttentionBackend, AttentionMetadata, AttentionShape
 from worker.engine.attention.registry import backend_class, backend_names, choose, why_not

@@ -90,9 +90,7 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def write(self, key: Tensor, value: Tensor, cache: Tensor, metadata: AttentionMetadata) -> None:
-        """Store keys and values `[num_tokens, num_kv_heads, head_dim]` in their slots of the
-        layer's cache view.
-        """
+        """Store keys and values `[num_tokens, num_kv_heads, head_dim]` in their slots of the layer's cache view."""
 
     @abstractmethod
     def attend(

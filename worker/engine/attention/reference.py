@@ -60,9 +60,7 @@ class ReferenceAttention(AttentionBackend):
         return (block_size, num_kv_heads, head_dim)
 
     def workspace_bytes(self, shape: AttentionShape, max_num_tokens: int, max_model_len: int, element_size: int) -> int:
-        """Return the size of one share's keys and values, and of its scores with their mask or
-        softmax.
-        """
+        """Return the size of one share's keys and values, and of its scores with their mask or softmax."""
         gathered = max(MAX_GATHERED_TOKENS, max_model_len) * 2 * shape.num_kv_heads * shape.head_dim * element_size
         scores = max(MAX_SCORES, shape.num_heads * max_model_len) * (3 * 4 + element_size)
         return gathered + scores

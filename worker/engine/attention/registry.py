@@ -28,9 +28,7 @@ def backend_names() -> tuple[str, ...]:
 
 
 def backend_class(name: str) -> type[AttentionBackend]:
-    """Import a backend's class; raises ImportError, in one sentence, where something it needs is
-    missing.
-    """
+    """Import a backend's class; raises ImportError, in one sentence, where something it needs is missing."""
     module_name, class_name = _MODULES[name]
     found: type[AttentionBackend] = getattr(import_module(module_name), class_name)
     return found
@@ -39,9 +37,7 @@ def backend_class(name: str) -> type[AttentionBackend]:
 def why_not(
     name: str, device: torch.device, dtype: torch.dtype, shapes: list[AttentionShape], block_size: int
 ) -> str | None:
-    """Return one sentence on why this backend cannot serve all these layers here, or None if it
-    can.
-    """
+    """Return one sentence on why this backend cannot serve all these layers here, or None if it can."""
     try:
         backend = backend_class(name)
     except ImportError as error:

@@ -1,5 +1,4 @@
-"""Paged attention by a Triton kernel of this package: any block size, prefill and decode in one
-launch.
+"""Paged attention by a Triton kernel of this package: any block size, prefill and decode in one launch.
 
 The launch depends only on maxima that the host has (padded tokens, sequences, the longest context).
 The kernel reads the lengths on the device, so a captured CUDA graph stays right for every batch
@@ -32,9 +31,7 @@ NUM_STAGES = 3  # with 2, a tile's load starts only after the tile before it was
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Grid and tile sizes of one call; a program computes `block_rows` rows (query tokens × group
-    heads).
-    """
+    """Grid and tile sizes of one call; a program computes `block_rows` rows (query tokens × group heads)."""
 
     block_rows: int
     block_tokens: int
@@ -57,8 +54,7 @@ def plan_launch(
     has_warp_groups: bool,
     is_exact: bool,
 ) -> Launch:
-    """Choose few, wide programs for prefill and narrow ones for decode, and decide on split
-    contexts.
+    """Choose few, wide programs for prefill and narrow ones for decode, and decide on split contexts.
 
     Contexts are split where there are too few programs. They are also split where some are long:
     the others may be short, and a step takes as long as its longest context.
@@ -100,8 +96,7 @@ def plan_launch(
 
 
 def _split(reach: int, programs: int, num_multiprocessors: int, *, is_alone: bool) -> tuple[int, int]:
-    """Return the number of splits for contexts of up to `reach` tokens, and the fewest tokens of a
-    split.
+    """Return the number of splits for contexts of up to `reach` tokens, and the fewest tokens of a split.
 
     `programs` is the number of programs per split. A sequence that is alone in its step has no
     shorter contexts beside it, so it is not split any further than it takes to fill the device.
@@ -151,9 +146,7 @@ class TritonAttention(AttentionBackend):
         return num_kv_heads, block_size, head_dim
 
     def workspace_bytes(self, shape: AttentionShape, max_num_tokens: int, max_model_len: int, element_size: int) -> int:
-        """Return the size of split results: values, with a maximum and a sum per row of at least 16
-        values.
-        """
+        """Return the size of split results: values, with a maximum and a sum per row of at least 16 values."""
         return MAX_PARTIAL_BYTES + MAX_PARTIAL_BYTES // 8
 
     def write(self, key: Tensor, value: Tensor, cache: Tensor, metadata: AttentionMetadata) -> None:
@@ -242,9 +235,7 @@ class TritonAttention(AttentionBackend):
 def write_blocks(
     key: Tensor, value: Tensor, cache: Tensor, metadata: AttentionMetadata, *, token_stride: int, head_stride: int
 ) -> None:
-    """Store keys and values `[num_tokens, num_kv_heads, head_dim]`, for any order of tokens and
-    heads in a block.
-    """
+    """Store keys and values `[num_tokens, num_kv_heads, head_dim]`, for any order of tokens and heads in a block."""
     num_tokens, num_kv_heads, head_dim = key.shape
     if num_tokens == 0:
         return
@@ -288,8 +279,7 @@ def _has_rows_of_nobody(metadata: AttentionMetadata, num_tokens: int) -> bool:
 
 
 def _partials(query: Tensor, num_splits: int, head_pad: int) -> tuple[Tensor | None, Tensor | None]:
-    """Allocate split results: values [splits, num_tokens, num_heads, head_pad], and each row's
-    maximum and sum.
+    """Allocate split results: values [splits, num_tokens, num_heads, head_pad], and each row's maximum and sum.
 
     A sum of 0 marks a split that saw no key, so only the sums need an initial value.
     """
@@ -301,7 +291,5 @@ def _partials(query: Tensor, num_splits: int, head_pad: int) -> tuple[Tensor | N
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Make the dimensions of a head contiguous; tokens and heads keep the strides of a projection's
-    output.
-    """
+    """Make the dimensions of a head contiguous; tokens and heads keep the strides of a projection's output."""
     return x if x.stride(2) == 1 else x.contiguous()

@@ -41,16 +41,12 @@ class Drawing:
 
     @cached_property
     def buffers(self) -> Buffers:
-        """Return the arrays that the CPU kernel reads and writes beside the logits; only one thread
-        may use them.
-        """
+        """Return the arrays that the CPU kernel reads and writes beside the logits; only one thread may use them."""
         return Buffers(self)
 
 
 def draw_kernel(device: torch.device) -> DrawKernel | None:
-    """Return the CPU kernel, or None where torch has to sample: on other devices, or without a
-    compiler.
-    """
+    """Return the CPU kernel, or None where torch has to sample: on other devices, or without a compiler."""
     if device.type != "cpu":
         return None
     try:
@@ -121,8 +117,7 @@ class DrawKernel:
         self._call, self._member = Caller(cache_dir, march), load("draw", cache_dir, march).tokenmill_draw_member
 
     def draw(self, logits: Tensor, drawing: Drawing, keys: npt.NDArray[np.int32]) -> tuple[Tensor, Tensor]:
-        """Return token ids `[rows]` int64 and each row's highest logit, which is finite in a good
-        row.
+        """Return token ids `[rows]` int64 and each row's highest logit, which is finite in a good row.
 
         Both belong to this drawing's buffers and stay valid during the next two calls.
 

@@ -27,8 +27,7 @@ SOURCES = Path(__file__).parent
 
 @lru_cache
 def load(name: str, cache_dir: Path | None = None, march: str = "native") -> ctypes.CDLL:
-    """Load the library made of `<name>.cpp` and every header here; compile it if it is not cached
-    yet.
+    """Load the library made of `<name>.cpp` and every header here; compile it if it is not cached yet.
 
     Each process has one handle per library. Raises KernelUnavailableError.
     """
@@ -41,9 +40,7 @@ def load(name: str, cache_dir: Path | None = None, march: str = "native") -> cty
 
 
 def cache_folder(chosen: Path | None) -> Path:
-    """Return the chosen folder, or one under the home directory, or a temporary one if neither can
-    be written.
-    """
+    """Return the chosen folder, or one under the home directory, or a temporary one if neither can be written."""
     candidates = [chosen] if chosen else [Path.home() / ".cache" / "tokenmill", Path(tempfile.gettempdir()) / _owner()]
     for folder in candidates:
         kernels = folder / "kernels"

@@ -1,5 +1,4 @@
-"""Finds what compiling a kernel takes: a compiler, the machine's flags, and the OpenMP runtime that
-torch uses.
+"""Finds what compiling a kernel takes: a compiler, the machine's flags, and the OpenMP runtime that torch uses.
 
 The code that packs weights shares torch's OpenMP runtime, since two such thread pools compete for
 the same cores. So the file that torch has loaded is linked, not the compiler's own. Kernels that
@@ -66,9 +65,7 @@ def find_toolchain(march: str = "native", compilers: tuple[str, ...] = COMPILERS
 
 
 def loaded_openmp() -> Path:
-    """Return the OpenMP runtime that torch runs on; other packages (e.g. sentencepiece) bring
-    copies of their own.
-    """
+    """Return the OpenMP runtime that torch runs on; other packages (e.g. sentencepiece) bring copies of their own."""
     import torch
 
     try:

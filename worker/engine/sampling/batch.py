@@ -1,7 +1,7 @@
-"""One composition of a batch: which rows are drawn how, and which are edited before.
+"""Sampling parameters of one batch composition: how each row is sampled, and which rows are edited before.
 
-Built when the composition changes and reused until the next change. Rows are rows of the logits; with
-drafts a sequence has several. It knows no logits and no positions.
+A batch is built when the composition changes and reused until the next change. Rows are rows of the
+logits; a sequence with drafts has several.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from worker.engine.sampling.transfer import Indices, to_device
 
 @dataclass(frozen=True, slots=True)
 class Bias:
-    """Logit biases as coordinates."""
+    """Logit biases as coordinates and values."""
 
     rows: Tensor
     token_ids: Tensor
@@ -29,13 +29,13 @@ class Bias:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Tensors are on the device, arrays on the host."""
+    """Parameters of one composition; tensors are on the device, arrays on the host."""
 
-    row_slots: Indices  # the row of the parameter table, per row of the logits
+    row_slots: Indices  # [rows]: each row's index in the parameter table
     draws: Draws
     is_edited: bool
     bias: Bias | None
-    penalised: Indices  # rows, on the host
+    penalised: Indices  # rows with a penalty
     penalties: Tensor | None  # [penalised, 3] float32: presence, frequency, repetition
     with_min_tokens: Indices
     with_logprobs: Indices

@@ -1,7 +1,7 @@
-"""Compiling grammars off the step's path: daemon threads, a time limit, and a cache of the recent ones.
+"""Compiles grammars outside of the step: daemon threads, a time limit, and a cache of recent grammars.
 
-A grammar that takes too long is given up and its thread's place handed on; the thread itself cannot be
-stopped, so no more is compiled once too many such threads are stuck. It knows no sequences.
+A grammar that takes too long fails, and another compilation may start in its place. Its thread
+cannot be stopped, so nothing more is compiled once too many such threads are stuck.
 """
 
 from __future__ import annotations
@@ -31,10 +31,12 @@ class GrammarError(ValueError):
 
 
 class GrammarCompiler:
-    """Compiled grammars by their source. Safe for several threads.
+    """Compiled grammars by their source; safe for several threads.
 
-    `tokenizer_info` is xgrammar's and says what bytes each token stands for, and which ids end an output; `encode` is
-    the model's own tokenizer, which JSON's fixed parts are written with, and never with `special_ids`.
+    Args:
+        tokenizer_info: xgrammar's; it holds the bytes of each token and the ids that end an output.
+        encode: the model's own tokenizer, used to write the fixed parts of JSON.
+        special_ids: ids that such text never contains.
     """
 
     def __init__(
@@ -63,7 +65,10 @@ class GrammarCompiler:
     def from_vocab(
         cls, vocab: list[bytes] | list[str], stop_token_ids: list[int], vocab_size: int | None = None, **options: Any
     ) -> GrammarCompiler:
-        """From what each id decodes to; `vocab_size` is that of the logits, where they are wider."""
+        """Build a compiler from what each id decodes to.
+
+        `vocab_size` is the width of the logits, where they are wider than `vocab`.
+        """
         import xgrammar
 
         info = xgrammar.TokenizerInfo(
@@ -72,11 +77,14 @@ class GrammarCompiler:
         return cls(info, **options)
 
     def prepare(self, params: SamplingParams) -> Future[Any] | None:
-        """Start compiling what the parameters ask for; None if they ask for nothing."""
+        """Start compiling the grammar of the parameters; return None if they have none."""
         return None if params.response_format is None else self.compile(params.response_format)
 
     def compile(self, wanted: ResponseFormat) -> Future[Any]:
-        """A future of the compiled grammar; it fails with GrammarError, after `timeout_s` of running at the latest."""
+        """Return a future of the compiled grammar.
+
+        It fails with GrammarError, at the latest after `timeout_s` of compilation.
+        """
         future: Future[Any] = Future()
         try:
             key = source_of(wanted)
@@ -99,14 +107,19 @@ class GrammarCompiler:
         return future
 
     def _start_waiting(self) -> None:
-        """Under the lock, with room for another thread that may never end."""
+        """Start waiting compilations up to the thread limit; the caller holds the lock and has
+        checked the stuck threads.
+        """
         while self._waiting and self._running < self._max_threads:
             key, future = self._waiting.popleft()
             self._running += 1
             _Run(self, key, future).start()
 
     def _ended(self, key: tuple[str, str], failed: bool, stuck: int) -> None:
-        """A run gave up its place. `stuck`: +1 its thread goes on, −1 a thread that had been given up ended."""
+        """Release the place of one compilation.
+
+        `stuck` is +1 if its thread goes on after the time limit, and −1 if such a thread has ended.
+        """
         with self._lock:
             self._stuck += stuck
             if stuck >= 0:
@@ -168,7 +181,10 @@ class _Run:
 
 
 def source_of(wanted: ResponseFormat) -> tuple[str, str]:
-    """(kind, source), equal for equal grammars. Raises GrammarError for what would not be enforced."""
+    """Return (kind, source), equal for equal grammars.
+
+    Raises GrammarError for a response format that would not be enforced.
+    """
     given = [
         (kind, value)
         for kind, value in (("json", wanted.json_schema), ("regex", wanted.regex), ("grammar", wanted.grammar))
@@ -189,19 +205,22 @@ def source_of(wanted: ResponseFormat) -> tuple[str, str]:
 
 
 def sentence(error: Exception) -> str:
-    """The library's message without its time stamp and source position."""
+    """Return the library's message without its time stamp and source position."""
     lines = _PREFIX.sub("", str(error).strip()).splitlines()
     return lines[0].strip() if lines and lines[0].strip() else type(error).__name__
 
 
 def _compile(tokenizer_info: Any, special_ids: Sequence[int], encode: Encode | None) -> Compile:
-    """JSON schemas by llguidance, which enforces all of a schema or refuses it; the others by xgrammar."""
+    """Return the compile function: llguidance for JSON schemas, xgrammar for everything else.
+
+    llguidance either enforces all of a schema or refuses it.
+    """
     import xgrammar
 
     info = tokenizer_info
     compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
-    @functools.cache  # looking through a large vocabulary takes a second, which only JSON needs
+    @functools.cache  # reading a large vocabulary takes a second, and only JSON needs it
     def schemas() -> JsonCompiler:
         return JsonCompiler(info.decoded_vocab, info.vocab_size, info.stop_token_ids, special_ids, encode)
 

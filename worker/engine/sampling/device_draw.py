@@ -1,7 +1,8 @@
-"""Drawing a batch's tokens on a CUDA device in one launch, straight from the model's logits.
+"""Samples a batch's tokens on a CUDA device in one launch, straight from the model's logits.
 
-The same choice as `noise.py` and `truncation.py` make with torch's operators, which sort whole rows and go over them
-a dozen times. It asks nothing of the device, and a row's token does not depend on its batch.
+It chooses the same tokens as `noise.py` and `truncation.py` do with torch's operators, which sort
+whole rows and read them a dozen times. It never synchronises with the device, and a row's token
+does not depend on its batch.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ WARPS = 16
 
 
 class DeviceDraw:
-    """Takes logits of any type. Keeps the last batch's parameters on the device. One thread uses one of these."""
+    """Samples from logits of any type by the Triton kernel; only one thread may use an instance.
+
+    It keeps the last batch's parameters on the device.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -30,7 +34,7 @@ class DeviceDraw:
         self._keys_there: Tensor | None = None
 
     def draw(self, logits: Tensor, drawing: Drawing, keys: npt.NDArray[np.int32]) -> tuple[Tensor, Tensor]:
-        """Token ids `[rows]` int64 and each row's highest logit, which is finite in a good row."""
+        """Return token ids `[rows]` int64 and each row's highest logit, which is finite in a good row."""
         num_rows, vocab = logits.shape
         token_ids = torch.empty(num_rows, dtype=torch.int64, device=self._device)
         peaks = torch.empty(num_rows, dtype=torch.float32, device=self._device)
@@ -40,7 +44,7 @@ class DeviceDraw:
             numbers = (drawing.inverse_temperature, drawing.log_min_p, drawing.top_p, drawing.top_k)
             self._parameters = tuple(to_device(array, self._device) for array in numbers)
             self._drawing = drawing
-        if keys is not self._keys:  # those of greedy rows stay the same object
+        if keys is not self._keys:  # greedy rows pass the same object each time
             self._keys, self._keys_there = keys, to_device(np.ascontiguousarray(keys), self._device)
         if logits.stride(1) != 1:
             logits = logits.contiguous()

@@ -1,9 +1,9 @@
-"""One Triton kernel that draws a row's token from its logits: peak, floor of top-k, top-p and min-p, and the race.
+"""One Triton kernel that samples a row's token from its logits: peak, floor (top-k, top-p, min-p), race.
 
-A program takes one row, several times over: its logits stay in the second-level cache. A greedy row's token is known
-after the first time. The floor is looked for among the bit patterns of distances from the row's peak, which are not
-negative and so are ordered like integers: 16 looks at the row, each at three distances, find it exactly, without
-sorting it.
+A program reads one row several times; its logits stay in the second-level cache. A greedy row's
+token is known after the first time. The floor is a distance from the row's peak. Distances are not
+negative, so their bit patterns are ordered like integers. A search over the bit patterns finds the
+floor exactly in 16 passes, each testing three distances, without sorting the row.
 """
 # Triton reads annotations of kernel arguments as types: only constants are annotated.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, misc"
@@ -12,20 +12,20 @@ import triton
 import triton.language as tl
 
 INFINITY_BITS = tl.constexpr(0x7F800000)  # as an integer, +infinity follows the largest finite distance
-STAGES = tl.constexpr(3)  # a row's next two tiles are under way while one is looked at
+STAGES = tl.constexpr(3)  # a row's next two tiles are being loaded while one is read
 LARGEST_BELOW_ONE = tl.constexpr(1.0 - 2.0**-24)
 
 
 @triton.jit
 def gumbel_cost(token, first_key, second_key):
-    """As `noise.gumbel_costs`: minus the Gumbel noise of a token, from the row's keys."""
+    """Compute minus the Gumbel noise of a token from the row's keys, like `noise.gumbel_costs`."""
     x = (token.to(tl.uint32) * 0x9E3779B1) ^ first_key
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) ^ second_key
     x = x * 0x846CA68B
     x = (x ^ (x >> 16)) & 0x7FFFFFFF
     u = tl.minimum((x.to(tl.float32) + 0.5) * 4.656612873077393e-10, LARGEST_BELOW_ONE)
-    # -log(1 - u): small u are the winners, and a device's logarithm near 1 is coarse, so for them by its series
+    # -log(1 - u): a small u wins, and a device's logarithm near 1 is coarse, so a small u uses the series
     series = 1.0 / 5 + u * (1.0 / 6 + u * (1.0 / 7 + u * (1.0 / 8 + u * (1.0 / 9))))
     series = u * (1.0 + u * (1.0 / 2 + u * (1.0 / 3 + u * (1.0 / 4 + u * series))))
     return tl.log(tl.where(u < 0.1, series, -tl.log(1.0 - u)))
@@ -33,22 +33,23 @@ def gumbel_cost(token, first_key, second_key):
 
 @triton.jit
 def distances(row, token, vocab, peak, inverse_temperature):
-    """How far below the peak each scaled logit lies; beyond the vocabulary infinitely far."""
+    """Compute how far below the peak each scaled logit lies; beyond the vocabulary that is infinitely far."""
     logits = tl.load(row + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
     return -((logits - peak) * inverse_temperature)
 
 
 @triton.jit
 def share(bits, bound, mass, COUNTS: tl.constexpr):
-    """What a token adds to the count, or to the mass, of those no further away than `bound`."""
+    """Return what a token adds to the count, or to the mass, of the tokens within the distance `bound`."""
     return tl.where(bits <= bound, 1.0 if COUNTS else mass, 0.0)
 
 
 @triton.jit
 def reach(row, vocab, peak, scale, first, second, third, nearest, COUNTS: tl.constexpr, TILE: tl.constexpr):
-    """How many tokens, or how much mass, lie within each of three distances (as integers), and within `nearest`.
+    """Count the tokens, or sum the mass, within each of three distances (as integers) and within `nearest`.
 
-    A lane's part is summed in float32, in the order of the tokens: a farther distance never reaches less.
+    A lane's part is summed in float32, in the order of the tokens, so a larger distance never
+    yields less.
     """
     near = tl.zeros([TILE], tl.float32)
     middle = tl.zeros([TILE], tl.float32)
@@ -67,7 +68,10 @@ def reach(row, vocab, peak, scale, first, second, third, nearest, COUNTS: tl.con
 
 @triton.jit
 def farthest(row, vocab, peak, scale, target, nearest, COUNTS: tl.constexpr, TILE: tl.constexpr):
-    """The smallest distance (as an integer) within which `target` is reached; each look quarters the range."""
+    """Find the smallest distance (as an integer) within which `target` is reached.
+
+    Each pass quarters the range.
+    """
     low = 0
     high = INFINITY_BITS
     while low < high:
@@ -84,14 +88,14 @@ def farthest(row, vocab, peak, scale, target, nearest, COUNTS: tl.constexpr, TIL
 
 @triton.jit
 def better(best, best_token, values, token):
-    """The higher of each lane's value so far and the new one, and whose it is; never NaN."""
+    """Return each lane's higher value, of the best so far and the new one, and its token; never NaN."""
     is_better = values > best
     return tl.where(is_better, values, best), tl.where(is_better, token, best_token)
 
 
 @triton.jit
 def winner_of(best, best_token, vocab):
-    """The highest value of all lanes and its token, the first of equals; `vocab` where no lane has one."""
+    """Return the highest value of all lanes and its token, the first of equals; `vocab` if no lane has one."""
     highest = tl.max(best, 0)
     return highest, tl.min(tl.where(best == highest, best_token, vocab), 0)
 
@@ -125,7 +129,7 @@ def draw_kernel(
     tl.store(peaks + row_id, tl.where(tl.max(is_broken, 0) > 0, float("nan"), peak))
     scale = tl.load(inverse_temperature + row_id)
 
-    floor = -tl.load(log_min_p + row_id)  # from here on a distance
+    floor = -tl.load(log_min_p + row_id)  # as a distance
     nearest = tl.maximum(floor, 0.0).to(tl.int32, bitcast=True)
     if (tl.load(top_k + row_id) < vocab) & (scale != 0.0):
         wanted = tl.load(top_k + row_id).to(tl.float64)

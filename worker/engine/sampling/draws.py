@@ -1,7 +1,7 @@
-"""How the rows of one composition of a batch are drawn: by a kernel, or by torch in groups of like rows.
+"""Samples the rows of one batch composition: by a kernel, or by torch in groups of similar rows.
 
-Both make the same choice from the same noise; a composition is laid out for the one that draws, with its
-parameters where that one reads them. It knows no sequences.
+Both choose the same tokens from the same noise. A composition is prepared for one of the two, with
+its parameters on the host or on the device as that one needs them.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from worker.engine.sampling.truncation import Limits
 
 
 class Draws(Protocol):
-    """One composition, ready to be drawn from."""
+    """One composition, ready to be sampled from."""
 
     @property
     def is_greedy(self) -> bool:
-        """Every row takes its highest logit."""
+        """Return whether every row takes its highest logit."""
         ...
 
     def draw(self, logits: Tensor, positions: Indices) -> tuple[Tensor, Tensor]:
-        """Token ids [rows] and each row's highest logit [rows], which is finite in a good row.
+        """Return token ids [rows] and each row's highest logit [rows], which is finite in a good row.
 
-        `positions`: the output position of each row, which its noise depends on.
+        `positions` [rows] is each row's output position, which its noise depends on.
         """
         ...
 
 
 class Drawer(Protocol):
     def lay_out(self, table: RowTable, slots: Indices) -> Draws:
-        """`slots`: the row of the parameter table, per row of the logits."""
+        """Prepare a composition; `slots` is each row's index in the parameter table."""
         ...
 
 
@@ -53,7 +53,7 @@ def _is_greedy(table: RowTable, slots: Indices) -> npt.NDArray[np.bool_]:
 
 
 class Kernel(Protocol):
-    """Draws all rows in one pass over their logits."""
+    """Samples all rows in one pass over their logits."""
 
     def draw(self, logits: Tensor, drawing: Drawing, keys: npt.NDArray[np.int32]) -> tuple[Tensor, Tensor]: ...
 
@@ -81,7 +81,7 @@ class _KernelDraws:
     kernel: Kernel
     drawing: Drawing
     seeds: npt.NDArray[np.uint64]
-    no_noise: npt.NDArray[np.int32] | None  # keys that nobody reads, where all rows are greedy
+    no_noise: npt.NDArray[np.int32] | None  # unused keys, if all rows are greedy
 
     @property
     def is_greedy(self) -> bool:
@@ -97,7 +97,7 @@ class _KernelDraws:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Rows that are drawn with noise. `rows` is None when it is every row of the batch."""
+    """Rows that are sampled with noise; `rows` is None for every row of the batch."""
 
     rows: Tensor | None
     inverse_temperature: Tensor  # [rows, 1] float32
@@ -106,7 +106,7 @@ class _Group:
 
 
 class TorchDrawer:
-    """On any device, without waiting for it."""
+    """Samples by torch on any device; on an accelerator it never synchronises with it."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._device = device
@@ -150,7 +150,7 @@ class _TorchDraws:
     device: torch.device
     vocabulary: Tensor
     seeds: npt.NDArray[np.uint64]
-    greedy: Tensor | None  # rows; None where the groups cover all, or where there are none
+    greedy: Tensor | None  # rows; None where the groups cover all rows, or where there are no groups
     groups: tuple[_Group, ...]  # empty: all rows are greedy
 
     @property

@@ -1,7 +1,7 @@
-"""The grammar of a JSON schema: llguidance's, made from the schema as `json_schema.rewrite` says it.
+"""Grammars of JSON schemas by llguidance, from schemas rewritten by `json_schema.rewrite`.
 
-llguidance enforces what it accepts, and refuses the rest by name; here its refusals become sentences that name the
-place. It knows no sequences.
+llguidance enforces every keyword that it accepts and refuses the others by name. Here its refusals
+become sentences that name the place in the schema.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from worker.engine.sampling.json_schema.keywords import subschemas
 
 Encode = Callable[[str], Sequence[int]]
 
-# white space that a small model likes too much could otherwise fill its answer
+# fixed white space: a small model could otherwise fill its answer with it
 _STYLE: dict[str, Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _LOOSE: dict[str, Any] = {"lenient": True, "coerce_one_of": True}
-_MAX_TRIES = 64  # to find the place of what the compiler refuses
+_MAX_TRIES = 64  # compilations to find the place of a refusal
 _ONE_OF = "oneOf constraints"
 _SENTENCES = (
     ("Unsatisfiable schema", "no value satisfies it"),
@@ -32,18 +32,18 @@ _SENTENCES = (
 
 
 class SchemaRefused(ValueError):
-    """The text says what is not enforced, and where."""
+    """A schema that cannot be enforced; the text says which part, and where."""
 
 
 class JsonMatcher:
-    """Where one sequence stands in the grammar; the methods are those of xgrammar's matcher."""
+    """State of one sequence in the grammar, with the methods of xgrammar's matcher."""
 
     def __init__(self, matcher: Any, stop_token_ids: Sequence[int]) -> None:
         self._matcher = matcher
         self.stop_token_ids = stop_token_ids
 
     def is_terminated(self) -> bool:
-        """Nothing may follow but the end."""
+        """Return whether only the end may follow."""
         return bool(self._matcher.is_stopped())
 
     def accept_token(self, token_id: int) -> bool:
@@ -53,7 +53,10 @@ class JsonMatcher:
         self._matcher.rollback(num_tokens)
 
     def fill_next_token_bitmask(self, words: Tensor, row: int) -> None:
-        """Raises ValueError where the grammar is too complex to go on with."""
+        """Write the mask of the next token to `words[row]`.
+
+        Raises ValueError where the grammar is too complex to continue.
+        """
         into = words[row]
         self._matcher.unsafe_compute_mask_ptr(into.data_ptr(), into.numel() * into.element_size())
         if self._matcher.is_error():
@@ -61,7 +64,7 @@ class JsonMatcher:
 
 
 class JsonCompiler:
-    """Grammars over one vocabulary. Safe for several threads."""
+    """Compiles grammars over one vocabulary; safe for several threads."""
 
     def __init__(
         self,
@@ -71,7 +74,11 @@ class JsonCompiler:
         special_ids: Sequence[int] = (),
         encode: Encode | None = None,
     ) -> None:
-        """`vocab_size` is that of the logits; `encode` says which tokens the model itself would write."""
+        """Read the vocabulary.
+
+        `vocab_size` is the width of the logits; `encode` returns the tokens that the model itself
+        would write.
+        """
         from llguidance import LLTokenizer
         from llguidance._tokenizer import TokenizerWrapper
 
@@ -80,7 +87,11 @@ class JsonCompiler:
         self._tokenizer = LLTokenizer(TokenizerWrapper(words), n_vocab=vocab_size, eos_token=self._stops)
 
     def compile(self, source: str, *, strict: bool) -> Callable[[], JsonMatcher]:
-        """Makes a matcher for each sequence. Raises SchemaRefused. Not strict: what is not enforced is left open."""
+        """Return a function that makes a matcher for each sequence.
+
+        With `strict`, raises SchemaRefused for a part that cannot be enforced; without, that part
+        stays open.
+        """
         schema = json.loads(source)
         grammar = self._strict(schema) if strict else self._loose(schema)
         return lambda: JsonMatcher(grammar.deep_copy(), self._stops)
@@ -112,7 +123,7 @@ class JsonCompiler:
         )
 
     def _refusal(self, rewritten: Rewritten, schema: Any, error: str) -> str:
-        """Names the innermost schema that is refused for the same reason when it stands alone."""
+        """Name the innermost schema that is refused for the same reason when it stands alone."""
         defs = rewritten.schema.get("$defs", {})
         reason, pointer, inner, tries = _explained(error), "", rewritten.schema, 0
         seen: set[str] = set()
@@ -132,7 +143,7 @@ class JsonCompiler:
 
 
 class _Words:
-    """What llguidance asks of a tokenizer."""
+    """The tokenizer interface that llguidance requires."""
 
     def __init__(self, vocab: Sequence[bytes], eos: int, special_ids: Sequence[int], encode: Encode | None) -> None:
         self.tokens = list(vocab)
@@ -145,7 +156,7 @@ class _Words:
         self._longest = max(map(len, self._ids), default=1)
 
     def __call__(self, text: bytes) -> list[int]:
-        """Tokens that stand for exactly these bytes: the model's own, or else the longest that fit."""
+        """Return tokens that stand for exactly these bytes: the model's own, or else the longest that fit."""
         if self._encode is not None:
             ids = list(self._encode(text.decode("utf-8", "replace")))
             if b"".join(self.tokens[i] for i in ids) == text:
@@ -177,7 +188,7 @@ def _inside(
 
 
 def _existing(schema: Any, pointer: str) -> str:
-    """As much of the pointer as leads somewhere in the schema that was given."""
+    """Return the longest prefix of the pointer that exists in the original schema."""
     found = ""
     for step in pointer.split("/")[1:]:
         name = step.replace("~1", "/").replace("~0", "~")

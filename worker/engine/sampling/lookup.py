@@ -1,9 +1,9 @@
-"""Draft tokens by prompt lookup: what followed the last time the sequence ended as it does now.
+"""Draft tokens by prompt lookup: the tokens that followed the last time the sequence ended as it does now.
 
 An index from each run of `min_match` tokens to the positions after it grows with the sequence, so a
-proposal costs a few look-ups whatever the length. Proposals that are not accepted make the next ones
-shorter and then rarer, until they pay again. Plain Python: no torch, no numpy. It need not be told what
-was accepted: it sees that in the sequence.
+proposal costs a few look-ups at any length. Rejected proposals make the next ones shorter and then
+rarer, until proposals are accepted again. The result of a proposal is read from the sequence
+itself. The module is plain Python: no torch, no numpy.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class NgramIndex:
         self.length = max(self.length, min(len(token_ids), self.length + limit))
 
     def continuation(self, token_ids: Seq[int], max_tokens: int) -> tuple[int, ...]:
-        """What followed the longest earlier match of the sequence's end; the latest of equals."""
+        """Return the tokens after the longest earlier match of the sequence's end; the latest of equal matches wins."""
         end = len(token_ids)
         if end < self._size or max_tokens < 1:
             return ()
@@ -61,13 +61,13 @@ class NgramIndex:
         if best < 0:
             return ()
         draft = list(token_ids[best : best + max_tokens])
-        while len(draft) < max_tokens:  # the match runs into the end: what repeats goes on repeating
+        while len(draft) < max_tokens:  # the match reaches the sequence's end: continue the repetition
             draft.append(draft[len(draft) - (end - best)])
         return tuple(draft)
 
 
 def _match_length(token_ids: Seq[int], place: int) -> int:
-    """How many tokens before `place` equal those at the end."""
+    """Count the tokens before `place` that equal those at the sequence's end."""
     end = len(token_ids)
     for back in range(1, min(place, _MAX_COMPARED) + 1):
         if token_ids[place - back] != token_ids[end - back]:
@@ -79,7 +79,7 @@ def _match_length(token_ids: Seq[int], place: int) -> int:
 class _State:
     index: NgramIndex
     budget: int  # tokens to propose next
-    pause: int = 1  # steps of silence after the next failure
+    pause: int = 1  # tokens without a proposal after the next failure
     quiet_until: int = 0  # length of the sequence before which nothing is proposed
     draft: tuple[int, ...] = ()
     drafted_at: int = 0  # length of the sequence when the draft was made
@@ -87,14 +87,14 @@ class _State:
 
 @dataclass(slots=True)
 class PromptLookup:
-    """A proposer for the scheduler: call it with a sequence, get its draft. One thread."""
+    """Proposes drafts for the scheduler, which calls it with a sequence; only one thread may use it."""
 
     max_tokens: int
     min_match: int = MIN_MATCH
     _states: dict[Sequence, _State] = field(default_factory=dict)
 
     def __call__(self, sequence: Sequence) -> tuple[int, ...]:
-        """Up to `max_tokens` tokens that may follow; () where nothing matches or drafts do not pay."""
+        """Return up to `max_tokens` draft tokens; () where nothing matches or drafts do not pay."""
         if not sequence.params.speculate or sequence.num_inflight:
             return ()
         state = self._states.get(sequence)
@@ -117,7 +117,11 @@ class PromptLookup:
         return len(self._states)
 
     def _learn(self, state: _State, token_ids: Seq[int]) -> None:
-        """Compare the last draft with what came: full success doubles the next, failure shortens it, then pauses."""
+        """Compare the last draft with the tokens that came.
+
+        A fully accepted draft doubles the next one. Failures first shorten the next draft, then
+        pause.
+        """
         draft, state.draft = state.draft, ()
         came = token_ids[state.drafted_at : state.drafted_at + len(draft)]
         if not draft or not came:

@@ -1,9 +1,9 @@
 """Counter-based noise: a number that depends on (seed, output position, token id) and on nothing else.
 
-A token is drawn by a race: every token adds Gumbel noise to its scaled logit and the highest wins, which
-samples from the softmax without normalising it. Because the noise is a hash and not a generator's state,
-a seeded sequence gets the same tokens whatever its batch, its schedule, or its preemptions.
-It knows no parameters and no sequences.
+A token is sampled by a race: every token adds Gumbel noise to its scaled logit and the highest
+wins. This samples from the softmax without normalising it. Because the noise is a hash and not a
+generator's state, a seeded sequence gets the same tokens whatever its batch, its schedule, or its
+preemptions.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def row_keys(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-    """Two 32-bit keys per row: a splitmix64 step over (seed, position)."""
+    """Return two 32-bit keys per row: a splitmix64 step over (seed, position)."""
     with np.errstate(over="ignore"):
-        z = _mix64(seeds + _GOLDEN)  # seeds that are neighbours must not give streams that are shifted copies
+        z = _mix64(seeds + _GOLDEN)  # neighbouring seeds must not give streams that are shifted copies
         z = _mix64(z + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
     low = (z & np.uint64(0xFFFFFFFF)).astype(np.uint32)
     high = (z >> np.uint64(32)).astype(np.uint32)
@@ -46,17 +46,24 @@ _SECOND = _signed(0x846CA68B)
 
 
 def _fold(x: Tensor, scratch: Tensor, shift: int) -> None:
-    """x ^= x >> shift, logically: int32 shifts are arithmetic, so the sign's copies are masked off."""
+    """Compute x ^= x >> shift with a logical shift.
+
+    int32 shifts are arithmetic, so the copies of the sign bit are masked off.
+    """
     torch.bitwise_right_shift(x, shift, out=scratch)
     scratch &= (1 << (32 - shift)) - 1
     x ^= scratch
 
 
 def gumbel_costs(keys: Tensor, token_ids: Tensor) -> Tensor:
-    """Minus the Gumbel noise: the log of a standard exponential, one per (row, token).
+    """Return minus the Gumbel noise, the log of a standard exponential, for each (row, token).
 
-    keys [rows, 2] int32; token_ids int32, [tokens] or [rows, tokens]. Integer arithmetic wraps alike on
-    every device. 31 bits, so that even a token of probability 1e-9 can win.
+    Integer arithmetic wraps in the same way on every device. The noise has 31 bits, so that even a
+    token of probability 1e-9 can win.
+
+    Args:
+        keys: [rows, 2] int32.
+        token_ids: int32, [tokens] or [rows, tokens].
     """
     x = (token_ids * _SPREAD) ^ keys[:, :1]  # [rows, tokens]
     scratch = torch.empty_like(x)
@@ -69,11 +76,17 @@ def gumbel_costs(keys: Tensor, token_ids: Tensor) -> Tensor:
     x &= 0x7FFFFFFF
     u = x.to(torch.float32)
     u.add_(0.5).mul_(2.0**-31).clamp_(max=_LARGEST_BELOW_ONE)
-    return u.neg_().log1p_().neg_().log_()  # small u keep their precision: they are the winners
+    return u.neg_().log1p_().neg_().log_()  # a small u keeps its precision, since it wins
 
 
 def race(scaled: Tensor, keys: Tensor, token_ids: Tensor) -> Tensor:
-    """The column that wins each row. scaled [rows, tokens] float32 (−inf: excluded); others as above."""
+    """Return the column that wins each row.
+
+    Args:
+        scaled: [rows, tokens] float32; −inf excludes a token.
+        keys: [rows, 2] int32.
+        token_ids: int32, [tokens] or [rows, tokens].
+    """
     rows, tokens = scaled.shape
     limit = _CACHED_ELEMENTS if scaled.device.type == "cpu" else _DEVICE_ELEMENTS
     step = max(1, limit // max(1, tokens))
@@ -88,7 +101,10 @@ def race(scaled: Tensor, keys: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def argmax(values: Tensor) -> Tensor:
-    """Row-wise; the first of equals on CPU, where numpy's is several times faster than torch's."""
+    """Return the argmax of each row.
+
+    On the CPU numpy finds it several times faster than torch, and returns the first of equals.
+    """
     if values.device.type == "cpu":
         return torch.from_numpy(values.numpy().argmax(axis=1))
     return values.argmax(dim=-1)

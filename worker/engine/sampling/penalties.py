@@ -1,10 +1,10 @@
-"""Presence, frequency and repetition penalties from token histories that live on the device.
+"""Presence, frequency and repetition penalties from token histories on the device.
 
-Each penalised sequence has a row with its output tokens by position and one with its distinct prompt
-tokens. A sampled token is written to its position on the device, so the next step needs no token from
-the host; a rejected draft or an abandoned step needs no undoing, because the position is simply written
-again, and a row of the logits reads only the positions before its own. Work grows with a sequence's
-length, not with the vocabulary.
+Each penalised sequence has a row with its output tokens by position, and one with its distinct
+prompt tokens. A sampled token is written to its position on the device, so the next step needs no
+token from the host. A rejected draft or an abandoned step needs no undoing: the position is simply
+written again, and a row of the logits reads only the positions before its own. The work grows with
+a sequence's length, not with the vocabulary.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from worker.engine.sampling.transfer import Indices, to_device
 from worker.engine.sequence import Sequence
 
-MORE_ROWS, MORE_TOKENS = 16, 1024  # by which the tables grow: `kv.sizing` counts them
+MORE_ROWS, MORE_TOKENS = 16, 1024  # growth step of the tables; `kv.sizing` includes it
 
 
 @dataclass(slots=True)
@@ -29,7 +29,7 @@ class _History:
 
 
 class Histories:
-    """Token histories of penalised sequences, and what the penalties make of logits."""
+    """Token histories of penalised sequences, and the penalties that follow from them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -50,9 +50,10 @@ class Histories:
             self._outputs, self._prompts = (table.new_zeros((0, 0)) for table in (self._outputs, self._prompts))
 
     def open(self, sequence: Sequence, position: int, draft_ids: tuple[int, ...]) -> tuple[int, int]:
-        """Bring the history up to output position `position` (exclusive), drafts behind it; (slot, prompt ids).
+        """Write the history up to output position `position` (exclusive) and the drafts after it.
 
-        After this step the positions up to and including `position` hold.
+        Returns (slot, number of distinct prompt ids). After this step the positions up to and
+        including `position` are on the device.
         """
         history = self._found.get(sequence)
         if history is None:
@@ -82,13 +83,16 @@ class Histories:
         return history
 
     def apply(self, logits: Tensor, rows: Tensor, places: Places, penalties: Tensor) -> None:
-        """Penalise `rows` of the logits in place. penalties [rows, 3]: presence, frequency, repetition."""
+        """Penalise `rows` of the logits in place.
+
+        `penalties` is [rows, 3]: presence, frequency, repetition.
+        """
         part = logits[rows]
         presence, frequency, repetition = penalties[:, :1], penalties[:, 1:2], penalties[:, 2:]
         output_ids, counted = _read(self._outputs, places.slots, places.lengths, places.longest)
         if places.repeats:
             prompt_ids, _ = _read(self._prompts, places.slots, places.prompt_lengths, places.longest_prompt)
-            # an empty history has nothing to stand in for it but the prompt, which is never empty
+            # an empty history is replaced by the first prompt id; a prompt is never empty
             output_ids = torch.where(counted, output_ids, prompt_ids[:, :1]) if places.longest else output_ids
             _repel(part, torch.cat((prompt_ids, output_ids), dim=1), repetition)
         if places.longest:
@@ -99,13 +103,16 @@ class Histories:
         logits[rows] = part
 
     def record(self, token_ids: Tensor, rows: Tensor, places: Places) -> None:
-        """Write what the rows sampled to the positions that they sampled for."""
+        """Write the sampled tokens of the rows to their output positions."""
         self._outputs[places.slots, places.lengths.squeeze(1)] = token_ids[rows]
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where each penalised row's history is. `lengths`: the output tokens before the row's own position."""
+    """Location of each penalised row's history.
+
+    `lengths` counts the output tokens before the row's own position.
+    """
 
     slots: Tensor  # [rows]
     lengths: Tensor  # [rows, 1]
@@ -128,7 +135,10 @@ class Places:
 
 
 def _read(table: Tensor, slots: Tensor, lengths: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-    """Ids [rows, longest], and which of them count; the others repeat the row's first id, or id 0 if it has none."""
+    """Return ids [rows, longest], and a mask of those that count.
+
+    The others repeat the row's first id, or id 0 if it has none.
+    """
     ids = table[slots, :longest]
     counted = torch.arange(longest, device=table.device) < lengths
     first = ids[:, :1] if longest else ids
@@ -136,7 +146,10 @@ def _read(table: Tensor, slots: Tensor, lengths: Tensor, longest: int) -> tuple[
 
 
 def _repel(part: Tensor, ids: Tensor, repetition: Tensor) -> None:
-    """Equal ids write equal values, so the order in which a scatter writes them does not matter."""
+    """Apply the repetition penalty to `ids` of each row.
+
+    Equal ids write equal values, so the order of the scatter's writes does not matter.
+    """
     values = part.gather(1, ids)
     part.scatter_(1, ids, torch.where(values > 0, values / repetition, values * repetition))
 

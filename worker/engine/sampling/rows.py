@@ -1,7 +1,7 @@
-"""The persistent table of sampling parameters: one row per live sequence, filled once, gathered by index.
+"""Table of sampling parameters: one row per live sequence, filled once, gathered by index.
 
-A change of the batch's composition costs one numpy gather and a few small copies to the device; a step
-with the same composition as the last costs neither. Plain arrays on the host: it knows no tensors.
+A change of the batch's composition costs one numpy gather and a few small copies to the device. A
+step with the same composition as the last costs neither. All arrays are on the host.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ GREEDY_BELOW = 1e-5  # a lower temperature would only overflow
 
 
 class Trait(IntFlag):
-    """What a row needs beyond a plain draw."""
+    """Flags of a row that needs more than a plain draw."""
 
     GREEDY = 1
     TRUNCATED = 2  # top-k or top-p; min-p alone needs no order
@@ -35,7 +35,7 @@ EDITED = Trait.PENALISED | Trait.BIASED | Trait.MIN_TOKENS | Trait.GRAMMAR
 
 
 class RowTable:
-    """Rows are found by the sequence's identity; a released row is reused."""
+    """Sampling parameters by sequence; a released row is reused."""
 
     def __init__(self, vocab_size: int, eos_token_ids: frozenset[int], capacity: int = 64) -> None:
         self.vocab_size = vocab_size
@@ -88,7 +88,10 @@ class RowTable:
         return row
 
     def _fill_ids(self, row: int, params: SamplingParams) -> None:
-        """Ids outside the vocabulary were refused at the door; should one come, it has no effect."""
+        """Store biases and held-back ids.
+
+        Request validation refuses ids outside the vocabulary; one that comes anyway is ignored.
+        """
         bias = {i: value for i, value in params.logit_bias.items() if 0 <= i < self.vocab_size}
         if bias:
             self.bias[row] = (np.array(list(bias), np.int64), np.array(list(bias.values()), np.float32))

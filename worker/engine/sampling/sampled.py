@@ -1,8 +1,7 @@
-"""What a step sampled: on the device at once, on the host when it is asked for.
+"""Sampled tokens of one step: on the device at once, on the host after `finish`.
 
-Copies to the host start behind the sampling kernels; `finish` waits for them, cuts each sequence's rows
-at the first draft that was not drawn, and builds the host's values. It knows no parameters but those
-that say which log-probabilities were asked for.
+Copies to the host start after the sampling kernels. `finish` waits for them, cuts each sequence's
+rows at the first rejected draft, and builds the host's values.
 """
 
 from __future__ import annotations
@@ -24,7 +23,10 @@ Finished = tuple[tuple[tuple[int, ...], ...], tuple[tuple[TokenLogprob, ...] | N
 
 
 class Share(msgspec.Struct, frozen=True, gc=False):
-    """The rows of one item: [first, first + 1 + len(draft_ids)). One is built per sequence and step: no dataclass."""
+    """Rows of one item: [first, first + 1 + len(draft_ids)).
+
+    One is built per sequence and step; a msgspec struct is cheaper than a dataclass.
+    """
 
     first: int
     draft_ids: tuple[int, ...]
@@ -37,7 +39,9 @@ class Share(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class ChosenLogprobs:
-    """Log-probabilities of the rows that asked: of the drawn token [n], and of the top ones [n, k] if any."""
+    """Log-probabilities of the rows that asked for them: of the drawn token [n], and of the top
+    tokens [n, k] if any.
+    """
 
     drawn: Tensor
     top: Tensor | None
@@ -47,7 +51,7 @@ class ChosenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class RawLogprobs:
-    """Log-softmax of the model's own logits, float32, of the rows that asked."""
+    """Log-softmax of the model's own logits, float32, for the rows that asked for log-probabilities."""
 
     values: Tensor  # [n, vocab]
     num_top: int
@@ -68,7 +72,7 @@ class RawLogprobs:
 
 
 class Sampled:
-    """`token_ids` [rows] is on the device and may feed the next step before `finish` is called."""
+    """Result of one step; `token_ids` [rows] is on the device and may feed the next step before `finish`."""
 
     __slots__ = ("_errors", "_ids", "_logprobs", "_peaks", "_ready", "_shares", "token_ids")
 
@@ -95,7 +99,7 @@ class Sampled:
         shares: list[Share],
         errors: dict[int, str],
     ) -> Sampled:
-        """Begin the copies to the host (into pinned memory, behind what is queued)."""
+        """Begin the copies to the host; they go to pinned memory, after the work already queued on the device."""
         if token_ids.device.type != "cuda":
             return cls(token_ids, (token_ids, peaks, chosen), shares, errors, None)
         if chosen is not None:
@@ -111,13 +115,17 @@ class Sampled:
         return cls(token_ids, host, shares, errors, ready)
 
     def wait_for(self, row: int) -> int:
-        """One row's token, once this step (and none launched after it) is through."""
+        """Wait until this step, and none launched after it, has finished; return one row's token."""
         if self._ready is not None:
             self._ready.synchronize()
         return int(self._ids[row])
 
     def finish(self) -> Finished:
-        """Wait; then per item its tokens, its log-probabilities (None: not asked for), and errors by item index."""
+        """Wait for the copies and build the host's values.
+
+        Returns each item's tokens, its log-probabilities (None if not requested), and errors by
+        item index.
+        """
         if self._ready is not None:
             self._ready.synchronize()
         ids, peaks = self._ids.tolist(), self._peaks.tolist()
@@ -142,7 +150,7 @@ class Sampled:
 
 
 def accepted_rows(ids: list[int], share: Share) -> int:
-    """How many of an item's rows count: up to and including the first whose draft was not drawn."""
+    """Count an item's valid rows: up to and including the first one that drew another token than its draft."""
     for index, draft in enumerate(share.draft_ids):
         if ids[share.first + index] != draft:
             return index + 1

@@ -1,9 +1,9 @@
-"""The sampler: logits in, one token per row out, without waiting for the device.
+"""The sampler: takes logits, returns one token per row, and does not wait for the device.
 
-Greedy rows take an argmax; the others scale, truncate and race (see noise). Edits (biases, penalties,
-masks) are made on a copy, so that log-probabilities are those of the model. Every row of a sequence
-with drafts is drawn with the noise of its own position, hence a draft is accepted exactly if it is the
-token that would have been drawn there. It knows no scheduler and no model.
+Greedy rows take an argmax; the others are scaled, truncated and raced (see noise). Edits (biases,
+penalties, masks) are made on a copy, so that log-probabilities are those of the model. Every row of
+a sequence with drafts uses the noise of its own position, so a draft is accepted exactly if it is
+the token that would have been sampled there.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from worker.engine.sequence import Sequence
 
 
 class Layout(NamedTuple):
-    """The rows of a step's logits."""
+    """Rows of a step's logits: their items, positions and sampling parameters."""
 
-    shares: list[Share]  # which rows are whose
+    shares: list[Share]  # each item's rows
     positions: Indices  # in the output, by row
     batch: Batch
 
     @property
     def takes_highest(self) -> bool:
-        """Nothing is asked of any row but its highest logit."""
+        """Return whether every row needs only its highest logit."""
         batch = self.batch
         return batch.draws.is_greedy and not batch.is_edited and not len(batch.with_logprobs)
 
 
 class Sampler:
-    """Keeps a row of parameters per sequence, token histories of penalised ones, and grammar states.
+    """Keeps a row of parameters per sequence, token histories of penalised sequences, and grammar states.
 
     Call `release` when a sequence ends or is preempted.
     """
@@ -56,7 +56,11 @@ class Sampler:
         kernel: Kernel | None = None,
         takes_any_dtype: bool = False,
     ) -> None:
-        """`kernel`, one for this device, draws instead of torch; from logits as they are if it takes any type."""
+        """Create a sampler for one device.
+
+        `kernel`, which must fit this device, samples instead of torch. With `takes_any_dtype` it
+        reads the logits without conversion to float32.
+        """
         self.vocab_size = vocab_size
         self._device = device
         self._table = RowTable(vocab_size, eos_token_ids)
@@ -67,20 +71,20 @@ class Sampler:
         self._cached: tuple[int, bytes, Batch] | None = None
 
     def prepare(self, items: Seq[ScheduledSequence]) -> None:
-        """Start to compute the grammars' masks beside the forward pass: call it before that pass is waited for.
+        """Start computing the grammars' masks beside the forward pass; call it before waiting for that pass.
 
-        Without this call `sample` computes them itself.
+        Without this call `sample` computes the masks itself.
         """
         self._grammars.start(items)
 
     def release(self, sequence: Sequence) -> None:
-        """Forget a sequence; it may come back and is then rebuilt from its tokens."""
+        """Remove a sequence; if it comes back, its state is rebuilt from its tokens."""
         self._table.release(sequence)
         self._histories.release(sequence)
         self._grammars.release(sequence)
 
     def lay_out(self, items: Seq[ScheduledSequence]) -> Layout:
-        """What is drawn for items as planned, those that sample; item i owns 1 + len(draft_ids) rows."""
+        """Prepare the sampling of the planned items that sample; item i owns 1 + len(draft_ids) rows."""
         shares: list[Share] = []
         slots: list[int] = []
         positions: list[int] = []
@@ -96,7 +100,7 @@ class Sampler:
         return Layout(shares, np.array(positions, np.int64), self._batch(np.array(slots, np.int64)))
 
     def sample(self, logits: Tensor, items: Seq[ScheduledSequence], layout: Layout | None = None) -> Sampled:
-        """Draw a token for each row; `layout` is that of the items, where it has been made."""
+        """Sample a token for each row; `layout` is that of the items, if it exists already."""
         shares, positions, batch = layout or self.lay_out(items)
         if logits.shape[0] != len(positions):
             raise ValueError(f"{logits.shape[0]} rows of logits for items that own {len(positions)}")
@@ -120,7 +124,10 @@ class Sampler:
         return sampled
 
     def take_highest(self, token_ids: Tensor, peaks: Tensor, layout: Layout) -> Sampled:
-        """The same for a layout that takes only the highest logits, `peaks` [rows], which somebody else has found."""
+        """Build the result for a layout that takes only the highest logits, whose argmax the caller has computed.
+
+        `token_ids` and `peaks` are [rows].
+        """
         return Sampled.start(token_ids, peaks, None, layout.shares, {})
 
     # ── what is drawn ──
@@ -159,7 +166,7 @@ class Sampler:
         positions: Indices,
         places: Places | None,
     ) -> dict[int, str]:
-        """Apply penalties, biases, then masks, in place; returns the items whose grammar broke."""
+        """Apply penalties, biases, then masks, in place; return the items whose grammar failed."""
         if places is not None and batch.penalties is not None:
             self._histories.apply(logits, to_device(batch.penalised, self._device), places, batch.penalties)
         if batch.bias is not None:

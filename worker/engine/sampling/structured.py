@@ -1,10 +1,9 @@
-"""Structured output: the masks that hold a sequence to its grammar.
+"""Structured output: masks that restrict a sequence to its grammar.
 
-A sequence's matcher is driven by the tokens that the host knows: it catches up with them before each
-mask, so a preempted or resumed sequence is replayed and a rejected draft needs no bookkeeping of its
-own. Masks are computed in a thread, beside the forward pass; where a step is launched before the last
-one's tokens are known, that thread waits for them, and the device meanwhile runs the pass. It knows no
-logits but those it masks.
+Before each mask, a sequence's matcher reads the tokens that the host has received since the last
+one. So a preempted or resumed sequence is replayed, and a rejected draft needs no extra
+bookkeeping. A thread computes the masks beside the forward pass. If a step is launched before the
+last step's tokens have arrived, that thread waits for them while the device runs the pass.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from worker.engine.sampling.sampled import Sampled
 from worker.engine.sampling.transfer import to_device
 from worker.engine.sequence import Sequence
 
-TOKEN_LIMIT_S = 0.25  # of a core, to read a token or to say which may follow: a step waits for it
+TOKEN_LIMIT_S = 0.25  # CPU seconds to read a token or to compute a mask; the step waits for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,7 @@ class Masks:
     complete: frozenset[int] = frozenset()  # rows whose grammar allows nothing but the end
 
     def apply(self, logits: Tensor) -> None:
-        """Exclude, in place, what the masks do not allow."""
+        """Exclude, in place, every token that the masks do not allow."""
         if not self.rows or self.words is None:
             return
         at = to_device(np.array(self.rows, np.int64), logits.device)
@@ -47,7 +46,7 @@ class Masks:
         bits = torch.arange(32, dtype=torch.int32, device=logits.device)
         allowed = ((words[:, :, None] >> bits) & 1).flatten(1)[:, : min(self.width, logits.shape[1])] != 0
         part = logits[at]
-        part[:, allowed.shape[1] :] = -torch.inf  # ids beyond the tokenizer's
+        part[:, allowed.shape[1] :] = -torch.inf  # ids that the tokenizer does not have
         part[:, : allowed.shape[1]].masked_fill_(~allowed, -torch.inf)
         logits[at] = part
 
@@ -60,7 +59,7 @@ class _State:
 
 
 class Grammars:
-    """A matcher per structured sequence."""
+    """One matcher per sequence with structured output."""
 
     def __init__(self, compiler: GrammarCompiler | None) -> None:
         self._compiler = compiler
@@ -73,7 +72,7 @@ class Grammars:
         return len(self._states)
 
     def start(self, items: Seq[ScheduledSequence]) -> None:
-        """Begin to compute the masks of these items; `masks` with the same items takes them."""
+        """Begin to compute the masks of these items; `masks` with the same items returns them."""
         self._wait()
         if any(item.sequence.params.response_format is not None for item in items):
             if self._thread is None:
@@ -89,7 +88,10 @@ class Grammars:
         return self._compute(tuple(items))
 
     def launched(self, sampled: Sampled, items: Seq[ScheduledSequence]) -> None:
-        """Remember where the next step finds the token of each structured sequence, should it be planned before."""
+        """Record the step that samples each structured sequence's token.
+
+        The next step reads the token there if it is planned before the token has reached the host.
+        """
         first = 0
         for item in items:
             sequence = item.sequence
@@ -104,7 +106,7 @@ class Grammars:
             self._launched.pop(sequence, None)
 
     def _wait(self) -> None:
-        """Let a computation that nobody took end: states are touched by one thread at a time."""
+        """Wait for a computation whose result was not used, since only one thread at a time may change states."""
         if self._pending is not None:
             self._pending[1].exception()
             self._pending = None
@@ -119,7 +121,7 @@ class Grammars:
             if item.sequence.params.response_format is not None:
                 try:
                     mask, ends = self._fill(item)
-                except Exception as error:  # whatever a grammar does, it costs its own sequence only
+                except Exception as error:  # any failure of a grammar ends only its own sequence
                     errors[index] = f"structured output failed: {sentence(error)}"
                 else:
                     rows.extend(range(first, first + len(mask)))
@@ -130,10 +132,11 @@ class Grammars:
         return Masks(tuple(rows), words, self._vocab_size, errors, frozenset(complete))
 
     def _fill(self, item: ScheduledSequence) -> tuple[Tensor, list[int]]:
-        """The masks of an item's rows [1 + drafts, words], and those of its rows at which only the end is allowed.
-        Raises GrammarError. What an ambiguous grammar asks for grows with every token, until all steps wait for it.
+        """Return the masks of an item's rows [1 + drafts, words], and its rows at which only the end is allowed.
 
-        Rows behind a draft that the grammar refuses stay open: that draft is never drawn, so they never count.
+        Rows after a draft that the grammar refuses stay open: that draft is never sampled, so they
+        never count. Raises GrammarError, also for a grammar that is too ambiguous: its cost grows
+        with every token and would delay every step.
         """
         import xgrammar
 
@@ -171,20 +174,23 @@ class Grammars:
         return int(self._compiler.tokenizer_info.vocab_size) if self._compiler else 0
 
     def _state_of(self, sequence: Sequence) -> _State:
-        """A new one where tokens may have been taken back: then the sequence is in another epoch."""
+        """Return the sequence's state, or a new one if its epoch has changed, since tokens may have been withdrawn."""
         state = self._states.get(sequence)
         if state is None or state.epoch != sequence.epoch:
             state = self._states[sequence] = _State(self._start(sequence), sequence.epoch)
         return state
 
     def _unread(self, sequence: Sequence, state: _State) -> list[int]:
-        """Output tokens that the matcher has not seen; the one in flight may have been read before."""
+        """Return output tokens that the matcher has not read; it may have read the one in flight already."""
         position = sequence.num_prompt_tokens + state.num_read
         new = sequence.token_ids[position:]
         return new + self._in_flight(sequence) if position <= len(sequence.token_ids) else new
 
     def _in_flight(self, sequence: Sequence) -> list[int]:
-        """The token that a launched step draws, from that step itself: its forward pass is over before ours begins."""
+        """Return the token that a launched step samples.
+
+        It is read from that step itself, whose forward pass ends before the next one begins.
+        """
         if not sequence.num_inflight:
             return []
         sampled, row, position = self._launched.get(sequence, (None, 0, -1))
@@ -196,13 +202,13 @@ class Grammars:
         compiler, wanted = self._compiler, sequence.params.response_format
         if compiler is None or wanted is None:
             raise GrammarError("the engine has no grammar compiler for this model")
-        if sequence.grammar is None:  # whoever adds sequences past the engine's door has not compiled it
+        if sequence.grammar is None:  # a sequence added without request validation has no compiled grammar
             sequence.grammar = compiler.compile(wanted).result(compiler.timeout_s + 1)
         return sequence.grammar()
 
 
 def _read(state: _State, new: list[int]) -> None:
-    """Raises GrammarError."""
+    """Advance the matcher by new tokens; raises GrammarError for a token that the grammar refuses."""
     for token_id in new:
         # after its end only end tokens follow (ignore_eos), which the matcher need not see
         if not state.matcher.is_terminated() and not state.matcher.accept_token(token_id):

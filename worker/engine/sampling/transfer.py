@@ -1,4 +1,4 @@
-"""Small arrays of the host on their way to the device."""
+"""Copies small host arrays to the device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ Indices = npt.NDArray[np.int64]
 
 
 def to_device(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
-    """Copy without waiting for the device: a copy from pageable memory would. On the CPU the array itself."""
+    """Copy to the device without waiting for it, through pinned memory; a copy from pageable memory would wait.
+
+    On the CPU the result shares the array's memory.
+    """
     tensor = torch.from_numpy(array)
     if device.type != "cuda":
         return tensor.to(device)

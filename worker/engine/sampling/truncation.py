@@ -1,12 +1,12 @@
 """top-k, top-p and min-p as one number per row: the floor that a scaled logit must reach to stay.
 
-All three keep the most likely tokens, so each is a threshold; equal logits stay or go together, which
-makes the result independent of any sort order. Applied as min-p, then top-k, then top-p over what is
-left, renormalised. Scaled logits have their row's maximum at 0.
+All three keep the most likely tokens, so each is a threshold. Equal logits stay or go together, so
+the result does not depend on any sort order. min-p is applied first, then top-k, then top-p over
+the rest, renormalised. Scaled logits have their row's maximum at 0.
 
-On CPU the nucleus is looked for among a few hundred candidates; where that does not suffice, a
-histogram of the row's mass finds its border. A device is not asked whether the candidates sufficed, for
-that would wait for it: it sorts as far as the parameters alone demand.
+On the CPU the nucleus is searched among a few hundred candidates. Where these do not suffice, a
+histogram of the row's mass finds its border. On a device, a test whether the candidates suffice
+would wait for it. So there the rows are sorted as far as the parameters alone require.
 """
 
 from __future__ import annotations
@@ -22,13 +22,16 @@ from worker.engine.sampling.noise import race
 
 _CANDIDATES = 256
 _BINS = 2048
-_DEEPEST = 64.0  # below e^-64 of the most likely token one bin is enough
+_DEEPEST = 64.0  # all tokens below e^-64 of the most likely one share a bin
 _DEVICE_ELEMENTS = 1 << 22  # rows are sorted in chunks of this size: a bound on scratch memory
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Per row, on the device. `max_top_k` is the largest (0: none); `bounded`: each row has a top-k."""
+    """Truncation parameters of each row, on the device.
+
+    `max_top_k` is the largest top-k (0: none); `bounded` says that each row has one.
+    """
 
     top_k: Tensor  # [rows, 1] int64, the vocabulary's size where off
     top_p: Tensor  # [rows, 1] float64
@@ -41,7 +44,10 @@ class Limits:
 
 
 def draw(scaled: Tensor, limits: Limits, keys: Tensor, vocabulary: Tensor) -> Tensor:
-    """Sample one token id per row. scaled [rows, vocab]; vocabulary: arange(vocab), int32."""
+    """Sample one token id per row.
+
+    `scaled` is [rows, vocab]; `vocabulary` is arange(vocab), int32.
+    """
     if scaled.device.type == "cpu":
         return draw_on_host(scaled, limits, keys, vocabulary)
     return draw_sorted_in_chunks(scaled, limits, keys, vocabulary, _DEVICE_ELEMENTS)
@@ -66,9 +72,9 @@ def draw_sorted(scaled: Tensor, limits: Limits, keys: Tensor, vocabulary: Tensor
 
 
 def draw_on_host(scaled: Tensor, limits: Limits, keys: Tensor, vocabulary: Tensor) -> Tensor:
-    """A few hundred candidates decide most rows; the floor of the others is found in their whole row."""
+    """Sample on the CPU: a few hundred candidates decide most rows, and a whole-row search the others."""
     vocab = scaled.shape[1]
-    # one more than needed shows whether equals go on
+    # one more than needed, to see whether equal values follow
     count = min(vocab, 1 + (min(limits.max_top_k, _CANDIDATES) if limits.bounded else _CANDIDATES))
     values, ids = scaled.topk(count, dim=-1)
     floor = find_floor(values, scaled, limits)
@@ -96,7 +102,7 @@ def draw_on_host(scaled: Tensor, limits: Limits, keys: Tensor, vocabulary: Tenso
 
 
 def search_floor(row: npt.NDArray[np.float32], top_k: int, top_p: float, log_min_p: float) -> float:
-    """The floor of one row without sorting it: a histogram of the mass, then a sort of one bin."""
+    """Find the floor of one row without sorting it: a histogram of the mass, then a sort of one bin."""
     floor = np.float32(log_min_p)
     if top_k < len(row):
         floor = max(floor, np.partition(row, len(row) - top_k)[len(row) - top_k])
@@ -116,9 +122,10 @@ def search_floor(row: npt.NDArray[np.float32], top_k: int, top_p: float, log_min
 
 
 def find_floor(values: Tensor, scaled: Tensor, limits: Limits) -> Tensor:
-    """The floor per row [rows, 1], from the row's highest values in descending order [rows, count].
+    """Find the floor per row [rows, 1] from the row's highest values in descending order [rows, count].
 
-    Exact if it is above the last of the values or they are the whole row; the caller looks at that.
+    The floor is exact if it is above the last of the values, or if they are the whole row; the
+    caller checks that.
     """
     count = values.shape[1]
     kth = values.gather(1, (limits.top_k - 1).clamp(max=count - 1))
@@ -136,7 +143,11 @@ def find_floor(values: Tensor, scaled: Tensor, limits: Limits) -> Tensor:
 
 
 def _total(scaled: Tensor, floor: Tensor, values: Tensor, total: Tensor) -> Tensor:
-    """The mass at or above the floor: of the candidates, or where they do not reach down to it, of the row."""
+    """Return the mass at or above the floor.
+
+    It is summed over the candidates, or over the row where the candidates do not reach down to the
+    floor.
+    """
     inside = values[:, -1:] < floor
     if scaled.device.type == "cpu" and bool(inside.all()):
         return total

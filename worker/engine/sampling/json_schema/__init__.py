@@ -1,4 +1,4 @@
-"""JSON schemas (draft 2020-12) as the grammar compiler reads them. Plain Python."""
+"""Rewrites JSON schemas (draft 2020-12) for the grammar compiler, in plain Python."""
 
 from worker.engine.sampling.json_schema.rewrite import MAX_DEPTH, Rewritten, rewrite
 

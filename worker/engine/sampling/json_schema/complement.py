@@ -1,4 +1,4 @@
-"""The schema that admits exactly what another refuses, where draft 2020-12 can say it."""
+"""Negates schemas: the complement admits exactly what a schema refuses, where draft 2020-12 can express it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Inexpressible(ValueError):
 
 
 def complement(schema: Any, resolve: Resolve, depth: int = 0) -> Schema:
-    """Raises Inexpressible."""
+    """Return the complement of a schema; raises Inexpressible."""
     if depth > MAX_DEPTH:
         raise Inexpressible
     if isinstance(schema, bool):
@@ -40,7 +40,7 @@ def complement(schema: Any, resolve: Resolve, depth: int = 0) -> Schema:
 
 
 def _without(schema: dict[str, Any], key: str, resolve: Resolve, depth: int) -> Iterator[Schema]:
-    """Schemas of the values that one keyword refuses."""
+    """Yield schemas of the values that one keyword refuses."""
     value = schema[key]
     if key in _OPPOSITES:
         yield {"type": "number", _OPPOSITES[key]: value}

@@ -1,4 +1,4 @@
-"""The keywords of draft 2020-12, by what their values are."""
+"""Keywords of draft 2020-12, grouped by the type of their values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multip
 
 
 def subschemas(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """(JSON pointer from here, schema) of each schema directly inside."""
+    """Yield (JSON pointer from here, schema) for each schema directly inside."""
     for key in MAPS:
         if isinstance(held := schema.get(key), dict):
             for name, inner in held.items():
@@ -34,5 +34,5 @@ def subschemas(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def escaped(name: object) -> str:
-    """One step of a JSON pointer."""
+    """Escape a name as one step of a JSON pointer."""
     return str(name).replace("~", "~0").replace("/", "~1")

@@ -1,4 +1,4 @@
-"""`propertyNames`, said with `properties`, `patternProperties` and `additionalProperties`."""
+"""Rewrites `propertyNames` with `properties`, `patternProperties` and `additionalProperties`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SILENT = ("type", "title", "description", "$comment", "default", "examples")
 
 
 def objects_with(names: Any, resolve: Callable[[str], Any], depth: int = 0) -> dict[str, Any]:
-    """The schema of objects whose names all pass. Raises Inexpressible."""
+    """Return the schema of objects whose names all match `names`; raises Inexpressible."""
     if names is True:
         return {}
     if names is False:

@@ -1,4 +1,4 @@
-"""Regular expressions of JSON schemas (ECMA-262, Unicode mode) as the grammar compiler's dialect (Rust's `regex`)."""
+"""Translates regular expressions of JSON schemas (ECMA-262, Unicode mode) for the grammar compiler (Rust's `regex`)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _TOKEN = re.compile(
 
 
 class PatternProblem(ValueError):
-    """The text says what cannot be enforced."""
+    """A pattern that cannot be enforced; the text says why."""
 
 
 def translated(pattern: str) -> str:
-    """The same language in the compiler's dialect. Raises PatternProblem."""
+    """Return a pattern of the same language in the compiler's dialect; raises PatternProblem."""
     out: list[str] = []
     class_start: int | None = None
     for match in _TOKEN.finditer(pattern):
@@ -53,7 +53,7 @@ def translated(pattern: str) -> str:
 
 
 def _in_class(match: re.Match[str], is_first: bool) -> str:
-    """Characters that join classes in the other dialect are literal in this one."""
+    """Escape characters that combine classes in the compiler's dialect; in ECMA-262 they are literal."""
     text = match[0]
     if text == "^" and is_first:
         return text
@@ -86,7 +86,7 @@ def _group(text: str, kind: str) -> str:
 
 
 def other_than(literal: str) -> str | None:
-    """A pattern of all strings but this one; None for one that is too long."""
+    """Return a pattern of all strings but this one, or None if it is too long."""
     if len(literal) > MAX_LITERAL:
         return None
     found = f"{_ANY}+"

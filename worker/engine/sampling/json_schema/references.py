@@ -1,4 +1,4 @@
-"""Where a reference leads: by JSON pointer, anchor or identifier, within one document."""
+"""Resolves references within one document, by JSON pointer, anchor or identifier."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_DEPTH = 64  # of nested schemas
 
 
 class Unresolved(ValueError):
-    """The text says why a reference leads nowhere."""
+    """A reference without a target; the text says why."""
 
 
 class TooDeep(Exception):
@@ -29,7 +29,7 @@ class Place:
 
 
 class Resources:
-    """All identifiers and anchors of a document. Raises TooDeep."""
+    """All identifiers and anchors of a document; raises TooDeep."""
 
     def __init__(self, root: Any) -> None:
         self._resources: dict[str, Place] = {}
@@ -64,11 +64,11 @@ class Resources:
         return self._bases.get(pointer, otherwise)
 
     def is_ambiguous(self, reference: str) -> bool:
-        """Does what a $dynamicRef means depend on how it is reached?"""
+        """Return whether the target of a $dynamicRef depends on the path by which it is reached."""
         return self._dynamic.get(urldefrag(reference).fragment, 0) > 1
 
     def resolve(self, reference: str, base: str) -> Place:
-        """Raises Unresolved."""
+        """Return the target of a reference; raises Unresolved."""
         uri, fragment = urldefrag(_joined(base, reference))
         resource = self._resources.get(uri)
         if resource is None:

@@ -1,9 +1,9 @@
-"""Draft 2020-12 as the part of it that the grammar compiler enforces.
+"""Rewrites draft 2020-12 schemas with the keywords that the grammar compiler enforces.
 
-The compiler (llguidance) merges `allOf`, `$ref` and what stands beside them, reads constraints without `type`
-and filters `enum`; it refuses keywords that it does not know. Here the meaning of those is said with the ones it
-knows. What cannot be said is a problem, by keyword and place. References become `$defs` of their own, so that
-nothing moves under them. Pure: it knows no tokenizer and no grammar.
+The compiler (llguidance) merges `allOf`, `$ref` and adjacent keywords, reads constraints without
+`type`, and filters `enum`. It refuses unknown keywords; these are expressed here by known ones. A
+keyword that cannot be expressed is a problem, reported with its place. References become `$defs`,
+so that rewriting moves no target.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from worker.engine.sampling.json_schema.unevaluated import without_unevaluated
 
 __all__ = ["MAX_DEPTH", "Rewritten", "rewrite"]
 
-MAX_SCHEMAS = 20_000  # that are looked at: what is written out may grow faster than what was given
+MAX_SCHEMAS = 20_000  # most that are visited: an expanded schema may be far larger than the original
 _COPIED = (*NUMBERS, "type", "enum", "const", "required")
 _ENFORCED_FORMATS = frozenset(
     ("date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
@@ -38,8 +38,11 @@ _OTHER_FORMATS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Rewritten:
-    """`problems`: one sentence per keyword that the grammar would not enforce. `places`: of each of `$defs`, where it
-    stands in the schema that was given."""
+    """A rewritten schema.
+
+    `problems` has one sentence per keyword that the grammar would not enforce. `places` maps each
+    name in `$defs` to its place in the original schema.
+    """
 
     schema: Any
     problems: tuple[str, ...]
@@ -47,10 +50,10 @@ class Rewritten:
 
 
 def rewrite(schema: Any, *, expand_one_of: bool = False) -> Rewritten:
-    """An equal schema, as far as there are no problems; with them, one that admits more.
+    """Return an equal schema; if there are problems, the schema admits more.
 
-    `expand_one_of`: write `oneOf` out, with what its branches exclude; else it is left to the compiler, which
-    enforces it where branches visibly exclude each other.
+    `expand_one_of` expands `oneOf` by the negation of its branches. Without it the compiler gets
+    `oneOf`, and enforces it where branches visibly exclude each other.
     """
     try:
         resources = Resources(schema)
@@ -62,7 +65,7 @@ def rewrite(schema: Any, *, expand_one_of: bool = False) -> Rewritten:
 
 
 class _TooMuch(Exception):
-    """MAX_SCHEMAS have been looked at."""
+    """More than MAX_SCHEMAS schemas were visited."""
 
 
 class _Rewriter:
@@ -70,9 +73,9 @@ class _Rewriter:
         self._resources = resources
         self._expand_one_of = expand_one_of
         self._problems: dict[str, None] = {}
-        self._names: dict[str, str] = {}  # of the referenced schemas, by pointer
+        self._names: dict[str, str] = {}  # names of referenced schemas by pointer
         self._waiting: list[tuple[str, Place]] = []
-        self._beside: dict[str, set[str]] = {}  # of each referenced schema: those that it applies to the same value
+        self._beside: dict[str, set[str]] = {}  # by referenced schema: those that it applies to the same value
         self._current = ""
         self._num_schemas = 0
 
@@ -114,7 +117,7 @@ class _Rewriter:
     # ── references ──
 
     def _target(self, reference: Any, base: str, dynamic: bool) -> Place:
-        """Raises Unresolved."""
+        """Return the target of a reference; raises Unresolved."""
         if not isinstance(reference, str):
             raise Unresolved("it is no text")
         if dynamic and self._resources.is_ambiguous(reference):
@@ -131,7 +134,7 @@ class _Rewriter:
         return {"$ref": f"#/$defs/{name}"}
 
     def _check_loops(self) -> None:
-        """A schema that applies itself to the same value says nothing that could be followed."""
+        """Report schemas that apply themselves to the same value, since they cannot be expanded."""
         pointers = {name: pointer for pointer, name in self._names.items()}
         for name in self._names.values():
             seen: set[str] = set()
@@ -148,7 +151,7 @@ class _Rewriter:
 
 
 class _Reading:
-    """One schema with keywords: what it becomes is collected in `out`, and beside it in `parts`."""
+    """One schema with keywords; results are collected in `out`, and additional schemas in `parts`."""
 
     def __init__(self, owner: _Rewriter, place: Place, depth: int, is_same_value: bool) -> None:
         self.owner, self.place, self.depth, self.is_same_value = owner, place, depth, is_same_value
@@ -185,7 +188,7 @@ class _Reading:
         )
 
     def _resolve(self, reference: str) -> Any:
-        """For what is written out here: its own references must mean the same here."""
+        """Return the target of a reference for expansion here; its own references must have the same base."""
         self.owner._count(0)
         target = self.owner._target(reference, self.place.base, dynamic=True)
         if target.base != self.place.base:
@@ -193,7 +196,7 @@ class _Reading:
         return target.schema
 
     def _same(self, schema: Any, keyword: str) -> None:
-        """Another schema for the same value, written with any keyword."""
+        """Add another schema for the same value, which may use any keyword."""
         self.parts.append(self._inner(schema, f"/{keyword}", is_same_value=True))
 
     def _negated(self, schema: Any) -> Schema:

@@ -1,7 +1,7 @@
-"""`unevaluatedProperties` and `unevaluatedItems`, said with `additionalProperties` and `items`.
+"""Rewrites `unevaluatedProperties` and `unevaluatedItems` with `additionalProperties` and `items`.
 
-What they refuse depends on which of the schemas beside them the value passes. So these are written out as
-alternatives, and in each it is known what has been evaluated.
+Which members they refuse depends on which of the adjacent schemas the value matches. So those
+schemas are expanded into alternatives, and each alternative fixes which members are evaluated.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ Resolve = Callable[[str], Any]
 
 @dataclass(frozen=True, slots=True)
 class _Alternative:
-    """What a value passes: `seen` schemas evaluate its members, `silent` ones only assert. None applies others."""
+    """Schemas that a value of one alternative matches.
+
+    `seen` schemas evaluate its members; `silent` ones only assert. No `seen` schema applies other
+    schemas in place.
+    """
 
     seen: tuple[dict[str, Any], ...] = ()
     silent: tuple[Any, ...] = ()
@@ -32,7 +36,7 @@ class _Alternative:
 
 
 def without_unevaluated(schema: dict[str, Any], resolve: Resolve) -> dict[str, Any]:
-    """An equal schema that has neither keyword at its top. Raises Inexpressible."""
+    """Return an equal schema that has neither keyword at its top; raises Inexpressible."""
     wanted = {key: schema[key] for key in KEYWORDS if key in schema and schema[key] is not True}
     rest = {key: value for key, value in schema.items() if key not in KEYWORDS}
     if not wanted:
@@ -81,7 +85,7 @@ def _alternatives(schema: Any, resolve: Resolve, depth: int) -> list[_Alternativ
     if not isinstance(schema, dict) or depth > _MAX_DEPTH:
         raise Inexpressible
     own = {key: value for key, value in schema.items() if key not in APPLICATORS}
-    if any(key in own for key in KEYWORDS):  # everything is evaluated, whatever else it says
+    if any(key in own for key in KEYWORDS):  # everything is evaluated, whatever the other keywords
         return [_Alternative(seen=({key: True for key in KEYWORDS if key in own},), silent=(schema,))]
     found = [_Alternative(seen=(own,))]
     for part in _parts(schema, resolve, depth + 1):
@@ -92,7 +96,7 @@ def _alternatives(schema: Any, resolve: Resolve, depth: int) -> list[_Alternativ
 
 
 def _parts(schema: dict[str, Any], resolve: Resolve, depth: int) -> Iterable[list[_Alternative]]:
-    """Of each keyword that applies schemas in place: what a value that passes it passes."""
+    """Yield, for each keyword that applies schemas in place, the alternatives of a value that it admits."""
     for key in ("$ref", "$dynamicRef"):
         if key in schema:
             try:
@@ -122,7 +126,7 @@ def _parts(schema: dict[str, Any], resolve: Resolve, depth: int) -> Iterable[lis
 
 
 def _some_of(branches: list[list[_Alternative]]) -> list[_Alternative]:
-    """Every branch that is passed counts: one alternative for each choice of branches."""
+    """Return one alternative for each choice of branches, since every branch that matches evaluates members."""
     if len(branches) > 4:
         raise Inexpressible
     found: list[_Alternative] = []
