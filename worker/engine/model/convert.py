@@ -1,7 +1,7 @@
-"""GGUF → a folder that Transformers loads without further ado: float32 safetensors, configuration, tokenizer.
+"""Converts a GGUF file to a folder that Transformers loads: float32 safetensors, configuration, tokenizer.
 
-Transformers reads the file (metadata, names, dequantisation); this only builds the model around the
-tensors, without the packages that its own `from_pretrained(gguf_file=…)` asks for.
+Transformers reads the file (metadata, names, dequantisation). This module only builds the model
+around the tensors, without the packages that `from_pretrained(gguf_file=…)` requires.
 """
 
 from __future__ import annotations
@@ -21,13 +21,19 @@ _TOLD_EVERY = 10  # percent
 
 
 def gguf_to_folder(source: Path, folder: Path, report: Callable[[float], None]) -> None:
-    """Raises ValueError where the file is no causal language model that Transformers knows."""
+    """Convert the file; raises ValueError where it is no causal language model that Transformers knows.
+
+    `report` is called with the share that is done, from 0 to 1.
+    """
     with contextlib.redirect_stderr(_Bars(lambda share: report(0.1 + 0.7 * share))):  # their progress bars
         _convert(source, folder, report)
 
 
 class _Bars(io.StringIO):
-    """Swallows progress bars and tells of the share that the last one shows: dequantising takes most of the time."""
+    """Swallows progress bars and reports the share that the last one shows.
+
+    Dequantisation takes most of the time.
+    """
 
     def __init__(self, on_share: Callable[[float], None]) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""From what the probing pass saw to layer groups: which layers keep their KV alike.
+"""Builds layer groups from the probing pass: layers whose keys and values are stored alike form a group.
 
-Layers with the same window, key heads and head size share block ids and one pool. What the cache cannot
-keep is refused here, in one sentence.
+Layers with the same window, key heads and head size share block ids and one pool. A model whose
+keys and values the cache cannot store is refused here, with one sentence per reason.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _UNSUPPORTED = {
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """What the cache and the attention backend have to know of one layer."""
+    """Attention shape and window of one layer, as the cache and the attention backend need them."""
 
     shape: AttentionShape
     window: int | None
 
 
 def describe_layers(probe: Probe, config: Any, name: str, length: int) -> list[LayerKind]:
-    """The layers by index, for sequences of up to `length` tokens.
+    """Return the layers by index, for sequences of up to `length` tokens.
 
     Raises EngineConfigError with one sentence for each reason that they cannot be served.
     """
@@ -66,7 +66,7 @@ def describe_layers(probe: Probe, config: Any, name: str, length: int) -> list[L
 
 
 def group_layers(layers: list[LayerKind]) -> tuple[LayerGroup, ...]:
-    """In the order of their first layers."""
+    """Group the layers; groups are in the order of their first layers."""
     members: dict[tuple[int, int, int | None], list[int]] = {}
     for index, layer in enumerate(layers):
         key = (layer.shape.num_kv_heads, layer.shape.head_dim, layer.window)
@@ -86,7 +86,10 @@ def _reasons(trait: LayerTrait) -> list[str]:
 
 
 def _config_problems(config: Any) -> list[str]:
-    """What no probing pass sees: states beside the attention, and factors that change at long contexts only."""
+    """Return problems that a probing pass cannot show.
+
+    These are states beside the attention, and factors that change only at long contexts.
+    """
     unknown = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     found = [f"its layers are of type {', '.join(sorted(unknown))}"] if unknown else []
     if getattr(config, "attn_temperature_tuning", False):
@@ -95,7 +98,11 @@ def _config_problems(config: Any) -> list[str]:
 
 
 def _window_problems(layers: list[LayerKind], config: Any, length: int) -> list[str]:
-    """Transformers' cache forgets what is behind the configured window, whether or not a layer's mask has it."""
+    """Return a problem if the configured window is shorter than `length` and a sliding layer's mask lacks it.
+
+    Transformers' cache drops tokens outside of the configured window, whether or not the layer's
+    mask has one.
+    """
     window = getattr(config, "sliding_window", None)
     if window is None or window >= length or getattr(config, "use_sliding_window", True) is False:
         return []

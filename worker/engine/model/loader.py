@@ -1,8 +1,8 @@
-"""Load a causal language model of Transformers and learn what the engine has to know about it.
+"""Loads a causal language model of Transformers and finds out what the engine needs about it.
 
-Instead of interpreting the configuration of every family, one probing pass records how each layer calls the attention
-function, and the model's own logits are compared with those of the engine's steps. A model that cannot be served is
-refused with one sentence.
+The configuration of each family is not interpreted. Instead, one probing pass records how each
+layer calls the attention function, and the model's own logits are compared with those of the
+engine's steps. A model that cannot be served is refused with one sentence.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 class FusedPassError(Exception):
-    """The model can be served, but not with its modules replaced by fused ones."""
+    """The model can be served, but not with fused modules in place of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """The model, ready for inference, with its layers' attention shapes and their groups."""
+    """A model ready for inference, with its layers' attention shapes and groups."""
 
     model: nn.Module
     config: Any  # the text part of the Transformers configuration
@@ -50,14 +50,17 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
     max_model_len: int
     keeps_rows: bool  # does the model's forward take logits_to_keep?
-    direct: DirectForward | None = None  # the same pass without Transformers' frame around the layers
+    direct: DirectForward | None = None  # the same pass without Transformers' code around the layers
 
     @property
     def vocab_size(self) -> int:
         return int(self.config.vocab_size)
 
     def logits(self, input_ids: Tensor, positions: Tensor, rows: Tensor, step: AttentionStep) -> Tensor:
-        """Logits `[num_rows, vocab]` of the packed tokens (`[num_tokens]`) at `rows`; only these reach the head."""
+        """Return logits `[num_rows, vocab]` at `rows` of the packed tokens; only these rows reach the head.
+
+        `input_ids` and `positions` are `[num_tokens]`.
+        """
         if self.direct is not None and (logits := self.direct(input_ids, positions, rows, step)) is not None:
             return logits
         return _logits(self.model, self.keeps_rows, input_ids, positions, rows, step)
@@ -65,8 +68,10 @@ class LoadedModel:
     def highest(
         self, input_ids: Tensor, positions: Tensor, rows: Tensor, step: AttentionStep
     ) -> tuple[Tensor, Tensor] | None:
-        """The token of each row's first highest logit and that logit, both `[num_rows]`, where these cost less without
-        the others; else None. They stay for two calls more.
+        """Return each row's argmax token and its logit, both `[num_rows]`; the first of equal logits wins.
+
+        Returns None where this would cost no less than all logits. The tensors stay valid during
+        the next two calls.
         """
         if self.direct is None or self.direct.num_logits != self.vocab_size:
             return None
@@ -74,11 +79,14 @@ class LoadedModel:
 
 
 def load_model(path: Path, config: EngineConfig) -> LoadedModel:
-    """Raises EngineConfigError where the model cannot be served, OSError where there is none."""
+    """Load and check a model.
+
+    Raises EngineConfigError where the model cannot be served, and OSError where there is none.
+    """
     register()
     device = pick_device(config.device)
     if device.index is not None and device.type == "cuda":
-        torch.cuda.set_device(device)  # kernels of our own are launched on this thread's device
+        torch.cuda.set_device(device)  # Triton kernels are launched on this thread's current device
     full_config = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
     dtype = pick_dtype(config.dtype, device, getattr(full_config, "dtype", None))
     resolve_length(_text_config(full_config, config.model), config.max_model_len)  # before the weights are read
@@ -93,7 +101,7 @@ def load_model(path: Path, config: EngineConfig) -> LoadedModel:
 
 
 def _read(path: Path, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> Any:
-    """The model on its device, as Transformers makes it. Raises EngineConfigError."""
+    """Return the model on its device, as Transformers builds it; raises EngineConfigError."""
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, attn_implementation=probe.OWN, trust_remote_code=config.trust_remote_code,
@@ -108,9 +116,10 @@ def _read(path: Path, config: EngineConfig, device: torch.device, dtype: torch.d
 
 
 def describe_model(model: Any, path: Path, config: EngineConfig) -> LoadedModel:
-    """A model of Transformers that is on its device; `path` holds its configuration.
+    """Check and prepare a model that Transformers has loaded to its device; `path` holds its configuration.
 
-    Raises EngineConfigError where it cannot be served, FusedPassError where only its fused modules cannot.
+    Raises EngineConfigError where it cannot be served, FusedPassError where only its fused modules
+    cannot.
     """
     weight = next(model.parameters())
     device, dtype = weight.device, weight.dtype
@@ -147,7 +156,7 @@ def describe_model(model: Any, path: Path, config: EngineConfig) -> LoadedModel:
 def _check_fused(
     loaded: LoadedModel, layers: list[LayerKind], expected: tuple[verify.Expected, ...], config: EngineConfig
 ) -> None:
-    """The fused pass has to run and, where it is exact, to give the expected logits. Raises FusedPassError."""
+    """Check that the fused pass runs and, where it is exact, yields the expected logits; raises FusedPassError."""
     try:
         tokens = torch.zeros(2, dtype=torch.int64, device=loaded.device)
         loaded.logits(tokens, torch.arange(2, device=loaded.device), tokens[:1] + 1, Probe())
@@ -166,7 +175,7 @@ def _check_fused(
 
 
 def _text_config(config: Any, name: str) -> Any:
-    """The part that describes the language model. Raises EngineConfigError."""
+    """Return the part of the configuration that describes the language model; raises EngineConfigError."""
     try:
         return config.get_text_config()
     except ValueError:
@@ -174,14 +183,14 @@ def _text_config(config: Any, name: str) -> Any:
 
 
 def _split(config: EngineConfig) -> dict[str, Any]:
-    """What `from_pretrained` needs to split the model over the ranks, by the plan that its family brings."""
+    """Return the arguments of `from_pretrained` that split the model over the ranks, by its family's plan."""
     if not config.tensor_parallel:
         return {}
     try:
         from transformers.distributed import DistributedConfig  # type: ignore[attr-defined]
 
         return {"distributed_config": DistributedConfig(tp_plan="auto")}
-    except (ImportError, TypeError):  # older ones take the plan by itself
+    except (ImportError, TypeError):  # older versions of Transformers take the plan directly
         return {"tp_plan": "auto"}
 
 
@@ -201,7 +210,11 @@ def pick_device(name: str) -> torch.device:
 
 
 def pick_dtype(name: str, device: torch.device, stored: torch.dtype | None) -> torch.dtype:
-    """On CPU float32; on accelerators what the checkpoint holds, but never float32 unasked."""
+    """Return the type of the weights.
+
+    "auto" means float32 on the CPU. On accelerators it means the checkpoint's 16-bit type, or
+    bfloat16 for any other checkpoint.
+    """
     if name != "auto":
         return _DTYPES[name]
     if device.type == "cpu":
@@ -210,12 +223,15 @@ def pick_dtype(name: str, device: torch.device, stored: torch.dtype | None) -> t
 
 
 def resolve_length(config: Any, wanted: int | None) -> int:
-    """The model's own context length, or less if asked for."""
+    """Return the model's own context length, or `wanted` if that is shorter.
+
+    Raises EngineConfigError if `wanted` is longer, or if neither is known.
+    """
     length = getattr(config, "max_position_embeddings", None)
     scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     if isinstance(scaling, dict) and scaling.get("rope_type") in ("dynamic", "longrope"):
         # These frequencies change with the longest sequence of the batch: past the original length, a result
-        # would depend on its batch mates.
+        # would depend on the other sequences of its batch.
         original = scaling.get("original_max_position_embeddings") or getattr(
             config, "original_max_position_embeddings", None
         )
@@ -230,7 +246,11 @@ def resolve_length(config: Any, wanted: int | None) -> int:
 
 
 def eos_token_ids(path: Path, config: Any) -> frozenset[int]:
-    """Of generation_config.json, which lists the chat model's turn ends too; else of the configuration."""
+    """Return the ids that end a sequence.
+
+    They come from generation_config.json, which also lists a chat model's end of turn, or else from
+    the configuration.
+    """
     try:
         found = GenerationConfig.from_pretrained(path).eos_token_id
     except OSError:

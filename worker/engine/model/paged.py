@@ -1,8 +1,9 @@
-"""Our attention function in Transformers' AttentionInterface, and what it finds its step by.
+"""Attention function for Transformers' AttentionInterface, and the step that it reads.
 
-The model's own code calls it in every layer with packed queries, keys and values; the step travels to it
-as the keyword argument `paged`. It writes the keys and values to the layer group's pool and attends
-through the backend. It is not registered as a mask function on purpose: Transformers then builds no mask.
+The model's own code calls it in every layer with packed queries, keys and values. The step travels
+to it as the keyword argument `paged`. It writes the keys and values to the layer group's pool and
+attends through the backend. No mask function is registered, on purpose: Transformers then builds no
+mask.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ IMPLEMENTATION = "tokenmill"
 
 
 class AttentionStep(Protocol):
-    """What the keyword argument `paged` holds during a forward pass."""
+    """Value of the keyword argument `paged` during a forward pass."""
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float, extras: dict[str, Any]
     ) -> Tensor:
-        """Queries, keys and values `[num_tokens, heads, head_dim]`; the attended queries back."""
+        """Return the attended queries; queries, keys and values are `[num_tokens, heads, head_dim]`."""
         ...
 
 
@@ -40,7 +41,10 @@ def paged_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """query `[1, num_heads, num_tokens, head_dim]`, as Transformers calls it; heads and tokens swapped back."""
+    """Attend through the step, as an attention function of Transformers.
+
+    `query` is `[1, num_heads, num_tokens, head_dim]`; the result has heads and tokens swapped.
+    """
     step = step_of(module, kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     query, key, value = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
@@ -52,14 +56,14 @@ class StepNotPassedError(RuntimeError):
 
 
 class StepHolder:
-    """Holds a step for attention modules whose callers do not hand keyword arguments on."""
+    """Holds a step for attention modules whose callers do not pass keyword arguments on."""
 
     def __init__(self) -> None:
         self.step: AttentionStep | None = None
 
     @classmethod
     def attach(cls, model: nn.Module) -> None:
-        """From now on each call of the model keeps its step here, and its attention modules look here."""
+        """Make each call of the model store its step in a holder that its attention modules read."""
         holder = cls()
         model.register_forward_pre_hook(holder._keep, with_kwargs=True)
         for module in model.modules():
@@ -71,7 +75,7 @@ class StepHolder:
 
 
 def step_of(module: nn.Module, kwargs: dict[str, Any]) -> AttentionStep:
-    """Takes the step out of the keyword arguments, or finds it in the module's holder. Raises StepNotPassedError."""
+    """Remove the step from the keyword arguments, or read the module's holder; raises StepNotPassedError."""
     step: AttentionStep | None = kwargs.pop("paged", None)
     if step is None and (holder := getattr(module, "step_holder", None)) is not None:
         step = holder.step
@@ -81,13 +85,13 @@ def step_of(module: nn.Module, kwargs: dict[str, Any]) -> AttentionStep:
 
 
 def register() -> None:
-    """Make `attn_implementation="tokenmill"` known to Transformers; calling it again changes nothing."""
+    """Register `attn_implementation="tokenmill"` with Transformers; calling it again changes nothing."""
     AttentionInterface.register(IMPLEMENTATION, paged_attention)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerBinding:
-    """Where one layer's keys and values live."""
+    """Location of one layer's keys and values, and its attention shape."""
 
     group: int
     cache: Tensor  # [num_blocks, 2, *block_shape]
@@ -114,7 +118,8 @@ class RotatingBackend(Protocol):
 class PagedStep:
     """One step: the layers' bindings (the same for every step) and the metadata of each layer group.
 
-    Of the last layer's output only `rows` are read (int64, ascending; None: all): the others need not be computed.
+    Only `rows` of the last layer's output are read (int64, ascending; None: all); the others need
+    not be computed.
     """
 
     backend: AttentionBackend
@@ -133,7 +138,7 @@ class PagedStep:
 
     @property
     def can_rotate(self) -> bool:
-        """Does the backend rotate and write in one pass?"""
+        """Return whether the backend rotates and writes in one pass."""
         return isinstance(self.backend, RotatingBackend)
 
     def rotate_and_attend(
@@ -145,7 +150,10 @@ class PagedStep:
         tables: tuple[Tensor, Tensor],
         sinks: Tensor | None,
     ) -> Tensor:
-        """As `attend`, before rotation; `tables` are cosines and sines `[num_tokens, rotary_dim]`."""
+        """Rotate queries and keys, then attend like `attend`.
+
+        `tables` are cosines and sines `[num_tokens, rotary_dim]`.
+        """
         binding = self.layers[module.layer_idx]  # type: ignore[call-overload]
         metadata = self.metadata[binding.group]
         backend: Any = self.backend
@@ -155,21 +163,21 @@ class PagedStep:
 
 @dataclass(frozen=True, slots=True)
 class LayerTrait:
-    """What a probing pass saw of one layer's attention."""
+    """Observations of one layer's attention in a probing pass."""
 
     shape: AttentionShape
     value_dim: int
-    mask_code: float | None  # of the mask it was given (probe.py); None: one that the model made itself
+    mask_code: float | None  # code of the mask it was given (probe.py); None: the model made the mask itself
     extras: frozenset[str]  # names of further keyword arguments that were not None
 
 
 @dataclass(slots=True)
 class Probe:
-    """Records how each layer calls the attention function."""
+    """A step that records how each layer calls the attention function."""
 
     layers: dict[int, LayerTrait] = field(default_factory=dict)
     repeated: set[int] = field(default_factory=set)  # layers whose attention ran more than once
-    rows: list[Tensor] | None = None  # queries, keys and values of every layer, where they are kept
+    rows: list[Tensor] | None = None  # queries, keys and values of every layer, if recorded
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float, extras: dict[str, Any]

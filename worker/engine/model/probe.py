@@ -1,7 +1,8 @@
-"""One recording pass through a loaded model: how each layer calls the attention function, and with which mask.
+"""Records in one pass how each layer of a loaded model calls the attention function, and with which mask.
 
-The pass runs before anything of the model is replaced. Attention answers with zeros, and the mask function answers
-with a tensor that holds a code of the mask that was asked for, so that no family's configuration has to be interpreted.
+The pass runs before any module of the model is replaced. The attention function returns zeros. The
+mask function returns a tensor filled with a code of the requested mask. So no family's
+configuration has to be interpreted.
 """
 
 from __future__ import annotations
@@ -19,23 +20,26 @@ from worker.engine.config import EngineConfigError
 from worker.engine.model.paged import IMPLEMENTATION, Probe, StepHolder, StepNotPassedError, paged_attention
 
 PROBING = "tokenmill_probe"
-OWN = "eager"  # the attention that each family brings
+OWN = "eager"  # each family's own attention
 _CAUSAL, _OTHER = (
     -1.0,
     1.0,
-)  # codes of masks; a window of W tokens is -1 - W. No mask of a model's own holds them all over
+)  # codes of masks; a window of W tokens is -1 - W. No mask made by a model is filled with one of them
 _ROW_TOLERANCE = 1e-3
 
 
 def register() -> None:
-    """Make the recording implementation known to Transformers; calling it again changes nothing."""
+    """Register the recording implementation with Transformers; calling it again changes nothing."""
     AttentionInterface.register(PROBING, _recording_attention)
     AttentionMaskInterface.register(PROBING, _coded_mask)
 
 
 @contextmanager
 def attending_with(model: Any, implementation: str, name: str) -> Iterator[None]:
-    """Let the model's layers call another attention function. Raises EngineConfigError where it cannot be chosen."""
+    """Make the model's layers call another attention function within the context.
+
+    Raises EngineConfigError where it cannot be chosen.
+    """
     attend_with(model, implementation, name)
     try:
         yield
@@ -44,7 +48,7 @@ def attending_with(model: Any, implementation: str, name: str) -> Iterator[None]
 
 
 def attend_with(model: Any, implementation: str, name: str) -> None:
-    """Raises EngineConfigError."""
+    """Set the model's attention function; raises EngineConfigError where it cannot be chosen."""
     if not model._can_set_attn_implementation():
         raise EngineConfigError([
             f"{name} cannot be served: {type(model).__name__} does not go through Transformers' AttentionInterface"
@@ -53,12 +57,12 @@ def attend_with(model: Any, implementation: str, name: str) -> None:
 
 
 def probe_layers(model: Any, name: str) -> Probe:
-    """Raises EngineConfigError for a model whose forward pass cannot be called as the engine does."""
+    """Record a pass; raises EngineConfigError for a model whose forward pass fails when called as in the engine."""
     register()
     with attending_with(model, PROBING, name):
         try:
             probe = _record(model, [0, 1])
-        except StepNotPassedError:  # some layers do not hand keyword arguments on: the step takes another way
+        except StepNotPassedError:  # some layers do not pass keyword arguments on: use a holder
             StepHolder.attach(model)
             probe = _run(lambda: _record(model, [0, 1]), name)
         except Exception as error:
@@ -67,7 +71,7 @@ def probe_layers(model: Any, name: str) -> Probe:
 
 
 def check_positions(model: Any, name: str) -> None:
-    """Equal tokens at equal positions must be equal rows everywhere. Raises EngineConfigError."""
+    """Check that equal tokens at equal positions are equal rows everywhere; raises EngineConfigError."""
     probe = _run(lambda: _record(model, [1, 1, 1], keep_rows=True), name)
     if any(_differ(rows) for rows in probe.rows or ()):
         reason = "takes no position_ids" if "position_ids" not in inspect.signature(model.forward).parameters else ""
@@ -78,7 +82,7 @@ def check_positions(model: Any, name: str) -> None:
 
 
 def failed(name: str, error: BaseException) -> EngineConfigError:
-    """One sentence on a pass that raised."""
+    """Return an error whose one sentence describes a pass that raised."""
     first = " ".join(str(error).split())[:160]
     return EngineConfigError([
         f"{name} cannot be served: its forward pass fails in a step of packed tokens ({type(error).__name__}: {first})"
@@ -102,7 +106,10 @@ def _record(model: Any, positions: list[int], keep_rows: bool = False) -> Probe:
 
 
 def _differ(rows: Tensor) -> bool:
-    """Queries, keys or values `[num_tokens, heads, head_dim]` of equal tokens."""
+    """Return whether rows of equal tokens differ.
+
+    `rows` are queries, keys or values `[num_tokens, heads, head_dim]`.
+    """
     bound = _ROW_TOLERANCE * rows.abs().amax().clamp_min(1e-6)
     return bool(((rows - rows[:1]).abs() > bound).any())
 
@@ -124,7 +131,7 @@ def _recording_attention(
 
 
 def mask_code(module: nn.Module, mask: Tensor | None) -> float | None:
-    """The code of the mask that a layer was given; None for a mask that the model made itself."""
+    """Return the code of the mask that a layer was given, or None for a mask that the model made itself."""
     if mask is None:
         return _CAUSAL if getattr(module, "is_causal", True) else _OTHER
     code = float(mask.flatten()[0])
@@ -134,19 +141,19 @@ def mask_code(module: nn.Module, mask: Tensor | None) -> float | None:
 
 
 def is_served(code: float) -> bool:
-    """Is it a causal mask, with or without a window?"""
+    """Return whether it is a causal mask, with or without a window."""
     return code < 0
 
 
 def window_of(code: float) -> int | None:
-    """The window in tokens of a mask that is served; None: all tokens up to the query's."""
+    """Return the window in tokens of a served mask, or None if a query sees all tokens up to its own."""
     return None if code == _CAUSAL else int(-1 - code)
 
 
 def _coded_mask(
     batch_size: int, q_length: int, kv_length: int, mask_function: Any, local_size: int | None = None, **kwargs: Any
 ) -> Tensor:
-    """In place of a mask a tensor of its shape that holds its code."""
+    """Return a tensor of the mask's shape that holds its code in place of a mask."""
     code = _CAUSAL if local_size is None else -1.0 - local_size
     if not _has_form(mask_function, local_size, q_length):
         code = _OTHER
@@ -154,13 +161,13 @@ def _coded_mask(
 
 
 def _has_form(mask_function: Any, window: int | None, num_tokens: int) -> bool:
-    """Does the mask let a query at position p see (p - window, p], or everything up to p?"""
+    """Return whether the mask lets a query at position p see (p - window, p], or everything up to p."""
     length = window or 3
     queries = torch.tensor([0, 1, length - 1, length, length + 1, 2 * length])[:, None]
     keys = torch.arange(2 * length + 2)[None]
     try:
         visible = mask_function(0, 0, queries, keys)
-    except IndexError:  # it looks up the pass's own tokens: what it says of these has to do
+    except IndexError:  # it reads the pass's own tokens: test only those
         queries, keys = torch.arange(num_tokens)[:, None], torch.arange(num_tokens)[None]
         visible = mask_function(0, 0, queries, keys)
     wanted = keys <= queries

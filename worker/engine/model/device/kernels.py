@@ -1,7 +1,8 @@
-"""The Triton kernels around a decoder's products, each one pass over its rows; arithmetic in float32.
+"""Triton kernels around a decoder's products, each one pass over its rows; arithmetic is float32.
 
-RMS norm (after an addition, if there is one); head norms, rotation and cache write; gated activation. What the
-unfused modules round in between is rounded once, at the end, except the sum that goes on to the next layer.
+They are the RMS norm (after an addition, if there is one); head norms, rotation and cache write;
+and the gated activation. The unfused modules round between these operations. Here a result is
+rounded once, at the end, except the sum that the next layer reads.
 """
 # Triton reads annotations of kernel arguments as types: only constants are annotated.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, misc"
@@ -42,7 +43,7 @@ def norm_kernel(
 
 @triton.jit
 def gate_kernel(
-    packed,  # [num_rows, 2 · INNER]: gates, then what they are multiplied with
+    packed,  # [num_rows, 2 · INNER]: gate, then up
     out,  # [num_rows, INNER]
     INNER: tl.constexpr,
     TILE: tl.constexpr,
@@ -63,7 +64,7 @@ def gate_kernel(
 
 @triton.jit
 def load_head(at, is_token, START: tl.constexpr, SIZE: tl.constexpr, PAD: tl.constexpr):
-    """`SIZE` dimensions of a head from `START` on, as [tokens, PAD] float32."""
+    """Load `SIZE` dimensions of a head from `START` on, as [tokens, PAD] float32."""
     dim = tl.arange(0, PAD)
     mask = is_token[:, None] & (dim < SIZE)[None, :]
     return tl.load(at[:, None] + START + dim[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -84,10 +85,10 @@ def weights_of_head(weight, OFFSET: tl.constexpr, START: tl.constexpr, SIZE: tl.
 
 @triton.jit
 def turn_head(
-    source,  # of each token's head
+    source,  # address of each token's head
     target,
     weight,
-    cos,  # of each token
+    cos,  # address of each token's cosines
     sin,
     is_token,
     eps,
@@ -98,7 +99,7 @@ def turn_head(
     HAS_NORM: tl.constexpr,
     OFFSET: tl.constexpr,
 ):
-    """Norm, rotation by halves, store; dimensions beyond the two halves are normed only."""
+    """Norm a head, rotate it by halves and store it; dimensions beyond the two halves are only normed."""
     REST: tl.constexpr = HEAD_DIM - 2 * HALF
     low = load_head(source, is_token, 0, HALF, HALF_PAD)
     high = load_head(source, is_token, HALF, HALF, HALF_PAD)
@@ -152,7 +153,7 @@ def rotate_and_write_kernel(
     OFFSET: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """A program takes a few tokens and one head: of the queries, or of the keys and, with it, of the values."""
+    """Rotate and store a few tokens of one head per program: a query head, or a key head with its value head."""
     token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     head = tl.program_id(1)
     is_token = token < num_tokens

@@ -1,4 +1,7 @@
-"""Launches the kernels: shapes and strides in, tensors out. A launch depends on shapes alone, so graphs may hold it."""
+"""Launches the kernels: computes grids and strides, and allocates the results.
+
+A launch depends on shapes alone, so CUDA graphs may contain it.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,12 @@ from torch import Tensor
 from worker.engine.model.device.kernels import gate_kernel, norm_kernel, rotate_and_write_kernel
 
 _GATE_TILE = 1024
-_FEW_TOKENS = 256  # up to here one token a program keeps more of the device busy
+_FEW_TOKENS = 256  # up to here, one token per program keeps more of the device busy
 
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """How a packed row of queries, keys and values is laid out and turned."""
+    """Layout of a packed row of queries, keys and values, and its rotated dimensions."""
 
     num_heads: int
     num_kv_heads: int
@@ -26,7 +29,7 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """RMS norms of queries and keys, by head."""
+    """RMS norms of queries and keys, applied to each head."""
 
     query_weight: Tensor
     key_weight: Tensor
@@ -36,7 +39,7 @@ class HeadNorms:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The cache's view of a layer, and where a step's tokens go in it; strides in elements, within a block."""
+    """A layer's cache view and the slots of a step's tokens; strides are in elements, within a block."""
 
     cache: Tensor
     slots: Tensor
@@ -48,7 +51,7 @@ class Target:
 def add_and_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float
 ) -> tuple[Tensor, Tensor]:
-    """The normed rows `[num_rows, width]`, and what was normed: `x`, or its sum with `residual`."""
+    """Return the normed rows `[num_rows, width]` and the norm's input: `x`, or its sum with `residual`."""
     num_rows, width = x.shape
     out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
     sums = x if residual is None else torch.empty_like(out)
@@ -62,7 +65,7 @@ def add_and_norm(
 
 
 def gate(packed: Tensor, is_gelu: bool) -> Tensor:
-    """`[num_rows, 2 · inner]` to `[num_rows, inner]`."""
+    """Apply the gated activation: `[num_rows, 2 · inner]` to `[num_rows, inner]`."""
     num_rows, inner = packed.shape[0], packed.shape[1] // 2
     out = torch.empty((num_rows, inner), dtype=packed.dtype, device=packed.device)
     if num_rows:
@@ -74,7 +77,7 @@ def gate(packed: Tensor, is_gelu: bool) -> Tensor:
 def rotate_and_write(
     packed: Tensor, heads: Heads, tables: tuple[Tensor, Tensor], norms: HeadNorms | None, target: Target
 ) -> Tensor:
-    """Write keys and values to the cache; the turned queries `[num_tokens, num_heads, head_dim]`.
+    """Write rotated keys and values to the cache; return the rotated queries `[num_tokens, num_heads, head_dim]`.
 
     `tables` are cosines and sines, `[num_tokens, rotary_dim]`.
     """

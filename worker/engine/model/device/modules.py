@@ -1,7 +1,7 @@
-"""Stand-ins for a decoder's norms, MLP, attention and layers, over the kernels beside this.
+"""Replacements for a decoder's norms, MLP, attention and layers, over the Triton kernels of this package.
 
-Each is built from the module that it replaces and takes the same call. They know no model families: `swap.py` finds
-what fits and checks it.
+Each is built from the module that it replaces and takes the same call. They depend on no model
+family: `swap.py` finds the modules that fit and checks each replacement.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Tables = tuple[Tensor, Tensor]
 
 
 class DeviceNorm(nn.Module):
-    """RMS norm over the last dimension; `offset` 1 where the checkpoint stores weight − 1."""
+    """RMS norm over the last dimension; `offset` is 1 where the checkpoint stores weight − 1."""
 
     def __init__(self, weight: Tensor, eps: float, offset: float) -> None:
         super().__init__()
@@ -32,12 +32,12 @@ class DeviceNorm(nn.Module):
         return self.after(x.reshape(-1, x.shape[-1]), None)[0].view(x.shape)
 
     def after(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The norm of `x + residual`, and that sum."""
+        """Return the norm of `x + residual`, and that sum."""
         return add_and_norm(x, residual, self.weight, self.eps, self.offset)
 
 
 class DeviceMLP(nn.Module):
-    """`down(act(gate(x)) · up(x))`, with one product for gate and up."""
+    """Computes `down(act(gate(x)) · up(x))`, with one product for gate and up."""
 
     def __init__(self, gate_up: Tensor, down: nn.Linear, is_gelu: bool) -> None:
         super().__init__()
@@ -52,9 +52,10 @@ class DeviceMLP(nn.Module):
 
 
 class DeviceAttention(nn.Module):
-    """One product for queries, keys and values; head norms, rotation and cache write in one pass; attention.
+    """Attention with one product for queries, keys and values, and one pass for norms, rotation and cache write.
 
-    `extras` are the further arguments (window, softcap) that the original hands to the attention function.
+    `extras` are the further arguments (window, softcap) that the original passes to the attention
+    function.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class DeviceAttention(nn.Module):
         return functional.linear(attended.view(rows.shape[0], -1), self.o_proj.weight, self.o_proj.bias)
 
     def _attend_in_place(self, packed: Tensor, tables: Tables, step: PagedStep) -> Tensor | None:
-        """None where the backend's blocks are laid out in a way of their own."""
+        """Attend with the fused cache write, or return None where the backend's block layout does not allow it."""
         binding = step.layers[self.layer_idx]
         strides = step.backend.token_and_head_strides(binding.cache)
         if strides is None:
@@ -122,7 +123,7 @@ class DeviceAttention(nn.Module):
 
 
 class DeviceLayer(nn.Module):
-    """A decoder layer with a norm before attention and one before the MLP, each joined with the addition before it."""
+    """A decoder layer with norms before attention and MLP, each fused with the addition before it."""
 
     def __init__(self, source: Any) -> None:
         super().__init__()
@@ -136,14 +137,14 @@ class DeviceLayer(nn.Module):
         return run_layers((self,), hidden_states, position_embeddings, paged)
 
     def pass_on(self, x: Tensor, residual: Tensor | None, tables: Tables, step: Any) -> tuple[Tensor, Tensor]:
-        """`x + residual` in; out what the MLP makes, and what is still to be added to it."""
+        """Run the layer on `x + residual`; return the MLP's output and the residual still to be added to it."""
         normed, residual = self.input_layernorm.after(x, residual)
         normed, residual = self.post_attention_layernorm.after(self.self_attn.attend(normed, tables, step), residual)
         return self.mlp(normed), residual
 
 
 class DeviceLayers(nn.ModuleList):
-    """A model's decoder layers, which its own loop gets as one layer: `layers[:n]` is what Transformers runs."""
+    """A model's decoder layers; Transformers runs `layers[:n]` and gets all of them as one module."""
 
     def __init__(self, layers: Sequence[DeviceLayer]) -> None:
         super().__init__(layers)
@@ -156,7 +157,7 @@ class DeviceLayers(nn.ModuleList):
 
 
 class WholeStack(nn.Module):
-    """Layers as one, each addition at a layer's end joined with the norm at the next one's beginning."""
+    """All layers as one module; the addition at a layer's end is fused with the next layer's first norm."""
 
     def __init__(self, layers: Sequence[DeviceLayer]) -> None:
         super().__init__()
@@ -176,6 +177,6 @@ def run_layers(layers: Sequence[DeviceLayer], hidden_states: Tensor, position_em
 
 
 def flat(tables: Tables) -> Tables:
-    """`[1, num_tokens, rotary_dim]` as rows."""
+    """Reshape `[1, num_tokens, rotary_dim]` to rows."""
     cos, sin = tables
     return cos.reshape(-1, cos.shape[-1]), sin.reshape(-1, sin.shape[-1])

@@ -1,8 +1,9 @@
-"""Finds what can be fused in a loaded model, builds the stand-in, and keeps it only if it agrees.
+"""Finds what can be fused in a loaded model, builds the replacement, and keeps it only if it is equivalent.
 
-Nothing is matched by a family's name: a module with the right children is tried, and each stand-in is run against the
-original before it takes its place: in float32, on a copy, so that only the form is compared. What does not agree
-stays as it is, so a family with a twist of its own is slower, never wrong.
+No family is matched by name: a module with the right children is tried. Each replacement runs
+against the original before it is used: in float32, on a copy, so that only the form of the
+computation is compared. A module whose replacement differs stays as it is. So an unusual family is
+slower, never wrong.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Agrees = Callable[[nn.Module, nn.Module], bool]
 
 
 def fuse_on_device(model: nn.Module) -> Counter[str]:
-    """Swap in place what fits; the count of stand-ins by kind."""
+    """Replace fitting modules in place; return the number of replacements by kind."""
     swapped: Counter[str] = Counter()
     failed: set[str] = set()
     steps: tuple[tuple[Build, Agrees], ...] = (
@@ -58,10 +59,13 @@ def _children(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
 
 
 def _checked(module: nn.Module, build: Build, agrees: Agrees, failed: set[str]) -> nn.Module | None:
-    """`failed`: what was said of modules that fit and whose stand-in raised, each once."""
+    """Build and check a replacement; return None where there is none or it differs.
+
+    `failed` collects the warnings already logged, so that each is logged once.
+    """
     try:
         stand_in = build(module)
-    except Exception as error:  # a structure of its own: this module stays as it is
+    except Exception as error:  # an unusual structure: this module stays as it is
         log.debug("not fused: %s: %s", type(error).__name__, error)
         return None
     if stand_in is None:
@@ -71,7 +75,7 @@ def _checked(module: nn.Module, build: Build, agrees: Agrees, failed: set[str]) 
         candidate = build(original)
         if candidate is None or not agrees(original, candidate):
             return None
-    except Exception as error:  # a signature of its own, or a kernel that fails
+    except Exception as error:  # an unusual signature, or a kernel that fails
         said = f"{type(module).__name__} is not fused: {type(error).__name__}: {error}"
         if said not in failed:
             failed.add(said)
@@ -81,7 +85,7 @@ def _checked(module: nn.Module, build: Build, agrees: Agrees, failed: set[str]) 
 
 
 def _join(model: nn.Module) -> None:
-    """Lists of layers that are all alike become one."""
+    """Replace each list whose layers are all of one kind by `DeviceLayers`."""
     for parent, name, stack in _children(model):
         layers = [layer for layer in stack.children() if isinstance(layer, DeviceLayer)]
         if not isinstance(stack, nn.ModuleList) or len(layers) < max(len(stack), 2):
@@ -100,7 +104,7 @@ def _norm(module: Any) -> nn.Module | None:
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if "RMSNorm" not in type(module).__name__ or not isinstance(weight, Tensor) or not isinstance(eps, float):
         return None
-    # what Gemma's norms do with their weight is told from what comes out of a weight of zeros
+    # a norm that adds 1 to its weight (Gemma's) shows a nonzero output for a weight of zeros
     ones = torch.ones(1, weight.shape[0], device=weight.device, dtype=weight.dtype)
     bare = copy.copy(module)
     bare._parameters = {**module._parameters, "weight": nn.Parameter(torch.zeros_like(weight), requires_grad=False)}

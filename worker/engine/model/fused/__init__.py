@@ -1,4 +1,4 @@
-"""Leaf modules of a decoder, swapped at load for packed and fused ones that give the same numbers."""
+"""Replaces a decoder's modules at load by packed and fused ones that compute the same."""
 
 from worker.engine.model.fused.direct import DirectForward, find_direct
 from worker.engine.model.fused.optimise import optimise

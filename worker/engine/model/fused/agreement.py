@@ -1,8 +1,8 @@
-"""Does a stand-in give the numbers of the module that it would replace?
+"""Tests whether a replacement computes the same as the original module.
 
-Both are run on the same random rows, small, usual and large ones: an epsilon shows on small rows, a clamp
-on large ones. Attention modules are run with a step that records what reached the cache. A module that
-cannot be called this way agrees with nothing.
+Both run on the same random rows, small, usual and large ones: an epsilon shows on small rows, a
+clamp on large ones. Attention modules run with a step that records what reached the cache. A module
+that cannot be called in this way is never replaced.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from worker.engine.attention import AttentionMetadata
 
 log = logging.getLogger(__name__)
 
-TOLERANCE = 2e-4  # of a row's largest value; float32 sums in another order differ by some 1e-6
+TOLERANCE = 2e-4  # share of a row's largest value; float32 sums in another order differ by about 1e-6
 _SIZES = (0.003, 0.1, 1.0, 1.0, 40.0)
 
 
 @torch.inference_mode()
 def agree(original: Callable[[Tensor], Tensor], candidate: Callable[[Tensor], Tensor], width: int) -> bool:
-    """Hidden states `[1, num_tokens, width]` in, the same out of both?"""
+    """Return whether both map hidden states `[1, num_tokens, width]` to equal results."""
     rows = random_rows(width)
     try:
         return close(original(rows), candidate(rows.clone()))
-    except Exception as error:  # a signature of its own: this module stays as it is
+    except Exception as error:  # an unusual signature: this module stays as it is
         log.debug("not fused: %s", error)
         return False
 
 
 def close(a: Tensor, b: Tensor) -> bool:
-    """Row by row, so that large rows do not hide what is wrong with small ones."""
+    """Return whether each row is equal within the tolerance, so that large rows do not hide errors of small ones."""
     if a.shape != b.shape:
         return False
     bound = TOLERANCE * a.abs().amax(dim=-1).clamp_min(1e-12)
@@ -43,13 +43,13 @@ def close(a: Tensor, b: Tensor) -> bool:
 
 
 def random_rows(width: int, device: torch.device | str = "cpu") -> Tensor:
-    """`[1, num_tokens, width]`; the same on every call."""
+    """Return hidden states `[1, num_tokens, width]`, the same on every call."""
     rows = torch.randn(len(_SIZES), width, generator=torch.Generator().manual_seed(1))
     return (rows * torch.tensor(_SIZES)[:, None])[None].to(device)
 
 
 def two_prompts(block_size: int, device: torch.device | str = "cpu") -> AttentionMetadata:
-    """The rows of `random_rows` as prompts of two and three tokens, in blocks 1 and 2."""
+    """Return the metadata of `random_rows` as prompts of two and three tokens, in blocks 1 and 2."""
     lens = (2, 3)
     slots = [block_size * (1 + index) + offset for index, length in enumerate(lens) for offset in range(length)]
 
@@ -65,7 +65,7 @@ def two_prompts(block_size: int, device: torch.device | str = "cpu") -> Attentio
 
 @dataclass(slots=True)
 class AttentionCall:
-    """A step that keeps what attention was called with and answers with a function of it; then the module's output."""
+    """A step that records the arguments of attention and returns a function of them, and then the module's output."""
 
     seen: list[Tensor] = field(default_factory=list)
     extras: dict[str, Any] = field(default_factory=dict)
@@ -78,14 +78,14 @@ class AttentionCall:
         return query * 2.0 + value.mean(dim=1, keepdim=True)
 
     def agrees_with(self, other: AttentionCall) -> bool:
-        """Equal queries, keys, values, scale and further arguments reached the cache, and equal rows came out."""
+        """Return whether queries, keys, values, scale, further arguments and output are equal in both calls."""
         if self.extras.keys() != other.extras.keys() or len(self.seen) != len(other.seen):
             return False
         return all(close(a, b) for a, b in zip(self.seen, other.seen, strict=True))
 
 
 def random_tables(rotary_dim: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-    """Cosines and sines for `random_rows`, `[1, num_tokens, rotary_dim]`."""
+    """Return cosines and sines for `random_rows`, `[1, num_tokens, rotary_dim]`."""
     angles = torch.randn(len(_SIZES), rotary_dim // 2, generator=torch.Generator().manual_seed(2))
     angles = angles.repeat(1, 2)[None].to(device)
     return angles.cos(), angles.sin()
@@ -93,7 +93,7 @@ def random_tables(rotary_dim: int, device: torch.device | str = "cpu") -> tuple[
 
 @torch.inference_mode()
 def call_attention(module: nn.Module, width: int, rotary_dim: int) -> AttentionCall | None:
-    """None where the module cannot be called like the usual attention of a decoder."""
+    """Run the module with a recording step; return None where it cannot be called like a decoder's usual attention."""
     call = AttentionCall()
     arguments = {"hidden_states": random_rows(width), "position_embeddings": random_tables(rotary_dim)}
     try:

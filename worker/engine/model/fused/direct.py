@@ -1,9 +1,10 @@
-"""A whole pass without the frame that Transformers puts around a decoder's layers.
+"""Runs a whole pass without the code that Transformers puts around a decoder's layers.
 
-Once the layers are one call, most of what is left of the modelling code is Python that has nothing to say here:
-defaults for arguments, masks that nobody reads, rotary tables computed anew, outputs wrapped and unwrapped. It takes
-0.8 ms a step, an eighth of what a single sequence takes. Here embedding, layers, norm and head are one program, with a
-rotary table that is kept. It is used only where it gives the model's logits, bit for bit, on random tokens.
+Once the layers run as one call, most of the remaining modelling code is Python without effect:
+defaults for arguments, unused masks, recomputed rotary tables, wrapped outputs. It takes 0.8 ms a
+step, an eighth of the time of a single sequence's step. Here embedding, layers, norm and head are
+one program, with a cached rotary table. It is used only where it yields the model's logits, bit for
+bit, on random tokens.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ from worker.engine.model.paged import AttentionStep, PagedStep
 
 log = logging.getLogger(__name__)
 
-_CHANGING = ("dynamic", "longrope")  # whose frequencies depend on the longest sequence
+_CHANGING = ("dynamic", "longrope")  # rotary types whose frequencies depend on the longest sequence
 _FIRST_LENGTH = 4096
 
 
 class RotaryTable:
-    """Cosines and sines side by side, `rows` `[length, 2 * width]`, as the model's own module gives them for each
-    position; it grows by doubling.
+    """Cosines and sines of each position, as the model's own module computes them.
+
+    `rows` is `[length, 2 * width]`, cosines beside sines; it grows by doubling.
     """
 
     def __init__(self, rotary: nn.Module) -> None:
@@ -43,7 +45,7 @@ class RotaryTable:
         self.width = self.rows.shape[1] // 2
 
     def grow(self, length: int) -> bool:
-        """False if it is as long already."""
+        """Compute the table up to `length`; return False if it is as long already."""
         if length <= len(self.rows):
             return False
         self.rows = self._computed(max(length, 2 * len(self.rows)))
@@ -82,9 +84,11 @@ class DirectForward:
         self._point_at_table()
 
     def __call__(self, input_ids: Tensor, positions: Tensor, rows: Tensor, step: AttentionStep) -> Tensor | None:
-        """Logits `[num_rows, vocab]` of the packed tokens (`[num_tokens]`) at `rows`, until the next call; None where a
-        step needs the model itself: another backend, or somebody between its parts. Raises IndexError for a token that
-        is none.
+        """Return logits `[num_rows, vocab]` at `rows` of the packed tokens (`[num_tokens]`).
+
+        They are valid until the next call. Returns None where a step needs the model's own code:
+        with another backend, or with hooks or replaced calls between its parts. Raises IndexError
+        for a token outside the vocabulary.
         """
         if not self._takes(step):
             return None
@@ -98,8 +102,10 @@ class DirectForward:
     def highest(
         self, input_ids: Tensor, positions: Tensor, rows: Tensor, step: AttentionStep
     ) -> tuple[Tensor, Tensor] | None:
-        """As a call, for who wants no more than each row's first highest logit: token ids `[num_rows]` and logits
-        `[num_rows]`, NaN where one is. Both stay for two calls more.
+        """Return each row's first highest logit like `__call__`, without the other logits.
+
+        Returns token ids `[num_rows]` and logits `[num_rows]`, NaN for a row that holds one, or
+        None as for a call or for too many rows. Both tensors stay valid during the next two calls.
         """
         if rows.numel() > self._highest.most_rows or not self._takes(step):
             return None
@@ -111,7 +117,7 @@ class DirectForward:
         return found
 
     def watch(self, times: KernelTimes | None) -> None:
-        """Let them be told what the kernels of each pass take, from the next one on."""
+        """Record the kernel times of each pass from the next one on; None ends the recording."""
         self._run.watch(times)
 
     def _takes(self, step: AttentionStep) -> bool:
@@ -139,11 +145,11 @@ class DirectForward:
         self._rotate.source, self._rotate.limit = self._rotary.rows.data_ptr(), len(self._rotary.rows)
 
     def _point(self) -> None:
-        """Buffers have moved."""
+        """Set the addresses of the buffers after they have moved."""
         at, width = self._scratch.at, self._rotary.width
         self._rotate.target = at("rotation")
         self._rotation = Rotation(at("rotation"), at("rotation") + width * FLOAT_BYTES, 2 * width, width)
-        self._embed.target = self._read.target = self._head.x = at("in")  # the layers have read it by then
+        self._embed.target = self._read.target = self._head.x = at("in")  # reused: the layers have read it by then
         self._read.source = at("out")
         self._head.workspace = at("work")
         self._version = self._scratch.version
@@ -155,7 +161,10 @@ class DirectForward:
 
 
 def find_direct(model: nn.Module) -> DirectForward | None:
-    """None where the model is no such decoder, or where something between its parts changes the logits."""
+    """Build the direct pass; return None where the model is no such decoder or the logits differ.
+
+    They differ where code between the model's parts changes them.
+    """
     found = _built(model)
     if found is None:
         return None
@@ -165,7 +174,7 @@ def find_direct(model: nn.Module) -> DirectForward | None:
         return None
     try:
         agrees = _agrees(model, direct, step)
-    except Exception as error:  # a call of its own: the model stays as it is
+    except Exception as error:  # an unusual call: the model stays as it is
         log.debug("not called directly: %s", error)
         return None
     return direct if agrees else None
@@ -191,7 +200,10 @@ def _built(model: Any) -> tuple[DirectForward, list[LayerParts]] | None:
 
 @torch.inference_mode()
 def _agrees(model: Any, direct: DirectForward, step: PagedStep) -> bool:
-    """Two prompts of random tokens, all rows and some; the positions are far apart, as if they went on."""
+    """Compare both passes on two prompts of random tokens, for all rows and for some.
+
+    The positions are far apart, and two of them reach the end of the first rotary table.
+    """
     metadata = two_prompts(BLOCK_SIZE)
     count = metadata.slot_mapping.numel()
     generator = torch.Generator().manual_seed(3)

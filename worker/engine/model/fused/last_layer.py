@@ -1,9 +1,10 @@
-"""The last decoder layer where few of its rows are read, as in the chunks of a prompt.
+"""Runs the last decoder layer where few of its rows are read, as in prefill chunks.
 
-Keys and values are made of every token; attention and all behind it of the rows that somebody reads, which are
-gathered for it and put back at the end. A row's result is the same either way, bit for bit, where no kernel's result
-depends on the rows beside it (amx_float.h's do on whether these are few or many). llama.cpp leaves such rows out in
-the same place.
+Keys and values are computed for every token. Attention and everything after it are computed only
+for the rows that are read; these are gathered before and written back at the end. A row's result is
+the same either way, bit for bit, where no kernel's result depends on the other rows. (In
+amx_float.h it depends on whether there are few or many.) llama.cpp skips such rows at the same
+point.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from worker.engine.model.fused.layer_calls import LayerCalls, LayerParts, Scratc
 
 
 class LastLayerCalls(LayerCalls):
-    """As `LayerCalls`, for the rows given to `narrow`."""
+    """Kernel calls of the last layer, restricted to the rows given to `narrow`."""
 
     def __init__(self, parts: LayerParts) -> None:
         super().__init__(parts)
@@ -53,7 +54,7 @@ class LastLayerCalls(LayerCalls):
         self.attend.query = self._queries.target = scratch.at("picked_query")
 
     def narrow(self, rows: Tensor) -> None:
-        """Which rows are read; after `resize`."""
+        """Set the rows that are read; call it after `resize`."""
         count, at = rows.numel(), rows.data_ptr()
         for arguments in (*self.after, self.out, self.gate_up, self.down):
             arguments.m = count
@@ -63,13 +64,16 @@ class LastLayerCalls(LayerCalls):
         self.attend.num_tokens = count
 
     def use(self, hidden: int, metadata: AttentionMetadata) -> None:
-        """What the layers before made and this one adds to; `metadata` as `of_rows` makes it."""
+        """Set the address of the layer's input, to which it adds, and the metadata made by `of_rows`."""
         self.qkv.x = self._inputs.source = self._outputs.target = hidden
         self.read(metadata)
 
 
 def of_rows(metadata: AttentionMetadata, rows: Tensor) -> AttentionMetadata:
-    """Each row as a sequence of its own that ends with it; slots stay those of all tokens."""
+    """Return metadata in which each row is a sequence of its own that ends with it.
+
+    The slots stay those of all tokens.
+    """
     starts, picked = metadata.query_start, rows.to(torch.int32)
     owners = torch.searchsorted(starts, picked, right=True) - 1
     return replace(

@@ -1,7 +1,8 @@
-"""Stand-ins for a decoder layer, and for a model's whole list of them, that run as one call into the kernels.
+"""Replacements for a decoder layer, and for a model's list of layers, that run as one kernel call.
 
-They run the layers' own modules, whose parts were swapped already, wherever a step is not one that the kernels
-take, or while `is_whole` is off: then whoever put something between the parts sees every one of them run.
+They run the layers' own modules, whose parts were replaced already, where the kernels do not
+support a step, or while `is_whole` is off. Then code that was inserted between the parts runs as
+well.
 """
 
 from __future__ import annotations
@@ -16,14 +17,17 @@ from worker.engine.model.fused.layer_run import LayerRun
 
 
 class Wholeness:
-    """How many layers of a model are not to be run as one call."""
+    """Counts the layers of a model that must not run as one call."""
 
     def __init__(self) -> None:
         self.num_apart = 0
 
 
 class FusedLayer(nn.Module):
-    """`layer` is the original with its parts swapped; what else it has is found through this one too."""
+    """A decoder layer that runs as one kernel call.
+
+    `layer` is the original with its parts replaced; its other attributes are available here too.
+    """
 
     def __init__(self, layer: nn.Module, parts: LayerParts, scratch: Scratch) -> None:
         super().__init__()
@@ -34,7 +38,7 @@ class FusedLayer(nn.Module):
 
     @property
     def is_whole(self) -> bool:
-        """May it run as one call?"""
+        """Return whether the layer may run as one call."""
         return self._is_whole
 
     @is_whole.setter
@@ -43,7 +47,7 @@ class FusedLayer(nn.Module):
         self._is_whole = value
 
     def count_in(self, wholeness: Wholeness) -> None:
-        """Tell there, from now on, whether this layer is whole."""
+        """Count this layer in `wholeness` from now on."""
         wholeness.num_apart += not self._is_whole
         self._wholeness = wholeness
 
@@ -59,7 +63,7 @@ class FusedLayer(nn.Module):
 
 
 class FusedList(nn.ModuleList):
-    """A model's decoder layers, which its own loop gets as one layer: `layers[:n]` is what Transformers runs."""
+    """A model's decoder layers; Transformers runs `layers[:n]` and gets all of them as one module."""
 
     def __init__(self, layers: Sequence[FusedLayer], scratch: Scratch) -> None:
         super().__init__(layers)
@@ -76,7 +80,7 @@ class FusedList(nn.ModuleList):
 
 
 class FusedRow(nn.Module):
-    """Layers as one; what else they have in common is found through the first."""
+    """All layers as one module; other attributes are those of the first layer."""
 
     def __init__(self, layers: Sequence[FusedLayer], scratch: Scratch) -> None:
         super().__init__()
@@ -102,7 +106,7 @@ class FusedRow(nn.Module):
             return getattr(self.__dict__["_layers"][0], name)
 
     def at_once(self, hidden_states: Tensor, kwargs: Mapping[str, Any]) -> Tensor | None:
-        """None where the layers have to be called one by one."""
+        """Run all layers as one call; return None where they have to be called one by one."""
         return self._run(hidden_states, kwargs) if self.is_whole else None
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,6 @@
-"""The kernel calls of one decoder layer: their arguments, their order, and what of them changes when.
+"""Kernel calls of one decoder layer: their arguments, their order, and which of them change when.
 
-Buffers belong to one `Scratch` that all layers of a model share, so one thread runs a model.
+All layers of a model share the buffers of one `Scratch`, so only one thread may run a model.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ FLOAT_BYTES = 4
 
 
 class Scratch:
-    """Rows of every buffer that lives only within a layer. `version` changes when buffers move."""
+    """Buffers for values that live only within a layer; `version` changes when they move."""
 
     def __init__(self) -> None:
         self.version = 0
         self._rows = 0
         self._widths: dict[str, int] = {}
         self._buffers: dict[str, Tensor] = {}
-        self._work_bytes = 0  # of a row
+        self._work_bytes = 0  # per row
 
     def reserve(self, widths: dict[str, int], weights: tuple[PackedWeight, ...]) -> None:
-        """A layer of the model needs rows of these widths, and these weights' workspaces."""
+        """Reserve row widths of buffers, and the workspaces of these weights, for a layer."""
         for name, width in widths.items():
             self._widths[name] = max(width, self._widths.get(name, 0))
         self._work_bytes = max(self._work_bytes, *(weight.row_bytes for weight in weights))
@@ -53,7 +53,11 @@ class Scratch:
 
 
 class LayerParts:
-    """The swapped parts of one layer; `after` the norms behind attention and MLP, where the family has them."""
+    """The replaced parts of one layer.
+
+    `before` are the norms before attention and MLP; `after` those behind them, where the family has
+    them.
+    """
 
     def __init__(
         self,
@@ -70,7 +74,7 @@ class LayerParts:
             "qkv": attention.qkv.n,
             "attended": query,
             "gated": mlp.down.k,
-            "raw": self.hidden,  # what a norm behind a part reads
+            "raw": self.hidden,  # input of a norm behind attention or MLP
             "rotated": query,  # queries of the last layer, and rows of it that are read
             "picked_query": query,
             "picked": self.hidden,
@@ -78,7 +82,10 @@ class LayerParts:
 
 
 class Rotation(NamedTuple):
-    """Addresses of the tokens' cosines and sines, `width` of each, a token's `stride` floats apart."""
+    """Addresses of the tokens' cosines and sines.
+
+    Each token has `width` of both; tokens are `stride` floats apart.
+    """
 
     cos: int
     sin: int
@@ -87,7 +94,7 @@ class Rotation(NamedTuple):
 
 
 class LayerCalls:
-    """The arguments of a layer's kernel calls, in order, and what of them changes when."""
+    """Arguments of a layer's kernel calls, in order, with methods for those that change."""
 
     def __init__(self, parts: LayerParts) -> None:
         attention, mlp, hidden = parts.attention, parts.mlp, parts.hidden
@@ -140,7 +147,7 @@ class LayerCalls:
         ]
 
     def point(self, scratch: Scratch, parts: LayerParts) -> None:
-        """Buffers have moved."""
+        """Set the addresses of the buffers after they have moved."""
         qkv, head = scratch.at("qkv"), parts.attention.head_dim * FLOAT_BYTES
         key = qkv + parts.attention.num_heads * head
         for linear in (self.qkv, self.out, self.gate_up, self.down):
@@ -155,7 +162,10 @@ class LayerCalls:
             self.out.y = self.down.y = self.after[0].x = self.after[1].x = scratch.at("raw")
 
     def look_ahead(self, attend: AttendArguments, then: AttendArguments | None) -> None:
-        """The attention behind this layer's first product, and the one behind its others."""
+        """Set the attention that follows the first product, and the one that follows the layer's other products.
+
+        The kernels prefetch its keys and values.
+        """
         self.qkv.ahead = addressof(attend)
         for linear in (self.out, self.gate_up, self.down):
             linear.ahead = None if then is None else addressof(then)
@@ -168,7 +178,7 @@ class LayerCalls:
         self.write.num_tokens = self.attend.num_tokens = num_tokens
 
     def bind(self, binding: LayerBinding, metadata: AttentionMetadata) -> None:
-        """The layer's cache, which stays where it is while an engine lives."""
+        """Set the layer's cache, which does not move during an engine's life."""
         cache, shape = binding.cache, binding.shape
         for arguments in (self.write, self.attend):
             arguments.cache, arguments.kv_type = cache.data_ptr(), KV_TYPES[cache.dtype]
@@ -178,18 +188,24 @@ class LayerCalls:
         self.attend.scale, self.attend.softcap = shape.scale, shape.softcap or 0.0
 
     def read(self, metadata: AttentionMetadata) -> None:
-        """Which keys and values every query reads."""
+        """Set which keys and values each query reads."""
         for name, value in _reading(metadata):
             setattr(self.attend, name, value)
 
 
 class LayerTable:
-    """The arguments of all layers' calls, kernel by kernel side by side in memory: what is new in every step is written
-    to all layers at once, a field at a time, so that a step's Python does not grow with the layers.
+    """Arguments of all layers' calls, those of each kernel adjacent in memory.
+
+    A value that is new in every step is written to all layers at once, one field at a time. So the
+    Python of a step does not grow with the number of layers.
     """
 
     def __init__(self, layers: Sequence[LayerCalls], narrow: LayerCalls | None) -> None:
-        """`narrow`, another form of the last layer, gets what concerns every token."""
+        """Move the arguments of all layers into arrays.
+
+        `narrow`, another form of the last layer, shares only the arguments that concern every
+        token.
+        """
         every = [*layers, *([] if narrow is None else [narrow])]
         self._writes = _join(every, "write")
         self._attends = _join(layers, "attend")
@@ -208,11 +224,11 @@ class LayerTable:
             self._inputs = out["residual"]
             self._on_out += [out["y"], down["residual"], down["y"]]
         self._rotation = [self._writes[name] for name in ("cos", "sin", "cos_stride", "rotary_dim")]
-        self._groups: list[tuple[int, Any, Any]] = []  # group, which of the writes and of the attends are of it
-        self._used: object = None  # what the last call wrote
+        self._groups: list[tuple[int, Any, Any]] = []  # group, its indices in the writes and in the attends
+        self._used: object = None  # arguments of the last call
 
     def assign(self, groups: Sequence[int]) -> None:
-        """The group of each layer, whose metadata it reads."""
+        """Set the layer group of each layer, whose metadata it reads."""
         each = np.array([*groups, *groups[-1:]])[: len(self._writes)]
         is_one = len(set(groups)) == 1
         self._used = None
@@ -222,7 +238,10 @@ class LayerTable:
         ]
 
     def use(self, x: int, out: int, rotation: Rotation, metadata: Sequence[AttentionMetadata]) -> None:
-        """What may be new in every call. All layers but the first work on `out` in place."""
+        """Set the arguments that may change in every call.
+
+        All layers but the first read and write `out`.
+        """
         reading = {group: _reading(metadata[group]) for group, _, _ in self._groups}
         slots = {group: metadata[group].slot_mapping.data_ptr() for group in reading}
         used = (x, out, rotation, reading, slots)
@@ -243,7 +262,10 @@ class LayerTable:
 
 
 def _join(owners: Sequence[Any], name: str = "") -> Any:
-    """Moves a structure of each owner, its attribute `name` or a place in its list, into one array; a view of it."""
+    """Move a structure of each owner into one array and return a view of it.
+
+    The structure is the owner's attribute `name`, or an entry of a list.
+    """
     places = [(vars(owner), name) if name else owner for owner in owners]
     kind = type(places[0][0][places[0][1]])
     array = (kind * len(places))(*(holder[key] for holder, key in places))
@@ -265,7 +287,7 @@ def _reading(metadata: AttentionMetadata) -> tuple[tuple[str, int], ...]:
 def linear_arguments(
     weight: PackedWeight, epilogue: Epilogue, columns: int, norm: FusedNorm | None = None
 ) -> LinearArguments:
-    """`norm`: what rows go through first."""
+    """Return the arguments of a linear kernel; `norm` is applied to its input rows."""
     arguments = weight.arguments(epilogue)
     arguments.x_stride, arguments.y_stride = weight.k, columns
     if norm is not None:

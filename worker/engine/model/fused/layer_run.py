@@ -1,7 +1,7 @@
-"""One or more decoder layers as one call: norms, products, rotation, cache write, attention and additions in C++.
+"""Runs one or more decoder layers as one call: norms, products, rotation, cache write, attention, additions.
 
-Of a row of layers each works in place on what the one before it made. It knows packed hidden states, the step and
-the layers' parts, and no modules.
+Each layer works in place on the output of the one before it. The input is packed hidden states, the
+step and the layers' parts.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from worker.engine.model.paged import LayerBinding, PagedStep
 
 
 class LayerRun:
-    """The layers' kernel calls as one program, built for a backend when that is first seen."""
+    """The layers' kernel calls as one program, built when a backend is first used."""
 
     def __init__(
         self, parts: Sequence[LayerParts], scratch: Scratch, before: Sequence[Step] = (), after: Sequence[Step] = ()
     ) -> None:
-        """`before` and `after`: what else belongs to a pass."""
+        """Reserve the buffers; `before` and `after` are further kernel calls of the same pass."""
         self._scratch = scratch
         self._before, self._after = tuple(before), tuple(after)
         self._calls = [LayerCalls(part) for part in parts]
-        # A single layer has none before it, whose rows could stand in `out` for those left out.
+        # With a single layer, no earlier layer's output would fill the rows of `out` that are left out.
         self._narrow = LastLayerCalls(parts[-1]) if len(parts) > 1 else None
         self._table = LayerTable(self._calls, self._narrow)
         self._every = list(zip(self._calls, parts, strict=True))
@@ -38,7 +38,7 @@ class LayerRun:
         self._layer_ids = [part.attention.layer_idx for part in parts]
         self._backend: CpuAttention | None = None
         self._layers: Sequence[LayerBinding] | None = None
-        self._group = 0  # of the last layer
+        self._group = 0  # the last layer's
         self._workspace = (0, 0)
         self._version = self._num_tokens = -1
         self._times: KernelTimes | None = None
@@ -46,13 +46,14 @@ class LayerRun:
             scratch.reserve(part.widths, part.weights)
 
     def watch(self, times: KernelTimes | None) -> None:
-        """From the next run on."""
+        """Record the kernel times from the next run on; None ends the recording."""
         self._times, self._backend = times, None
 
     def __call__(self, hidden_states: Tensor, kwargs: Mapping[str, Any]) -> Tensor | None:
-        """The rows that the layers make of `[1, num_tokens, hidden]`, called with the arguments of Transformers'
-        decoder layers; None where these are not what the kernels take. Rows that the step does not read may hold
-        what the layer before the last made of them.
+        """Return the layers' output for `[1, num_tokens, hidden]`, or None where the kernels do not support the call.
+
+        The arguments are those of Transformers' decoder layers. Rows that the step does not read
+        may hold the output of the last layer but one.
         """
         step, tables = kwargs.get("paged"), kwargs.get("position_embeddings")
         if not isinstance(step, PagedStep) or not isinstance(step.backend, CpuAttention) or tables is None:
@@ -65,8 +66,10 @@ class LayerRun:
         return out
 
     def run(self, num_tokens: int, x: int, out: int, rotation: Rotation, step: PagedStep) -> None:
-        """As a call, from the address of packed rows to another. What stands behind the layers runs where the step
-        reads any row. Raises IndexError where a row is to be moved that is not there.
+        """Run the layers from the address `x` of packed rows to the address `out`.
+
+        The calls after the layers run only if the step reads any row. Raises IndexError if a row to
+        be moved does not exist.
         """
         assert isinstance(step.backend, CpuAttention)
         self._adapt(num_tokens, step.backend, step)
@@ -84,7 +87,7 @@ class LayerRun:
         self._narrow_program.run(torch.get_num_threads(), self._give_workspace, stop)
 
     def _adapt(self, num_tokens: int, backend: CpuAttention, step: PagedStep) -> None:
-        """Bring the arguments up to date that are not new in every call."""
+        """Update the arguments that do not change in every call."""
         scratch = self._scratch
         scratch.fit(num_tokens)
         if self._version != scratch.version:
@@ -115,7 +118,7 @@ class LayerRun:
         self._backend = backend
 
     def _give_workspace(self, num_bytes: int) -> None:
-        """What attention answers with is the number of bytes that it needs."""
+        """Provide the number of bytes that attention needs; raises IndexError for the answer −1 of a row move."""
         if num_bytes < 0:
             raise IndexError("a row outside of its table")
         assert self._backend is not None
@@ -127,10 +130,10 @@ class LayerRun:
 
 
 def _are_few(rows: Tensor | None, num_tokens: int) -> bool:
-    """Is gathering them worth it?"""
+    """Return whether the rows are few enough to gather them."""
     return rows is not None and 2 * rows.numel() <= num_tokens
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """May a kernel read it where it lies?"""
+    """Return whether a kernel can read the tensor in place."""
     return tensor.dtype == torch.float32 and tensor.is_contiguous() and tensor.numel() > 0

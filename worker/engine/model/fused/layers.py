@@ -1,7 +1,8 @@
-"""Finds the decoder layers that run as one call, and keeps a stand-in only if it agrees with what it replaces.
+"""Finds the decoder layers that can run as one call, and keeps a replacement only if it is equivalent.
 
-Both are run on the same rows with a small cache of their own: the rows that come out and what was written
-to the cache must be equal. Layers that were all taken, and are all called alike, become one call together.
+Original and replacement run on the same rows with a small cache each; output rows and cache
+contents must be equal. If all layers were replaced and are called in the same way, they become one
+call together.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ BLOCK_SIZE = 16
 
 
 def fuse_layers(model: nn.Module) -> Counter[str]:
-    """Swap in place what fits; the count of stand-ins."""
+    """Replace fitting layers in place; return the number of replacements."""
     scratch = Scratch()
     count = 0
     for parent, name, stack in list(_lists(model)):
@@ -61,7 +62,10 @@ def _joined(model: nn.Module, layers: list[nn.Module], scratch: Scratch) -> Fuse
 
 
 def _are_called_alike(model: nn.Module, layers: list[FusedLayer]) -> bool:
-    """Families that choose masks or rotary tables by the layer's type are told apart by the types."""
+    """Return whether all layers get the same arguments.
+
+    Some families choose masks or rotary tables by a layer's type, which the types show.
+    """
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     types = set(getattr(config, "layer_types", None) or [])
@@ -102,8 +106,9 @@ def _parts(layer: nn.Module) -> LayerParts | None:
 
 
 def small_step(parts: Sequence[LayerParts]) -> PagedStep | None:
-    """Two prompts, as `two_prompts` has them, with a small cache for each of these layers; None where the CPU's
-    attention does not take them.
+    """Return a step of the two prompts of `two_prompts`, with a small cache for each of these layers.
+
+    Returns None where the CPU attention does not support the layers.
     """
     attention = parts[0].attention
     shape = _shape(attention, attention.qkv.k)
@@ -137,7 +142,11 @@ def _shape(attention: FusedAttention, width: int) -> AttentionShape | None:
 def _run(
     modules: Sequence[nn.Module], step: PagedStep | None, tables: tuple[Tensor, Tensor], width: int
 ) -> tuple[Tensor, ...] | None:
-    """The rows that come out and the caches; None where a module does not take or give what layers usually do."""
+    """Run the modules; return the output rows and the caches.
+
+    Returns None where a module does not take a decoder layer's usual arguments, returns no tensor,
+    or changes its input.
+    """
     if step is None:
         return None
     bindings: dict[int, LayerBinding] = step.layers  # type: ignore[assignment]

@@ -1,7 +1,8 @@
-"""Packed and fused stand-ins for a decoder's linear layers, norms, MLP and attention, on the CPU in float32.
+"""Packed and fused replacements for a decoder's linear layers, norms, MLP and attention, on the CPU in float32.
 
-Each is built from the module that it replaces and takes the same call; hidden states are packed,
-`[1, num_tokens, hidden]`. They know nothing of model families: `swap.py` finds what fits and checks it.
+Each is built from the module that it replaces and takes the same call. Hidden states are packed,
+`[1, num_tokens, hidden]`. They depend on no model family: `swap.py` finds the modules that fit and
+checks each replacement.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class PackedLinear(nn.Module):
 
 
 class FusedNorm(nn.Module):
-    """RMS norm over the last dimension; `offset` 1 where the checkpoint stores weight − 1 (Gemma)."""
+    """RMS norm over the last dimension; `offset` is 1 where the checkpoint stores weight − 1 (Gemma)."""
 
     def __init__(self, kernels: LinearKernels, weight: Tensor, eps: float, offset: float) -> None:
         super().__init__()
@@ -43,12 +44,12 @@ class FusedNorm(nn.Module):
 
 
 class FusedMLP(nn.Module):
-    """`down(act(gate(x)) · up(x))`: two kernel calls, the activation inside the first."""
+    """Computes `down(act(gate(x)) · up(x))` by two kernel calls, the activation inside the first."""
 
     def __init__(self, packer: Packer, gate: Tensor, up: Tensor, down: nn.Linear, epilogue: Epilogue) -> None:
         super().__init__()
         self.gate_up = pack_gated(packer, gate, up)
-        self.half_panel = packer.panel_width // 2  # outputs of gate and of up take turns
+        self.half_panel = packer.panel_width // 2  # outputs of gate and up alternate in this width
         self.down = packer.pack(down.weight, down.bias)
         self.epilogue = epilogue
 
@@ -58,11 +59,11 @@ class FusedMLP(nn.Module):
 
 
 class FusedAttention(nn.Module):
-    """One product for queries, keys and values, then rotation and cache write in one pass, then attention.
+    """Attention with one product for queries, keys and values, and one pass for rotation and cache write.
 
-    `source` is the model's own attention module; `extras` are the further arguments (window, softcap,
-    sinks) that it hands to the attention function. Query and key norms, where the family has them, come
-    before the rotation.
+    `source` is the model's own attention module. `extras` are the further arguments (window,
+    softcap, sinks) that it passes to the attention function. Query and key norms, where the family
+    has them, come before the rotation.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class FusedAttention(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding by halves: `x` `[num_tokens, heads, head_dim]`, tables `[num_tokens, rotary_dim]`."""
+    """Apply the rotary embedding by halves: `x` `[num_tokens, heads, head_dim]`, tables `[num_tokens, rotary_dim]`."""
     width = cos.shape[-1]
     turned, kept = x[..., :width], x[..., width:]
     low, high = turned.chunk(2, dim=-1)

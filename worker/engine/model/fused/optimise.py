@@ -1,4 +1,4 @@
-"""What is done to a freshly loaded model before its first pass, by the engine's settings."""
+"""Prepares a freshly loaded model for its first pass, by the engine's settings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ def optimise(
     config: EngineConfig,
     choose: Callable[[Quantization | None, bool, bool], Packing] = Packing.choose,
 ) -> nn.Module:
-    """Swap its modules in place where the settings and the device allow. Raises EngineConfigError."""
+    """Replace the model's modules in place where the settings and the device allow it.
+
+    Raises EngineConfigError where a requested quantisation is not possible.
+    """
     weight = next(model.parameters())
     usable = weight.device.type == "cpu" and weight.dtype == torch.float32 and not config.tensor_parallel
     if config.quantization is None and not (config.fuse and usable):
@@ -52,7 +55,7 @@ def optimise(
 
 
 def _forms(model: nn.Module) -> Counter[str]:
-    """Packed weights by what they are in memory."""
+    """Count packed weights by their storage format."""
     found: Counter[str] = Counter()
     for module in model.modules():
         for part in vars(module).values():
@@ -62,7 +65,7 @@ def _forms(model: nn.Module) -> Counter[str]:
 
 
 def _report_the_rest(model: nn.Module, config: EngineConfig, swapped: Counter[str]) -> None:
-    """Weights that no stand-in took stay float32: nobody should find that out by measuring."""
+    """Log the weights that stay float32 because no replacement took them; raises EngineConfigError if all do."""
     if not swapped["FusedAttention"] + swapped["FusedMLP"] + swapped["PackedLinear"]:
         raise EngineConfigError([f"no layer of {config.model} can be quantised"])
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}

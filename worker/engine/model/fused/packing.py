@@ -1,7 +1,4 @@
-"""Which kernel packs which weight: float32, or a quantised form where it can hold that weight.
-
-It knows what the forms can hold, not what the weights are for.
-"""
+"""Chooses the kernel that packs each weight: float32, or a quantised form that supports the weight's shape."""
 
 from __future__ import annotations
 
@@ -17,8 +14,11 @@ from worker.engine.kernels.quantized import INT4_GROUP, MAX_INT8_DEPTH, Int4Pack
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Norms run in `kernels`. Stand-ins are compared through `exact`, which gives what float32 weights give; `body` is
-    what the model then runs on, `head` what turns the last hidden states into logits."""
+    """Kernels and packers of one model.
+
+    `kernels` run the norms. Replacements are compared with the original through `exact`, whose
+    results are those of float32 weights. The model then runs on `body`; `head` computes the logits.
+    """
 
     kernels: LinearKernels
     exact: Packer
@@ -27,17 +27,20 @@ class Packing:
 
     @classmethod
     def choose(cls, quantization: Quantization | None, narrow: bool = True, amx: bool = True) -> Packing:
-        """`narrow`: keep weights in a narrower form where that gives them back bit for bit. `amx`: use the
-        CPU's matrix registers.
+        """Choose the packers for a quantisation.
 
         Raises KernelUnavailableError where the kernels cannot be compiled.
+
+        Args:
+            narrow: keep weights in a narrower form where that restores them bit for bit.
+            amx: use the CPU's matrix registers.
         """
         kernels = LinearKernels(uses_amx=amx)
         exact = NarrowPacker(kernels) if narrow else kernels
         if quantization is None:
             return cls(kernels, exact, exact, exact)
         int8 = _Fitting(kernels, Int8Packer(uses_amx=amx))
-        # The head of a small model holds a fifth of its weights and all of its last decisions: it keeps 8 bits.
+        # The head of a small model holds a fifth of its weights and decides each token: it keeps 8 bits.
         return cls(kernels, kernels, int8 if quantization == "int8" else _Fitting(int8, Int4Packer(uses_amx=amx)), int8)
 
     @property
@@ -46,7 +49,7 @@ class Packing:
 
 
 class _Fitting:
-    """Packs through `packer` what fits it, the rest through `otherwise`."""
+    """Packs weights through `packer` where their shape allows it, and through `otherwise` where not."""
 
     def __init__(self, otherwise: Packer, packer: Int8Packer | Int4Packer) -> None:
         self.panel_width = packer.panel_width

@@ -1,8 +1,8 @@
-"""Finds what can be fused in a loaded model, builds the stand-in, and keeps it only if it agrees.
+"""Finds what can be fused in a loaded model, builds the replacement, and keeps it only if it is equivalent.
 
-Nothing is matched by a family's name: a module with the right children is tried, and each stand-in is
-run against the original on random rows before it takes its place. What does not agree stays as it is,
-so a family with a twist of its own is slower, never wrong.
+No family is matched by name: a module with the right children is tried, and each replacement runs
+against the original on random rows before it is used. A module whose replacement differs stays as
+it is. So an unusual family is slower, never wrong.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ACTIVATIONS = {
 
 
 def swap_modules(model: nn.Module, packing: Packing) -> Counter[str]:
-    """Swap in place what fits; the count of stand-ins by kind."""
+    """Replace fitting modules in place; return the number of replacements by kind."""
     swapped: Counter[str] = Counter()
     for build in (_attention, _mlp, _norm, _linear):
         for parent, name, module in list(_children(model)):
@@ -54,10 +54,13 @@ def _children(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
 
 
 def _reads_weight_of(parent: nn.Module, child: str) -> bool:
-    """Does its forward read the child's weight itself, as some routers do? A stand-in has none."""
+    """Return whether the parent's forward reads the child's weight itself, as some routers do.
+
+    A replacement has no such weight.
+    """
     try:
         return f"self.{child}.weight" in inspect.getsource(type(parent).forward)
-    except (OSError, TypeError):  # its source is not at hand
+    except (OSError, TypeError):  # its source is not available
         return False
 
 
@@ -69,7 +72,10 @@ def _for(packing: Packing, model: nn.Module, module: nn.Module) -> Packing:
 def _checked(
     packing: Packing, original: nn.Module, width: int, build: Callable[[Packer], nn.Module]
 ) -> nn.Module | None:
-    """The form is checked in float32; what quantising it costs is not a matter of form."""
+    """Build a replacement and compare it in float32, then return it in the form that the model runs on.
+
+    Only the form of the computation is compared, not the error of quantisation.
+    """
     candidate = build(packing.exact)
     if not agree(original, candidate, width):
         return None
@@ -83,7 +89,7 @@ def _linear(packing: Packing, module: nn.Module) -> nn.Module | None:
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     if not isinstance(module, nn.Linear | Conv1D) or not isinstance(weight, Tensor) or weight.dtype != torch.float32:
         return None
-    if isinstance(module, Conv1D):  # GPT-2's linear layer, stored the other way round
+    if isinstance(module, Conv1D):  # GPT-2's linear layer, stored transposed
         weight = weight.T
     return _checked(packing, module, weight.shape[1], lambda packer: PackedLinear(packer, weight, bias))
 
@@ -110,7 +116,7 @@ def _mlp(packing: Packing, module: nn.Module) -> nn.Module | None:
 
 
 def _gate_and_up(module: nn.Module) -> tuple[Tensor, Tensor] | None:
-    """Two projections, or one that holds both halves (Phi)."""
+    """Return the weights of gate and up: from two projections, or from one that holds both halves (Phi)."""
     both = getattr(module, "gate_up_proj", None)
     if isinstance(both, nn.Linear) and not _has_bias(both):
         gate, up = both.weight.chunk(2, dim=0)
@@ -152,7 +158,7 @@ def _attention(packing: Packing, module: nn.Module) -> nn.Module | None:
 
 
 def _qkv(module: nn.Module) -> tuple[Tensor, Tensor | None, int, int] | None:
-    """The joint weight and bias, and the sizes of queries and of keys."""
+    """Return the joint weight and bias, and the sizes of queries and of keys."""
     joint = getattr(module, "qkv_proj", None)
     out = getattr(module, "o_proj", None)
     if isinstance(joint, nn.Linear) and isinstance(out, nn.Linear):

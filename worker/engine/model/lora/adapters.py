@@ -1,8 +1,9 @@
-"""The adapters of one engine: found by name, loaded into a bounded number of slots, the least recently used forgotten.
+"""Adapters of one engine: found by name, loaded into a bounded number of slots, evicted when least recently used.
 
-The files are looked at whenever a request names an adapter, so one that was replaced on disk is a new
-version from the next request on: it has a key of its own, which parts the prefix cache too. Loading happens
-on a thread beside the steps. Requests wait for it as they wait for a grammar.
+The files' stamps are read whenever a request names an adapter. So an adapter that was replaced on
+disk is a new version from the next request on. Each version has its own key, which separates the
+prefix cache too. A thread beside the steps loads adapters; requests wait for it as they wait for a
+grammar.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ Progress = Callable[[str, float], None]
 
 
 class Adapters:
-    """`folders` by name. One thread runs steps; `prepare` may come from any."""
+    """Adapters by name, from `folders`.
+
+    One thread runs steps; any thread may call `prepare`.
+    """
 
     def __init__(self, model: nn.Module, folders: dict[str, Path], *, max_cached: int) -> None:
         weight = next(model.parameters())
@@ -41,7 +45,7 @@ class Adapters:
         self._batch: AdapterBatch | None = None
 
     def check(self, report: Progress) -> list[str]:
-        """Load as many as there are slots and look at the others; what is wrong, one sentence per adapter."""
+        """Load as many adapters as there are slots and read the others; return one sentence per bad adapter."""
         problems = []
         for index, name in enumerate(self._folders):
             report(f"loading adapter {name}", index / len(self._folders))
@@ -58,7 +62,10 @@ class Adapters:
     # ── loading ──
 
     def prepare(self, name: str) -> Future[str]:
-        """The key of the adapter's version of now, once it is loaded; else AdapterError."""
+        """Return a future of the key of the adapter's current version; it is done once that version is loaded.
+
+        It fails with AdapterError.
+        """
         try:
             current = self._current(name)
         except AdapterError as error:
@@ -72,7 +79,7 @@ class Adapters:
         return done
 
     def _current(self, name: str) -> LoadedAdapter | None:
-        """What is loaded, if the files are still the same."""
+        """Return the loaded adapter if its files have not changed, else None; raises AdapterError."""
         if name not in self._folders:
             raise AdapterError(f"adapter {name!r} is not served here; {_choice(list(self._folders))}")
         with _named(name):
@@ -108,7 +115,10 @@ class Adapters:
         return LoadedAdapter(f"{name}@{file.digest}", sites)
 
     def _joined(self, members: list[tuple[Place, LowRank]]) -> LowRank:
-        """The factors of a site's layers as one pair: `a` on top of one another, `b` each in its own corner."""
+        """Join the factors of a site's layers into one pair.
+
+        The `a` factors are stacked; each `b` factor has its own corner.
+        """
         height = members[0][0].site_size
         rank = sum(factors.a.shape[0] for _, factors in members)
         b, column = torch.zeros(height, rank), 0
@@ -119,7 +129,10 @@ class Adapters:
         return LowRank(self._moved(torch.cat([factors.a for _, factors in members])), self._moved(b))
 
     def _moved(self, factor: Tensor) -> Tensor:
-        """Without waiting for the device, which the engine's thread may forbid just then to capture a graph."""
+        """Copy a factor to the device without waiting for it.
+
+        The engine's thread may be capturing a graph, during which waiting is forbidden.
+        """
         factor = factor.to(self._dtype).contiguous()
         if self._device.type == "cuda":
             factor = factor.pin_memory()
@@ -128,7 +141,7 @@ class Adapters:
     # ── steps ──
 
     def apply(self, plan: StepPlan) -> bool:
-        """Ready the model for this plan. True if any row has an adapter. Raises AdapterError."""
+        """Prepare the model for this plan; return whether any row has an adapter. Raises AdapterError."""
         keys = {item.sequence.adapter for item in plan.scheduled} - {""}
         if not keys:
             if self._sites.is_detoured:
@@ -144,7 +157,7 @@ class Adapters:
             self._batch.add(site, x, y)
 
     def _get(self, key: str) -> LoadedAdapter:
-        """Loaded again where it lost its slot while its request waited."""
+        """Return the adapter; load it again if it lost its slot while its request waited. Raises AdapterError."""
         with self._lock:
             found = self._loaded.get(key)
             if found is not None:
@@ -162,7 +175,7 @@ class Adapters:
 
 @contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Errors inside begin with the adapter's name."""
+    """Prefix the text of an AdapterError with the adapter's name."""
     try:
         yield
     except AdapterError as error:

@@ -1,6 +1,6 @@
-"""What the rows of one step ask for: rows grouped by adapter, each group added with two small products.
+"""Groups the rows of one step by adapter, and adds each group's adapter with two small products.
 
-Rows without an adapter are not touched. It knows neither files nor the model.
+Rows without an adapter are not touched.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from worker.engine.plan import StepPlan
 
 @dataclass(frozen=True, slots=True)
 class LoadedAdapter:
-    """On the device, in the model's type. A site that stands in for several layers has their factors in one pair."""
+    """An adapter on the device, in the model's type.
+
+    A site that replaces several layers has their factors in one pair.
+    """
 
     key: str  # name and version
     sites: dict[str, LowRank]
@@ -32,14 +35,14 @@ class _Group:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Some rows of the step, `count` in all, and those of them that have an adapter."""
+    """Rows of the step, `count` in all, and the groups of those that have an adapter."""
 
     groups: tuple[_Group, ...]
     count: int
 
 
 class AdapterBatch:
-    """One step's groups: of all packed rows, and of those that reach the output head."""
+    """Groups of one step: of all packed rows, and of the rows that reach the output head."""
 
     def __init__(self, everywhere: _Rows, sampled: _Rows, head: str | None) -> None:
         self._everywhere = everywhere
@@ -50,16 +53,21 @@ class AdapterBatch:
     def of(
         cls, plan: StepPlan, adapters: dict[str, LoadedAdapter], device: torch.device, head: str | None = None
     ) -> AdapterBatch:
-        """`adapters` by key: those of the plan's sequences. `head`: the site of the output head."""
+        """Group the rows of a plan.
+
+        Args:
+            adapters: by key, those of the plan's sequences.
+            head: the site of the output head.
+        """
         everywhere = _grouped(((i.sequence.adapter, i.num_tokens) for i in plan.scheduled), adapters, device)
         at_head = {key: adapter for key, adapter in adapters.items() if head in adapter.sites}
         rows = ((i.sequence.adapter, 1 + len(i.draft_ids)) for i in plan.scheduled if i.samples)
         return cls(everywhere, _grouped(rows, at_head, device), head)
 
     def add(self, site: str, x: Tensor, y: Tensor) -> None:
-        """To the products `y` `[num_rows, n]` of the rows `x` `[num_rows, k]`, in place."""
+        """Add the adapters to the products `y` `[num_rows, n]` of the rows `x` `[num_rows, k]`, in place."""
         rows = self._everywhere
-        if site == self._head and x.shape[0] != rows.count:  # equal numbers: every row is sampled, or none left out
+        if site == self._head and x.shape[0] != rows.count:  # with equal counts, every row is sampled
             rows = self._sampled
         if x.shape[0] != rows.count:
             raise RuntimeError(f"{site} sees {x.shape[0]} rows of the step's {rows.count}: it cannot be adapted")
@@ -74,7 +82,7 @@ class AdapterBatch:
 
 
 def _grouped(rows: Iterable[tuple[str, int]], adapters: dict[str, LoadedAdapter], device: torch.device) -> _Rows:
-    """`rows`: (adapter's key, or empty; how many rows) as they stand in the step."""
+    """Group rows, given as (adapter's key or "", number of rows) in the order of the step."""
     runs: dict[str, list[range]] = {}
     start = 0
     for key, count in rows:
@@ -85,7 +93,10 @@ def _grouped(rows: Iterable[tuple[str, int]], adapters: dict[str, LoadedAdapter]
 
 
 def _places(runs: list[range], device: torch.device) -> slice | Tensor:
-    """Neighbours become one run: a decode of one adapter's sequences needs no gathering."""
+    """Return adjacent runs as one slice, so that a decode of one adapter's sequences gathers nothing.
+
+    Other runs become row indices.
+    """
     if all(after.start == before.stop for before, after in itertools.pairwise(runs)):
         return slice(runs[0].start, runs[-1].stop)
     rows = torch.tensor([row for run in runs for row in run], dtype=torch.int64, pin_memory=device.type == "cuda")

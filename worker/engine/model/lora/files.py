@@ -1,8 +1,8 @@
-"""One LoRA adapter as peft writes it: `adapter_config.json` and `adapter_model.safetensors` in a folder.
+"""Reads a LoRA adapter as peft writes it: `adapter_config.json` and `adapter_model.safetensors` in a folder.
 
-What would change the model in another way than `W + scaling · B A` on a linear layer is refused by its
-name, and so is every option that is set and not known here: an adapter is run as it was trained, or not at
-all. It knows no model: whether the layers exist is `sites.py`'s question.
+An adapter that changes the model in another way than `W + scaling · B A` on a linear layer is
+refused, with the name of the option. Every unknown option that is set is refused too: an adapter
+runs as it was trained, or not at all. `sites.py` checks whether the layers exist in the model.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ _TENSORS = {
 
 
 class AdapterError(ValueError):
-    """The adapter cannot be used; one sentence for whoever asked for it."""
+    """The adapter cannot be used; the text is one sentence for the requester."""
 
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """What is added to one layer's product: `x @ a.T @ b.T`."""
+    """Factors of the term added to one layer's product: `x @ a.T @ b.T`."""
 
     a: Tensor  # [rank, in_features]
     b: Tensor  # [out_features, rank], the scaling in it
@@ -63,14 +63,14 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True)
 class AdapterFile:
-    """`digest` tells versions of an adapter apart."""
+    """Contents of an adapter's files; `digest` differs between versions of an adapter."""
 
     digest: str
     layers: dict[str, LowRank]  # by the layer's path in the model
 
 
 def stamp_of(folder: Path) -> tuple[int, ...]:
-    """Changes when the files do. Raises AdapterError where there are none."""
+    """Return numbers that change when the files do; raises AdapterError where there are none."""
     try:
         found = [(folder / name).stat() for name in (CONFIG, WEIGHTS)]
     except OSError:
@@ -79,7 +79,7 @@ def stamp_of(folder: Path) -> tuple[int, ...]:
 
 
 def read_adapter(folder: Path) -> AdapterFile:
-    """Raises AdapterError."""
+    """Read and check an adapter's files; raises AdapterError."""
     try:
         config_bytes, weights = (folder / CONFIG).read_bytes(), (folder / WEIGHTS).read_bytes()
     except OSError:
@@ -129,7 +129,7 @@ def _layers(config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Low
         if match is None or tensor.dim() != 2:
             reason = next((words for sign, words in _TENSORS.items() if sign in name), f"the tensor {name}")
             raise AdapterError(f"it needs {reason}, which is not supported")
-        if not bool(torch.isfinite(tensor).all()):  # would reach other users' rows of the same step
+        if not bool(torch.isfinite(tensor).all()):  # they could spread to other requests' rows of the same step
             raise AdapterError(f"its tensor {name} holds values that are not finite")
         factors.setdefault(match["path"].removeprefix(_ROOT), {})[match["factor"]] = tensor
     if not factors:
@@ -148,7 +148,7 @@ def _low_rank(config: dict[str, Any], path: str, pair: dict[str, Tensor]) -> Low
 
 def _scaling(config: dict[str, Any], path: str, rank: int) -> float:
     alpha = config.get("lora_alpha", 8)
-    for pattern, own in (config.get("alpha_pattern") or {}).items():  # the first that matches, as peft looks it up
+    for pattern, own in (config.get("alpha_pattern") or {}).items():  # the first match counts, as in peft
         if re.fullmatch(rf"(.*\.)?({pattern})", path):
             alpha = own
             break

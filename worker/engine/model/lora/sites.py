@@ -1,11 +1,11 @@
-"""Where in a running model adapters act: each linear product, whatever stands in for the layer that made it.
+"""Finds where adapters act in a running model: at each linear product, also of a replaced layer.
 
-Layers are known by the paths that they had in the model as Transformers builds it, which are the names in
-an adapter's file. A stand-in may hold several of them (queries, keys and values in one product): a `Site`
-is one product, and each layer a range of its outputs.
+Layers are identified by their paths in the model as Transformers builds it; an adapter's file uses
+these names. A replacement may hold several of them (queries, keys and values in one product). A
+site is one product, and each layer is a range of its outputs.
 
-While a step has rows with adapters, sites take a detour: the product goes through an object that adds
-what the rows' adapters ask for. For all other steps the model is as it was, and pays nothing.
+While a step has rows with adapters, each product goes through an object that adds the rows'
+adapters. For all other steps the model is unchanged and costs no more.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Place:
 
 
 class Sites:
-    """Those of one model. Found once, after the model has its stand-ins."""
+    """All places of a model where adapters act; built once, after modules were replaced."""
 
     def __init__(self, model: nn.Module) -> None:
         self._places: dict[str, Place] = {}
@@ -49,7 +49,7 @@ class Sites:
         self._undo: list[tuple[nn.Module, str, Any]] = []
         self._all_paths: set[str] = set()
         head = getattr(model, "get_output_embeddings", lambda: None)()
-        self.head: str | None = None  # the one site that sees only the rows that are sampled
+        self.head: str | None = None  # the only site that gets just the sampled rows
         wrapped = [f"{name}.layer" for name, module in model.named_modules() if isinstance(module, FusedLayer)]
         for name, module in model.named_modules():
             path = _original_path(name, wrapped)
@@ -60,7 +60,7 @@ class Sites:
                 self.head = self._places[path].site
 
     def place(self, path: str) -> Place:
-        """Raises AdapterError, which says why the layer cannot be adapted."""
+        """Return a layer's range; raises AdapterError, which says why the layer cannot be adapted."""
         found = self._places.get(path)
         if found is not None:
             return found
@@ -76,18 +76,18 @@ class Sites:
         return bool(self._undo)
 
     def detour(self, add: Add) -> None:
-        """From now on every product goes through `add`."""
+        """Send every product through `add` from now on."""
         for site, module, name, half_panel in self._weights:
             weight = getattr(module, name)
             self._replace(module, name, _AdaptedWeight(weight, site, add, half_panel))
         for site, module in self._products:
             self._replace(module, "forward", _adapted(module.forward, site, add))
-        for layer in self._layers:  # the one call into the kernels knows no adapters; its parts do
+        for layer in self._layers:  # a layer as one kernel call adds no adapters; its parts do
             self._undo.append((layer, "is_whole", layer.is_whole))
             layer.is_whole = False
 
     def straight(self) -> None:
-        """The model as it was."""
+        """Restore the model to its state before `detour`."""
         for module, name, original in reversed(self._undo):
             if name == "forward":
                 del module.__dict__[name]
@@ -129,7 +129,7 @@ class Sites:
 
 
 def _original_path(name: str, wrapped: list[str]) -> str:
-    """A decoder layer in a stand-in lies one step deeper than it did."""
+    """Return a module's path before the replacement of layers, which puts a layer one step deeper."""
     for prefix in wrapped:
         if name == prefix or name.startswith(prefix + "."):
             return prefix.removesuffix(".layer") + name[len(prefix) :]
@@ -140,7 +140,7 @@ def _original_path(name: str, wrapped: list[str]) -> str:
 
 
 class _AdaptedWeight:
-    """A packed weight whose products get their rows' adapters before anything else is done with them."""
+    """A packed weight that adds the rows' adapters to its products, before activation."""
 
     def __init__(self, weight: PackedWeight, site: str, add: Add, half_panel: int) -> None:
         self._weight, self._site, self._add, self._half_panel = weight, site, add, half_panel
