@@ -206,7 +206,7 @@ class Engine:
 
     @property
     def only_prepares(self) -> bool:
-        """Whether all requests wait for a grammar or an adapter, so that a step would do nothing."""
+        """Return whether all requests wait for a grammar or an adapter, so that a step would do nothing."""
         return bool(self._preparing) and not self._can_step
 
     @property

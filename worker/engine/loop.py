@@ -1,7 +1,7 @@
 """The engine's loop: take commands, step, report; the same in a thread and in a process of its own.
 
-One frame out per step; commands come in between steps. When there is nothing to do it sleeps in the
-mailbox, and says that it is alive twice a second, so that a frozen loop can be told from an idle one.
+Each step sends one frame; commands are taken between steps. Without work the loop sleeps in the
+mailbox and reports twice a second, so that a frozen loop can be told from an idle one.
 """
 
 from __future__ import annotations
@@ -31,12 +31,15 @@ from worker.engine.warm_up import warm_up
 log = logging.getLogger(__name__)
 
 IDLE_REPORT_S = 0.5
-PREPARING_S = 0.005  # so often it looks whether a grammar or an adapter is there, when nothing else is to be done
+PREPARING_S = 0.005  # interval of checks for a grammar or adapter when there is no other work
 STATS_EVERY_S = 0.1
 
 
 class EngineLoop:
-    """Owns the engine on its thread. `emit` must not block for long: it is called between steps."""
+    """Runs the engine on the calling thread.
+
+    `emit` is called between steps and must not block for long.
+    """
 
     def __init__(
         self,
@@ -49,11 +52,14 @@ class EngineLoop:
         self._mailbox = mailbox
         self._emit = emit
         self._clock = clock
-        self._stats_due_s = 0.0  # on that clock, as the next
+        self._stats_due_s = 0.0  # on `clock`, like the next
         self._report_due_s = 0.0
 
     def run(self) -> None:
-        """Warm up, say Ready, then until a Stop command, or until the engine is broken (which is reported)."""
+        """Warm up, report Ready, then run until a Stop command or until the engine is broken.
+
+        A broken engine is reported as Broken.
+        """
         try:
             warm_up(self._engine.runner, lambda message, fraction: self._emit(Progress(message, fraction)))
         except Exception as error:
@@ -70,7 +76,10 @@ class EngineLoop:
             self._close()
 
     def _close(self) -> None:
-        """A device that is lost fails here too, and what is said of it then is not why."""
+        """Close the runner and log errors.
+
+        On a lost device closing fails too; that error is not the cause and is not reported.
+        """
         try:
             self._engine.runner.close()
         except Exception as error:

@@ -1,4 +1,4 @@
-"""The machine's memory, as Linux and the container's control group tell it. Plain Python."""
+"""Reads the machine's memory from Linux and the container's control group; plain Python."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ _MEMINFO, _CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
 def available_memory() -> int:
-    """Bytes that could be allocated now."""
+    """Return the bytes that can be allocated now."""
     return min([meminfo(_MEMINFO, "MemAvailable") or _UNKNOWN_MEMORY, *cgroup_rooms(_CGROUP)])
 
 
 def total_memory() -> int | None:
-    """Bytes that the machine has, or the container may take; None where nothing tells."""
+    """Return the bytes that the machine has or the container may use; None if unknown."""
     found = [meminfo(_MEMINFO, "MemTotal"), *(limit for limit, _usage in _cgroup_files(_CGROUP))]
     return min((size for size in found if size is not None), default=None)
 
@@ -28,12 +28,12 @@ def meminfo(path: Path, name: str) -> int | None:
 
 
 def cgroup_rooms(root: Path) -> list[int]:
-    """What the container's memory limit leaves, for both versions of control groups."""
+    """Return the bytes that memory limits of the container leave, for control groups v1 and v2."""
     return [max(0, limit - usage) for limit, usage in _cgroup_files(root)]
 
 
 def _cgroup_files(root: Path) -> list[tuple[int, int]]:
-    """Limit and usage."""
+    """Return (limit, usage) in bytes of each control group file pair that exists."""
     found = []
     for limit, usage in (
         (root / "memory.max", root / "memory.current"),
@@ -41,6 +41,6 @@ def _cgroup_files(root: Path) -> list[tuple[int, int]]:
     ):
         try:
             found.append((int(limit.read_text()), int(usage.read_text())))
-        except (OSError, ValueError):  # not there, or "max"
+        except (OSError, ValueError):  # missing, or "max"
             continue
     return found

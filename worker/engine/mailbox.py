@@ -1,7 +1,8 @@
-"""Where other threads leave work for the engine's loop: requests, cancels, the order to stop.
+"""The messages between worker and engine, and the mailbox that passes commands to the engine's loop.
 
-Plain Python. One reader (the loop), any number of writers; messages are handed over in order, all that
-are there at once, so that requests which arrive together are admitted together.
+The mailbox has one reader, the loop, and any number of writers. The reader takes all waiting
+messages at once and in order, so that requests which arrive together are admitted together. Plain
+Python.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from schemas.generation import FinishReason
 from worker.engine.types import Capacity, EngineStats, GenerationRequest, TokenEvent
 
 MAX_FRAME_BYTES: Final = 1 << 28
-FOLLOWS: Final = "following rank 0"  # the Progress of a rank that never becomes ready
+FOLLOWS: Final = "following rank 0"  # Progress message of a rank above 0, which never becomes ready
 
 
 class FrameError(ValueError):
-    """Bytes on the pipe that are no frame: the process at its other end is not what it should be."""
+    """Bytes on the pipe that are no valid frame."""
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
@@ -34,31 +35,34 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    """End now; what runs is dropped without an event."""
+    """End now; running requests are dropped without an event."""
 
 
 class ResetCache(msgspec.Struct, frozen=True, tag="reset_cache"):
-    """Forget the prefix cache (weights changed, or a test)."""
+    """Drop the prefix cache (the weights changed, or a test)."""
 
 
 Command = Submit | Cancel | Stop | ResetCache
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
-    """The engine's first word: it has loaded."""
+    """First report after loading: the engine is ready."""
 
     model: str
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     model_path: str
-    description: str  # one line for people: device, dtype, attention backend, blocks
+    description: str  # one line for the log: device, dtype, attention backend, blocks
     capacity: Capacity
 
 
 class Frame(msgspec.Struct, frozen=True, kw_only=True, tag="frame"):
-    """One step's events, and the state after it. Short steps go without figures, which would be a tenth of the frame;
-    what is told next counts them all."""
+    """One step's events, and the state after it.
+
+    Most frames of short steps omit `stats`, which would be a tenth of the frame. Stats are
+    cumulative, so the next ones cover those steps.
+    """
 
     events: tuple[TokenEvent, ...]
     capacity: Capacity
@@ -67,9 +71,9 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True, tag="frame"):
 
 
 class Broken(msgspec.Struct, frozen=True, tag="broken"):
-    """The engine's last report: it could not load, or it cannot go on.
+    """The engine's last report: it could not load, or it cannot continue.
 
-    `any_step`: its steps fail whatever they hold, so no request is to blame.
+    `any_step`: its steps fail whatever they hold, so no request is the cause.
     """
 
     message: str
@@ -78,14 +82,14 @@ class Broken(msgspec.Struct, frozen=True, tag="broken"):
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress"):
-    """Said while loading: what is going on, and how far (0–1)."""
+    """Progress of loading: the current stage, and its fraction (0–1)."""
 
     message: str
     fraction: float
 
 
 class Logged(msgspec.Struct, frozen=True, tag="logged"):
-    """A log record of the engine's process, for the worker's log: this process has none of its own."""
+    """A log record of the engine process, to be written to the worker's log."""
 
     level: int
     logger: str
@@ -99,7 +103,7 @@ _report_decoder: Final[msgspec.msgpack.Decoder[Report]] = msgspec.msgpack.Decode
 
 
 def read_command(data: bytes) -> Command:
-    """Raises FrameError."""
+    """Decode a command. Raises FrameError."""
     try:
         return _command_decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -107,7 +111,7 @@ def read_command(data: bytes) -> Command:
 
 
 def read_report(data: bytes) -> Report:
-    """Raises FrameError."""
+    """Decode a report. Raises FrameError."""
     try:
         return _report_decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -115,7 +119,10 @@ def read_report(data: bytes) -> Report:
 
 
 class Mailbox:
-    """A queue that is emptied in one go. `wake` is called after each put, for a reader that sleeps elsewhere."""
+    """A thread-safe queue whose reader takes all messages at once.
+
+    `wake` is called after each put, for a reader that does not sleep in `take_all`.
+    """
 
     def __init__(self, wake: Callable[[], None] | None = None) -> None:
         self._messages: list[Command] = []
@@ -130,8 +137,8 @@ class Mailbox:
             self._wake()
 
     def take_all(self, timeout: float = 0.0) -> list[Command]:
-        """Everything that is there; if nothing is, wait up to `timeout` seconds for something."""
-        if not self._messages and not timeout:  # a plain read is atomic: no lock on the busy path
+        """Return all messages; if there are none, wait up to `timeout` seconds for one."""
+        if not self._messages and not timeout:  # reading the list is atomic: no lock while steps run
             return []
         with self._arrived:
             if not self._messages and timeout:

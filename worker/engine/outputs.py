@@ -1,8 +1,7 @@
-"""What users of the engine object see of its events: growing outputs, streams, finished results.
+"""Collects the engine's events for callers of the Engine object: growing outputs, streams, results.
 
-Only requests added through the engine's own calls are collected; a host that forwards events keeps its
-own books. Each token is kept once, in its choice's output, whether anybody streams it or not. It knows
-nothing of scheduling.
+Only requests added through the engine's own calls are collected; hosts forward events and collect
+nothing. Each token is stored once, in the output of its choice, whether it is streamed or not.
 """
 
 from __future__ import annotations
@@ -39,11 +38,14 @@ class _Collected:
 
 
 class Outputs:
-    """Tokens by request, until their result is taken. Not thread-safe, as the engine is not."""
+    """Tokens by request, until the result is taken.
+
+    Not thread-safe, like the engine.
+    """
 
     def __init__(self) -> None:
         self._requests: dict[str, _Collected] = {}
-        self._finished: dict[str, None] = {}  # in the order of their ends
+        self._finished: dict[str, None] = {}  # finished requests in the order of their ends
 
     def open(self, request_id: str, num_prompt_tokens: int, n: int, wants_logprobs: bool) -> None:
         choices = [_Choice() for _ in range(n)]
@@ -57,7 +59,7 @@ class Outputs:
         return request_id in self._requests
 
     def deliver(self, events: list[TokenEvent]) -> None:
-        """Take events in; those of requests that nobody collects are passed over."""
+        """Store events; events of requests that are not collected are ignored."""
         if not self._requests:
             return
         for event in events:
@@ -81,9 +83,10 @@ class Outputs:
         return self._requests[request_id].is_finished
 
     def read(self, request_id: str, cursors: dict[int, int]) -> Iterator[TokenEvent]:
-        """What has come since the last call with these cursors, which it moves: one event for each choice.
+        """Yield one event per choice with what arrived since the last call, and advance the cursors.
 
-        A cursor is the number of tokens read, or -1 behind the end. Raises KeyError if the request is unknown.
+        A cursor is the number of tokens read, or -1 after the end. Raises KeyError if the request
+        is unknown.
         """
         collected = self._requests[request_id]
         for index, choice in enumerate(collected.choices):
@@ -105,7 +108,10 @@ class Outputs:
             )
 
     def take(self, request_id: str | None = None) -> GenerationOutput | None:
-        """A finished result, removed from the books: of this request, or of whichever finished first."""
+        """Return and remove the finished result of this request (None: of the first that finished).
+
+        Return None if it is not finished.
+        """
         if request_id is None:
             if not self._finished:
                 return None

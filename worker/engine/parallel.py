@@ -1,11 +1,12 @@
 """Tensor parallelism: rank 0 plans and samples, the other ranks follow its plans.
 
-The model is split by Transformers' own plan (`tp_plan="auto"`), each rank holding some heads and their KV.
-Before each step rank 0 broadcasts what the plan says, as MessagePack in a tensor: positions, token ids,
-new blocks, block moves. A follower keeps no policy; it builds the same inputs, runs the same forward
-pass (whose collectives meet rank 0's) and drops the logits. Steps are synchronous: a follower needs the
-sampled tokens, and they come with the next plan. A step that fails on one rank ends all of them: the others
-are inside it, and no step can be repeated. Start it with torchrun, on every rank the same call.
+The model is split by Transformers' own plan (`tp_plan="auto"`); each rank holds some heads and
+their KV. Before each step rank 0 broadcasts the plan as MessagePack in a tensor: positions, token
+ids, new blocks, block moves. A follower has no scheduler. It builds the same inputs, runs the same
+forward pass, whose collectives join those of rank 0, and drops the logits. Steps are synchronous,
+because a follower receives sampled tokens with the next plan. A step that fails on one rank ends
+all ranks: the others are inside its collectives, and no step can be repeated. Start it with
+torchrun; every rank makes the same call.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class _Item(msgspec.Struct, array_like=True):
     num_tokens: int
     draft_ids: tuple[int, ...]
     token_ids: tuple[int, ...]  # from `start` on, without the drafts
-    num_blocks: tuple[int, ...]  # by layer group: entries of its table that were sent before
-    block_tables: tuple[tuple[int, ...], ...]  # those behind them
+    num_blocks: tuple[int, ...]  # by layer group: table entries that were sent before
+    block_tables: tuple[tuple[int, ...], ...]  # by layer group: the entries after those
     samples: bool
 
 
@@ -59,8 +60,11 @@ _decoder = msgspec.msgpack.Decoder(_Message)
 
 @dataclass(slots=True)
 class _Known:
-    """What the other ranks have of a sequence. In one epoch a block table only grows; an entry that left its window
-    stays with them, for nobody looks at it."""
+    """The state of a sequence that the other ranks have.
+
+    Within one epoch a block table only grows. Followers keep entries that left a sliding window;
+    they are not read.
+    """
 
     key: int
     epoch: int
@@ -68,7 +72,7 @@ class _Known:
 
 
 class Telling:
-    """What rank 0 tells of its plans: of each sequence only what the others do not have yet."""
+    """Encodes plans for the other ranks; of each sequence only what they do not have yet."""
 
     def __init__(self) -> None:
         self._known: dict[Sequence, _Known] = {}
@@ -104,12 +108,12 @@ class Telling:
         )
 
     def forget(self, sequences: Iterable[Sequence]) -> tuple[int, ...]:
-        """The keys of those that the others know."""
+        """Return and remove the keys of those sequences that the other ranks have."""
         return tuple(self._known.pop(sequence).key for sequence in sequences if sequence in self._known)
 
 
 class LeadingRunner(ModelRunner):
-    """Rank 0's runner."""
+    """The runner of rank 0: broadcasts each plan, then executes it."""
 
     ranks: Ranks
     _telling: Telling
@@ -118,7 +122,11 @@ class LeadingRunner(ModelRunner):
     def load(
         cls, config: EngineConfig, cache_dir: str | None = None, on_progress: Callable[[str, float], None] | None = None
     ) -> Self:
-        """On every rank the same call: ranks above 0 follow until rank 0 closes, then exit."""
+        """Join the ranks and load this rank's part of the model; every rank makes the same call.
+
+        On rank 0, return the runner. Ranks above 0 follow until rank 0 closes, then raise
+        SystemExit.
+        """
         ranks = Ranks.join(config.device)
         if ranks.rank != 0:
             runner = ModelRunner.load(config, cache_dir, on_progress)
@@ -132,7 +140,10 @@ class LeadingRunner(ModelRunner):
         return loaded
 
     def launch(self, plan: StepPlan) -> InFlightStep:
-        """Raises GroupLostError: what fails here has left the other ranks in the middle of the step."""
+        """Broadcast the plan and launch it.
+
+        Raises GroupLostError if it fails: the other ranks are then in the middle of the step.
+        """
         try:
             if not plan.is_empty:
                 self.ranks.broadcast(_encoder.encode(self._telling.describe(plan)))
@@ -161,7 +172,10 @@ class LeadingRunner(ModelRunner):
 
 
 def follow(runner: ModelRunner, ranks: Ranks) -> None:
-    """Run rank 0's plans until it closes. Raises GroupLostError when a step fails here or the group is gone."""
+    """Run rank 0's plans until it closes.
+
+    Raises GroupLostError when a step fails here or the group is lost.
+    """
     sequences: dict[int, Sequence] = {}
     try:
         while not isinstance(message := _decoder.decode(ranks.broadcast(None)), _End):
@@ -183,7 +197,7 @@ def rebuild(step: Step, sequences: dict[int, Sequence]) -> StepPlan:
             sequence = sequences[item.key] = Sequence(str(item.key), [], 0, SamplingParams())
         known = sequence.token_ids
         del known[item.start :]
-        known += [0] * (item.start - len(known))  # computed elsewhere (a cached prefix): never read here
+        known += [0] * (item.start - len(known))  # placeholders for a cached prefix: never read here
         known += item.token_ids
         sequence.epoch = item.epoch
         if not sequence.block_tables:

@@ -1,6 +1,7 @@
-"""Both ends of the socket on which the engine's process reports to the worker: a 4-byte length, then MessagePack.
+"""Both ends of the socket between engine process and worker: a 4-byte length, then MessagePack.
 
-Built for a short way: a report is sent by the thread that made it, and read where the event loop finds it.
+Latency is kept low: a report is sent by the thread that made it, and decoded in the event loop's
+read callback.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ LENGTH_BYTES: Final = 4
 
 
 class Outlet:
-    """Sends reports in order. `put` sends at once from the caller's thread: handed to another, a frame waits until the
-    interpreter switches threads, in which time the next step is planned. It never blocks: what a full socket does
-    not take goes to a thread, and everything after it until that has caught up.
+    """Sends reports in order, without blocking.
+
+    `put` sends from the caller's thread. Another thread would get to send only when the interpreter
+    switches threads, and the next step would be planned meanwhile. What a full socket does not
+    accept goes to a thread, and so does everything after it until that thread has caught up.
     """
 
     def __init__(self, connection: socket.socket, on_broken: Callable[[], NoReturn]) -> None:
@@ -45,7 +48,7 @@ class Outlet:
                 self._late.put(frame[sent:])
 
     def close(self) -> None:
-        """When everything is sent."""
+        """Wait until everything is sent, then end the thread."""
         self._late.put(None)
         self._thread.join()
 
@@ -68,9 +71,9 @@ class Outlet:
 
 
 class Frames(asyncio.Protocol):
-    """The worker's end of the socket. Reports are handed on as they are read: no task in between that has to be woken.
+    """The worker's end of the socket; passes on each report as it is read, without a task in between.
 
-    Whatever ends the stream, the last that is handed on is a Broken or None.
+    The last value passed on is a Broken or None, however the stream ends.
     """
 
     def __init__(self, hand_on: Callable[[Report | None], None]) -> None:
@@ -80,7 +83,7 @@ class Frames(asyncio.Protocol):
         self.ended = asyncio.Event()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.WriteTransport", transport)  # uvloop's are of no such class
+        self._transport = cast("asyncio.WriteTransport", transport)  # uvloop's transports do not derive from it
 
     def data_received(self, data: bytes) -> None:
         if self.ended.is_set():

@@ -1,4 +1,4 @@
-"""What one step will do: built once by the scheduler, frozen, read by the runner. Plain Python."""
+"""The plan of one step: built once by the scheduler, frozen, executed by the runner; plain Python."""
 
 from dataclasses import dataclass
 
@@ -18,12 +18,13 @@ class BlockCopy:
 
 
 class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
-    """Positions [start, start + num_tokens) of a sequence are computed in this step.
+    """Positions [start, start + num_tokens) of a sequence, computed in this step.
 
-    The last `len(draft_ids)` of them are proposed, not yet accepted tokens (speculative decoding);
-    they are not in `sequence.token_ids`. `samples` is false for a prefill chunk that is not the last.
-    `epoch` is the sequence's at planning time: a result for another epoch is stale. A msgspec struct because
-    one is built per sequence and step, five times faster than a frozen dataclass.
+    The last `len(draft_ids)` positions hold proposed tokens that are not accepted yet (speculative
+    decoding); they are not in `sequence.token_ids`. `samples` is false for a prefill chunk that is
+    not the last. `epoch` is the sequence's epoch at planning time: a result for another epoch is
+    stale. One is built per sequence and step; a msgspec struct is built five times faster than a
+    frozen dataclass.
     """
 
     sequence: Sequence
@@ -40,7 +41,7 @@ class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One iteration. The runner does, in order: swap_out, swap_in, forward, sample."""
+    """One step. The runner executes in order: swap_out, swap_in, forward pass, sampling."""
 
     step_id: int
     scheduled: tuple[ScheduledSequence, ...]
@@ -58,12 +59,12 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What a step sampled: one entry per scheduled sequence with `samples`, in plan order.
+    """The result of a step: one entry per scheduled sequence with `samples`, in plan order.
 
-    An entry of `token_ids` has one token, or several where drafts were accepted (the accepted drafts,
-    then the token sampled after them). `logprobs` runs parallel; an entry is None where not asked for.
-    `errors` maps an index of `plan.scheduled` to one sentence: that sequence failed (its logits were not
-    finite, its grammar broke), the others are good; its entry in `token_ids` is empty.
+    An entry of `token_ids` has one token, or several where drafts were accepted: these drafts, then
+    the token sampled after them. `logprobs` is parallel to it; an entry is None if not requested.
+    `errors` maps an index of `plan.scheduled` to one sentence. That sequence failed (non-finite
+    logits, a broken grammar) and its entry in `token_ids` is empty; the others are valid.
     """
 
     step_id: int

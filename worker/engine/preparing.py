@@ -1,7 +1,7 @@
-"""Requests that wait for what they need: a grammar being compiled, an adapter being loaded, both off the step's path.
+"""Requests that wait for a grammar being compiled or an adapter being loaded, both outside the step.
 
-What is there already costs no wait. A request whose need cannot be met is refused with the reason, one whose deadline
-passes meanwhile ends; the others go on. It knows neither grammars nor adapters, only their futures.
+What is ready already causes no wait. A request whose grammar or adapter fails is refused with the
+reason; one whose deadline passes meanwhile ends; the others continue.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from worker.engine.types import RequestError, TokenEvent
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """None: nothing of that kind. An adapter's result is the key of the version that was loaded."""
+    """Futures that a request waits for; None where it needs nothing of that kind.
+
+    An adapter's future gives the key of the version that was loaded.
+    """
 
     grammar: Future[Any] | None = None
     adapter: Future[str] | None = None
@@ -30,7 +33,10 @@ class Needs:
         return all(future is None or future.done() for future in (self.grammar, self.adapter))
 
     def settle(self, sequences: list[Sequence]) -> None:
-        """Once they are met. Raises RequestError."""
+        """Assign the results to the sequences; all futures must be done.
+
+        Raises RequestError if the grammar or the adapter failed.
+        """
         if self.grammar is not None and (error := self.grammar.exception()) is not None:
             reason = str(error) if isinstance(error, ValueError) else sentence_of(error)
             raise RequestError(f"response_format cannot be used: {reason}") from error
@@ -38,17 +44,17 @@ class Needs:
             sequence.grammar = None if self.grammar is None else self.grammar.result()
         if self.adapter is None:
             return
-        if (error := self.adapter.exception()) is not None:  # a ValueError is a sentence about the adapter
+        if (error := self.adapter.exception()) is not None:  # a ValueError's message is a sentence for the user
             raise RequestError(str(error) if isinstance(error, ValueError) else sentence_of(error)) from error
         for sequence in sequences:
             sequence.adapter = self.adapter.result()
 
 
 class Preparing:
-    """Requests by id, each with its choices that have not ended."""
+    """Waiting requests by id, each with its choices that have not ended."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
-        self._clock = clock  # of the deadlines
+        self._clock = clock  # the clock of the deadlines
         self._requests: dict[str, tuple[Needs, list[Sequence]]] = {}
 
     def __len__(self) -> int:
@@ -58,7 +64,7 @@ class Preparing:
         self._requests[sequences[0].request_id] = (needs, sequences)
 
     def drop(self, request_ids: Iterable[str]) -> None:
-        """Forget requests without an event."""
+        """Remove requests without an event."""
         for request_id in request_ids:
             self._requests.pop(request_id, None)
 
@@ -69,7 +75,7 @@ class Preparing:
         return list(self._requests)
 
     def take(self) -> tuple[list[list[Sequence]], list[TokenEvent]]:
-        """Requests whose needs are met, and the ends of those whose cannot be or which it is too late for."""
+        """Remove and return ready requests, and events for those that failed or expired."""
         now = self._clock()
         ready: list[list[Sequence]] = []
         ends: list[TokenEvent] = []
@@ -89,7 +95,7 @@ class Preparing:
         return ready, ends
 
     def cancel(self, request_id: str, reason: FinishReason, choice: int | None) -> list[TokenEvent]:
-        """End a request, or one choice of it; the other choices go on waiting."""
+        """End a request, or one choice of it; other choices keep waiting."""
         if request_id not in self._requests:
             return []
         needs, sequences = self._requests[request_id]

@@ -1,7 +1,8 @@
 """Executes plans: moves blocks, runs the model on packed tokens, samples.
 
-A step is launched, then finished; in between its tokens are on the device only, and the next step may
-already be launched on top of them. What to compute was decided by the plan: the runner knows no policy.
+A step is launched, then finished. In between its tokens are on the device only, and the next step
+may already be launched on top of them. The scheduler has decided what to compute; the runner has no
+policy.
 """
 
 from __future__ import annotations
@@ -39,16 +40,19 @@ from worker.engine.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class InFlightStep:
-    """A launched step. `indices[i]` is the place in `plan.scheduled` of the i-th sequence that samples."""
+    """A launched step.
+
+    `indices[i]` is the index in `plan.scheduled` of the i-th sequence that samples.
+    """
 
     plan: StepPlan
     indices: tuple[int, ...]
     sampled: Sampled | None  # None: no sequence samples in this step
-    done: torch.cuda.Event | None = None  # where none samples and the device works on its own
+    done: torch.cuda.Event | None = None  # set if none samples and the device is asynchronous
 
 
 class ModelRunner:
-    """Owns the model, the KV tensors and the per-sequence rows. One thread uses it."""
+    """Owns the model, the KV tensors and the state per sequence; used by one thread."""
 
     def __init__(
         self,
@@ -93,9 +97,11 @@ class ModelRunner:
     def load(
         cls, config: EngineConfig, cache_dir: str | None = None, on_progress: Callable[[str, float], None] | None = None
     ) -> Self:
-        """Find (and convert) the model, load it, choose the attention backend, size and allocate the cache.
+        """Find (and convert) and load the model, choose attention, size and allocate the cache.
 
-        Raises EngineConfigError for what cannot work here, OSError where the model is not found.
+        Raises:
+            EngineConfigError: the settings cannot work here.
+            OSError: the model is not found.
         """
         report = on_progress or (lambda _what, _fraction: None)
         if config.num_threads is not None:
@@ -108,7 +114,7 @@ class ModelRunner:
     def around(
         cls, loaded: LoadedModel, config: EngineConfig, on_progress: Callable[[str, float], None] | None = None
     ) -> Self:
-        """Serve a model that is there already. Raises EngineConfigError."""
+        """Serve a model that is already loaded. Raises EngineConfigError."""
         report = on_progress or (lambda _what, _fraction: None)
         adapters = _adapters(loaded, config, report)
         may_shorten = config.max_model_len is None
@@ -123,7 +129,7 @@ class ModelRunner:
             loaded.groups, cache_config.num_blocks, config.block_size, backend, dtype, loaded.device
         )
         if loaded.device.type == "cpu" and pool.num_bytes <= free_memory(loaded.device) // 2:
-            pool.touch()  # where memory is scarce, blocks take theirs when they are first used
+            pool.touch()  # if memory is scarce, blocks are allocated at first use
         host_pool = None
         if any(cache_config.num_host_blocks):
             host_pool = KVCachePool.allocate(
@@ -159,8 +165,8 @@ class ModelRunner:
         return self.finish(self.launch(plan))
 
     def launch(self, plan: StepPlan) -> InFlightStep:
-        """Queue a step on the device; its tokens may feed the next one before `finish`."""
-        if self._loaded.direct is not None:  # hardly a torch operator there; entering the mode costs more than it saves
+        """Queue a step on the device; its tokens may feed the next step before `finish`."""
+        if self._loaded.direct is not None:  # few torch operators: inference mode costs more than it saves
             return self._launch(plan)
         with torch.inference_mode():
             return self._launch(plan)
@@ -190,13 +196,16 @@ class ModelRunner:
 
     @torch.inference_mode()
     def follow(self, plan: StepPlan) -> None:
-        """Do another rank's step beside it: the same moves and forward pass, no sampling."""
+        """Run another rank's step: the same moves and forward pass, no sampling."""
         self._offloader.run(plan)
         if plan.scheduled:
             self._forward(self._inputs.build(plan))
 
     def finish(self, step: InFlightStep) -> StepOutput:
-        """Wait for the step's tokens, or for its end where there are none: the host is never further ahead."""
+        """Wait for the step's tokens, or for its end if none are sampled.
+
+        Waiting in both cases keeps the host at most one step ahead.
+        """
         if step.sampled is None:
             if step.done is not None:
                 step.done.synchronize()
@@ -205,7 +214,7 @@ class ModelRunner:
         return StepOutput(step.plan.step_id, tokens, logprobs, {step.indices[i]: error for i, error in errors.items()})
 
     def _mark(self) -> torch.cuda.Event | None:
-        """The end of what is queued so far; None where nothing is queued."""
+        """Return an event at the end of the queued work; None on CPU, where nothing is queued."""
         if self._loaded.device.type != "cuda":
             return None
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -213,7 +222,7 @@ class ModelRunner:
         return done
 
     def use_graphs(self, capture: Capture) -> GraphRunner:
-        """From now on, steps whose shape was captured are replayed."""
+        """Replay captured graphs for later steps where possible."""
         self.graphs = GraphRunner(self._forward, self.config, self.max_model_len, capture)
         return self.graphs
 
@@ -230,11 +239,14 @@ class ModelRunner:
     # ── the rest of what the engine asks ──
 
     def prepare(self, params: SamplingParams) -> Future[Any] | None:
-        """Start compiling a grammar, off the step's path; None if these parameters need none."""
+        """Start compiling a grammar, outside the step; return None if the parameters need none."""
         return None if self._grammars is None else self._grammars.prepare(params)
 
     def prepare_adapter(self, name: str) -> Future[str]:
-        """The key of the adapter's version of now, once it is loaded; fails with AdapterError."""
+        """Start loading an adapter in its current version; the future gives that version's key.
+
+        The future fails with AdapterError if the adapter cannot be used.
+        """
         if self._adapters is not None:
             return self._adapters.prepare(name)
         refused: Future[str] = Future()
@@ -249,7 +261,7 @@ class ModelRunner:
                 self.proposer.release(sequence)
 
     def is_alive(self) -> bool:
-        """A device that has failed for good fails whatever is asked of it."""
+        """Return whether the device works; after a permanent failure every call on it fails."""
         if self._loaded.device.type != "cuda":
             return True
         try:
@@ -267,7 +279,11 @@ class ModelRunner:
 
 
 def _adapters(loaded: LoadedModel, config: EngineConfig, report: Callable[[str, float], None]) -> Adapters | None:
-    """Loaded before the cache is sized, so that their memory is counted. Raises EngineConfigError."""
+    """Load the adapters; return None if none are configured.
+
+    They are loaded before the cache is sized, so that their memory counts. Raises
+    EngineConfigError.
+    """
     folders = {name: Path(folder).expanduser() for name, folder in config.adapter_folders.items()}
     if not folders:
         return None
@@ -279,7 +295,7 @@ def _adapters(loaded: LoadedModel, config: EngineConfig, report: Callable[[str, 
 
 
 def _device_kernel(device: torch.device, config: EngineConfig) -> Kernel | None:
-    """What draws tokens on a device in one launch; None where torch's operators have to, or on the CPU."""
+    """Return the CUDA kernel that draws tokens in one launch; None on CPU, or where torch must draw."""
     if device.type != "cuda" or not config.fuse or find_spec("triton") is None:
         return None
     from worker.engine.sampling.device_draw import DeviceDraw
@@ -297,7 +313,7 @@ def _bind(loaded: LoadedModel, pool: KVCachePool) -> tuple[LayerBinding, ...]:
 
 
 def _resolved(config: EngineConfig, loaded: LoadedModel) -> EngineConfig:
-    """The same with every "auto" decided."""
+    """Return the configuration with every "auto" resolved."""
     dtype = str(loaded.dtype).removeprefix("torch.")
     is_cuda = loaded.device.type == "cuda"
     may_run_ahead = is_cuda and not config.speculative_tokens  # drafts follow tokens that the host knows
@@ -307,7 +323,7 @@ def _resolved(config: EngineConfig, loaded: LoadedModel) -> EngineConfig:
         device=str(loaded.device),
         max_model_len=loaded.max_model_len,
         cuda_graphs=(is_cuda if config.cuda_graphs is None else config.cuda_graphs)
-        and not config.tensor_parallel,  # a capture runs the pass several times; the other ranks run it once
+        and not config.tensor_parallel,  # a capture runs the pass several times, the other ranks once
         async_batching=(may_run_ahead if config.async_batching is None else config.async_batching)
-        and not config.tensor_parallel,  # the other ranks learn of a token with the next plan
+        and not config.tensor_parallel,  # the other ranks receive a token with the next plan
     )

@@ -1,11 +1,11 @@
-"""From a plan to the tensors of one step: token ids, positions, slots, block tables, sampled rows.
+"""Builds the tensors of a step from its plan: token ids, positions, slots, block tables, sampled rows.
 
-Keeps a row per running sequence with its block tables, extended rather than rebuilt. All arithmetic is
-done for the whole step in numpy; the only Python loop goes over the scheduled sequences. Everything goes
-to the device in two copies, and a token that is not on the host yet is taken from the previous step's
-sampled tensor. It knows neither the model nor the sampler.
+A row per running sequence keeps its block tables, which are extended rather than rebuilt.
+Arithmetic is done for the whole step in numpy; the only Python loops go over the scheduled
+sequences. All inputs reach the device in two copies. A token that is not on the host yet is taken
+from the previous step's sampled tensor.
 
-Relied upon: while a sequence stays scheduled and its `epoch` stays the same, entries of its block tables
+Assumption: while a sequence stays scheduled with the same `epoch`, entries of its block tables
 below the first position of the step change only to NULL_BLOCK.
 """
 
@@ -32,7 +32,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """What the model and the sampler read."""
+    """The tensors that model and sampler read."""
 
     input_ids: Tensor  # int64 [num_tokens]
     positions: Tensor  # int64 [num_tokens]
@@ -41,7 +41,7 @@ class StepInputs:
 
 
 class PreviousTokens:
-    """The tokens that the last launched step sampled for `items`: on the device, not yet on the host."""
+    """Tokens that the last launched step sampled for `items`: on the device, not yet on the host."""
 
     def __init__(self, token_ids: Tensor, items: Seq[ScheduledSequence]) -> None:
         self.token_ids = token_ids
@@ -49,7 +49,11 @@ class PreviousTokens:
 
     @cached_property
     def rows(self) -> dict[Sequence, int]:
-        """Where each sequence's token stands; one with drafts is left out: which row counts is not known yet."""
+        """The row of each sequence's token.
+
+        Sequences with drafts are left out: which of their rows holds the last accepted token is not
+        known yet.
+        """
         rows: dict[Sequence, int] = {}
         row = 0
         for item in self._items:
@@ -60,14 +64,17 @@ class PreviousTokens:
 
 
 class _Last(NamedTuple):
-    """The step before, where it was of decodes alone."""
+    """The previous step, if it consisted of decodes alone."""
 
     inputs: StepInputs
     decodes: DecodeInputs
 
 
 class InputBuilder:
-    """Owns the rows. Call `release` when a sequence ends or is preempted."""
+    """Owns the rows.
+
+    Call `release` when a sequence ends or is preempted.
+    """
 
     def __init__(self, cache: CacheConfig, max_model_len: int, device: torch.device, num_rows: int) -> None:
         self._cache = cache
@@ -76,7 +83,7 @@ class InputBuilder:
         self._rows: dict[Sequence, int] = {}
         self._free: list[int] = []
         self._epochs: list[int] = []
-        self._filled: list[list[int]] = [[] for _ in cache.groups]  # entries of each row that are up to date
+        self._filled: list[list[int]] = [[] for _ in cache.groups]  # up-to-date entries of each row
         self._tables = [np.zeros((0, self._width), np.int32) for _ in cache.groups]
         self._last: _Last | None = None
         self._grow(num_rows)
@@ -91,7 +98,7 @@ class InputBuilder:
         return len(self._rows)
 
     def build(self, plan: StepPlan, previous: PreviousTokens | None = None) -> StepInputs:
-        """Valid until the next call, on a CPU."""
+        """Build the tensors of a step; on a CPU they are valid until the next call."""
         items, size = plan.scheduled, self._cache.block_size
         last, self._last = self._last, None
         if last is not None and (metadata := last.decodes.advance(items, self._tables_of)) is not None:
@@ -136,7 +143,11 @@ class InputBuilder:
     def _token_ids(
         self, items: Seq[ScheduledSequence], query_start: Ints, previous: PreviousTokens | None
     ) -> tuple[Ints, list[Ints]]:
-        """Ids in packed order; and of those not on the host, if any, packed rows and rows of the last step's tokens."""
+        """Return the token ids in packed order, with 0 for those not on the host.
+
+        Also return, if any are missing, their packed rows and their rows in the previous step's
+        tokens.
+        """
         token_ids: list[int] = []
         packed: list[int] = []
         sampled: list[int] = []
@@ -163,16 +174,16 @@ class InputBuilder:
         return self._to_device(self._cut(self._update_rows(items), max_seq_len), np.int32)
 
     def _cut(self, rows: Ints, max_seq_len: int) -> list[npt.NDArray[np.int32]]:
-        """The rows' block tables by group, as wide as the longest sequence needs."""
+        """Return the rows' block tables by group, as wide as the longest sequence needs."""
         num_blocks = -(-max_seq_len // self._cache.block_size)
         return [table[rows, :num_blocks] for table in self._tables]
 
     def _update_rows(self, items: Seq[ScheduledSequence]) -> Ints:
-        """The sequences' rows, with their tables brought up to date."""
+        """Bring the block tables of the sequences' rows up to date; return the rows."""
         rows = [self._row(item.sequence) for item in items]
         size, width = self._cache.block_size, self._width
         for group, (table, filled) in enumerate(zip(self._tables, self._filled, strict=True)):
-            changed: list[int] = []  # rows that get one entry each, as all do in most steps: written in one go
+            changed: list[int] = []  # rows with one new entry, in most steps all: written at once
             indices: list[int] = []
             blocks: list[int] = []
             for item, row in zip(items, rows, strict=True):
@@ -215,7 +226,10 @@ class InputBuilder:
     # ── to the device ──
 
     def _to_device(self, arrays: Seq[npt.NDArray[Any]], kind: type[np.int64 | np.int32]) -> list[Tensor]:
-        """One copy for all arrays. Pinned memory is torch's to recycle: it waits for the copy to be done."""
+        """Move all arrays in one copy.
+
+        Torch reuses the pinned memory only after the copy is done.
+        """
         if self._device.type == "cpu":
             return [torch.from_numpy(array.astype(kind, copy=False)) for array in arrays]
         total = sum(array.size for array in arrays)
@@ -235,18 +249,18 @@ _TORCH = {np.int64: torch.int64, np.int32: torch.int32}
 
 @dataclass(frozen=True, slots=True)
 class _Packing:
-    """How the items' tokens lie in the step, one item after the other."""
+    """The layout of the items' tokens in the step, one item after the other."""
 
     query_lens: tuple[int, ...]
     query_start: Ints  # [items + 1]
     positions: Ints  # [tokens]
     ends: Ints  # [items]
-    owner: Ints | None  # [tokens]: whose each is; None: every item has one
-    sampled: Ints  # the tokens whose logits are wanted: of each item that samples the last, and before it its drafts
+    owner: Ints | None  # [tokens]: index of each token's item; None: one token per item
+    sampled: Ints  # packed rows whose logits are needed: 1 + len(draft_ids) per item that samples
 
 
 def _pack(items: Seq[ScheduledSequence]) -> _Packing:
-    """Most steps are decodes alone and need none of the arithmetic."""
+    """Compute the layout; a step of decodes alone, as most are, skips most of the arithmetic."""
     count = len(items)
     starts = np.array([item.start for item in items], np.int64)
     query_lens = tuple([item.num_tokens for item in items])
@@ -262,7 +276,7 @@ def _pack(items: Seq[ScheduledSequence]) -> _Packing:
 
 
 def _sampled_rows(items: Seq[ScheduledSequence], query_start: Ints) -> Ints:
-    """The last row of each item that samples, and before it those of its drafts."""
+    """Return the last 1 + len(draft_ids) packed rows of each item that samples."""
     rows: list[int] = []
     for item, end in zip(items, query_start[1:].tolist(), strict=True):
         if item.samples:

@@ -1,7 +1,7 @@
-"""Free memory in, cache sizes out: gathers what `kv.sizing` computes with, for the machine at hand.
+"""Measures free memory and sizes the cache: collects the inputs of `kv.sizing` for this machine.
 
-On CUDA the activations are measured by one pass at the largest step; on CPU they are estimated, and the
-pool stays modest unless `max_memory_gib` says otherwise, since other programs live there too.
+On CUDA the activations are measured by one pass of the largest step. On CPU they are estimated, and
+the pool stays small unless `max_memory_gib` is set, since other programs use the memory too.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from worker.engine.model.paged import Probe
 
 GIB = 1 << 30
 CPU_POOL_BYTES = 4 * GIB
-SHORTEST = 256  # a model is not cut down to fewer tokens than this unasked
+SHORTEST = 256  # unasked, the length is not reduced below this many tokens
 _MEASURED_MARGIN = 1.1
 
 
 def size_cache(
     loaded: LoadedModel, config: EngineConfig, backend: AttentionBackend, kv_dtype: torch.dtype, may_shorten: bool
 ) -> tuple[CacheConfig, int]:
-    """The cache's shape, and the length of the longest sequence: the model's, or what the memory holds.
+    """Return the cache's shape, and the longest sequence: the model's length, or what memory holds.
 
-    Raises EngineConfigError if the memory holds too little and `may_shorten` is false.
+    Raises EngineConfigError if the memory holds too little and `may_shorten` is false, if it holds
+    fewer than SHORTEST tokens, or if the host cannot provide `cpu_offload_gib`.
     """
     length = loaded.max_model_len
     shape = memory_shape(loaded, config, backend, kv_dtype, length)
@@ -89,14 +90,14 @@ def memory_shape(
 
 
 def _graphed_batches(config: EngineConfig) -> list[int]:
-    """The sizes of the decodes that may be captured at once, the largest ones."""
+    """Return the decode sizes that may be captured at the same time, the largest ones."""
     if not config.cuda_graphs:
         return []
     return sorted({padded_batch(n) for n in range(1, config.max_num_seqs + 1)})[-config.max_cached_graphs :]
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that could be allocated now."""
+    """Return the bytes that can be allocated now."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         free, _total = torch.cuda.mem_get_info(device)
@@ -115,7 +116,9 @@ def _pool_cap(config: EngineConfig, device: torch.device, shape: MemoryShape) ->
 
 @torch.inference_mode()
 def _measured_surplus(loaded: LoadedModel, shape: MemoryShape) -> int:
-    """By how much the largest step really takes more than the arithmetic says (experts, odd families); at least 0."""
+    """Return the bytes by which the largest step exceeds the estimate (experts, unusual models); at
+    least 0.
+    """
     tokens = torch.zeros(shape.max_num_tokens, dtype=torch.int64, device=loaded.device)
     positions = torch.arange(shape.max_num_tokens, device=loaded.device) % shape.max_model_len
     torch.cuda.reset_peak_memory_stats(loaded.device)

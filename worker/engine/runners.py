@@ -1,4 +1,6 @@
-"""What the engine asks of a runner, and which kinds there are; heavy ones are imported when chosen."""
+"""The interface between engine and runner, and the choice of a runner; heavy ones are imported on
+demand.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ Progress = Callable[[str, float], None]
 
 
 class Runner(Protocol):
-    """Executes plans on a device. `config` is resolved: nothing in it is "auto" any more."""
+    """Executes plans on a device.
+
+    `config` is resolved: no value is "auto".
+    """
 
     config: EngineConfig
     cache_config: CacheConfig
@@ -31,17 +36,17 @@ class Runner(Protocol):
 
     @property
     def can_structure(self) -> bool:
-        """Is response_format available?"""
+        """Return whether response_format is available."""
         ...
 
     @property
     def is_asynchronous(self) -> bool:
-        """May a step be launched before the previous one's tokens are on the host?"""
+        """Return whether a step may be launched before the previous one's tokens are on the host."""
         ...
 
     @property
     def proposer(self) -> Callable[[Sequence], tuple[int, ...]] | None:
-        """Gives draft tokens for speculative decoding; None where it is off."""
+        """A function that returns draft tokens for speculative decoding; None where it is off."""
         ...
 
     @property
@@ -52,32 +57,43 @@ class Runner(Protocol):
     def execute(self, plan: StepPlan) -> StepOutput: ...
 
     def launch(self, plan: StepPlan) -> Any:
-        """Start a step; the return value goes to finish. Steps are finished in the order of their launch."""
+        """Start a step; pass the return value to `finish`.
+
+        Steps are finished in the order of their launch.
+        """
         ...
 
     def finish(self, step: Any) -> StepOutput: ...
 
     def prepare(self, params: SamplingParams) -> Future[Any] | None:
-        """Start compiling what these parameters need (a grammar); None if nothing has to be waited for."""
+        """Start compiling a grammar if these parameters need one; return None if there is nothing
+        to wait for.
+        """
         ...
 
     def prepare_adapter(self, name: str) -> Future[str]:
-        """The key of the LoRA adapter's version that is loaded then; ValueError is one sentence for the user."""
+        """Start loading a LoRA adapter; the future gives the key of the loaded version.
+
+        A ValueError of the future is one sentence for the user.
+        """
         ...
 
     def release(self, sequences: Iterable[Sequence]) -> None:
-        """Drop what is kept for sequences that finished or were preempted."""
+        """Drop the state of sequences that finished or were preempted."""
         ...
 
     def is_alive(self) -> bool:
-        """Does the device still answer? Asked when a step has failed."""
+        """Return whether the device still works; called when a step has failed."""
         ...
 
     def close(self) -> None: ...
 
 
 def load_runner(config: EngineConfig, cache_dir: str | None = None, on_progress: Progress | None = None) -> Runner:
-    """Raises EngineConfigError, or OSError where the model is not found."""
+    """Load the runner for the configured model.
+
+    Raises EngineConfigError, or OSError if the model is not found.
+    """
     if is_synthetic(config.model):
         return SyntheticRunner.load(config, cache_dir, on_progress)
     if config.tensor_parallel:

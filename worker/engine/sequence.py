@@ -1,8 +1,8 @@
-"""A sequence: the tokens it holds, how many of them are computed, and the blocks that keep their KV.
+"""A sequence: its tokens, how many of them are computed, and the blocks that hold their KV.
 
-Few numbers are stored and the rest is derived. One counter, `num_computed_tokens`, chases the tokens:
-prefill, decode, a cached prefix and a resumed answer are the same thing to it (the idea is vLLM's).
-Plain Python: no torch, no numpy.
+Few numbers are stored; the rest is derived. One counter, `num_computed_tokens`, follows the tokens:
+prefill, decode, a cached prefix and a resumed answer are handled alike (the idea is vLLM's). Plain
+Python: no torch, no numpy.
 
     0 ──── num_cached_tokens ──── num_computed_tokens ──── num_tokens (+ num_inflight)
            found in the cache     KV is in the blocks      token ids known on the host
@@ -16,7 +16,7 @@ from schemas.generation import FinishReason, SamplingParams
 
 
 class SequenceStatus(Enum):
-    """WAITING (pending) → PREFILLING → DECODING → FINISHED, with OFFLOADED beside them."""
+    """WAITING → PREFILLING → DECODING → FINISHED; OFFLOADED: preempted, its KV is on the host."""
 
     WAITING = "waiting"
     PREFILLING = "prefilling"
@@ -33,8 +33,8 @@ class Sequence:
     """One choice of one request.
 
     `block_tables[g]` lists the block ids of layer group g in position order; an entry that left a
-    sliding window is NULL_BLOCK. `num_inflight` counts sampled tokens that steps launched before have
-    not yet delivered (asynchronous batching): their ids are on the device only. The step that is being
+    sliding window is NULL_BLOCK. `num_inflight` counts the tokens that launched steps have sampled
+    and not yet delivered (asynchronous batching): their ids are on the device only. The step being
     planned or executed does not count.
     """
 
@@ -48,7 +48,7 @@ class Sequence:
     priority: int = 1
     tenant: str = ""
     cache_salt: str = ""
-    grammar: Any = None  # compiled, of a sequence with a response format; it lives as long as the sequence
+    grammar: Any = None  # compiled grammar of the response format, or None
     adapter: str = ""  # name and version of its LoRA adapter; empty: the model itself
     deadline: float | None = None
     max_tokens: int = 0  # resolved limit on output tokens, resumed ones included
@@ -57,14 +57,12 @@ class Sequence:
     num_cached_tokens: int = 0
     num_inflight: int = 0
     block_tables: list[list[int]] = field(default_factory=list)
-    block_hashes: list[bytes] = field(default_factory=list)  # of full blocks, extended as tokens come
+    block_hashes: list[bytes] = field(default_factory=list)  # hashes of full blocks, extended as tokens arrive
     preemptions: int = 0
     finish_reason: FinishReason | None = None
     epoch: int = 0  # raised by each preemption or cancel, so that a stale step result is recognised
-    # The scheduler's own notes; nobody else writes them.
-    num_committed_tokens: int = (
-        0  # computed by steps that have succeeded; num_computed_tokens runs ahead by those in flight
-    )
+    # Written by the scheduler only.
+    num_committed_tokens: int = 0  # computed by steps that succeeded; num_computed_tokens also counts steps in flight
     num_slots: int = 0  # tokens that the blocks of every group can hold now
     last_step: int = -1  # the newest step that may write its blocks
     host_tables: list[list[int]] = field(default_factory=list)  # while OFFLOADED: host block ids, as block_tables
@@ -75,7 +73,7 @@ class Sequence:
 
     @property
     def num_output_tokens(self) -> int:
-        """Resumed and generated tokens: what max_tokens limits, and the sampling position."""
+        """Resumed and generated tokens: limited by max_tokens, and the sampling position."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property

@@ -1,9 +1,11 @@
-"""One step after the other: the scheduler plans, the runner executes, the scheduler commits.
+"""Runs steps one after the other: the scheduler plans, the runner executes, the scheduler commits.
 
-On an asynchronous device the next step is planned and launched before the last one's tokens reach the host.
+On an asynchronous device the next step is planned and launched before the last one's tokens reach
+the host.
 
-A step that raises is tried again with tokens of nobody (`Scheduler.probe`). If they fail too, the engine is broken:
-EngineError. If they pass, the step is bisected: the sequences that fail alone end with an error, the others go on.
+A step that raises is followed by a test step with dummy tokens (`Scheduler.probe`). If that fails
+too, the engine is broken: EngineError. If it succeeds, the failed step is bisected: sequences that
+fail alone end with an error, the others continue.
 """
 
 from __future__ import annotations
@@ -18,11 +20,11 @@ from worker.engine.scheduler import Scheduler
 from worker.engine.sequence import Sequence
 from worker.engine.types import TokenEvent
 
-MAX_FAILED_REQUESTS = 8  # in a row, without a step that succeeded: more of them, and the engine is broken
+MAX_FAILED_REQUESTS = 8  # with more in a row, and no successful step between, the engine is broken
 
 
 class Steps:
-    """The steps of one engine."""
+    """Plans, executes and commits the steps of one engine, and bisects a step that fails."""
 
     def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
         self._runner = runner
@@ -36,7 +38,7 @@ class Steps:
         return self._in_flight is not None
 
     def next(self) -> list[TokenEvent]:
-        """Raises EngineError when the engine is broken."""
+        """Run the next step and return its events. Raises EngineError when the engine is broken."""
         return self._launch_and_finish() if self._runner.is_asynchronous else self._execute()
 
     def _execute(self) -> list[TokenEvent]:
@@ -51,10 +53,10 @@ class Steps:
         return self._commit(plan, output)
 
     def _launch_and_finish(self) -> list[TokenEvent]:
-        """Launch step N+1 from a plan with placeholders, then wait for step N and commit it."""
+        """Launch step N+1 with placeholders for N's tokens, then wait for step N and commit it."""
         previous, self._in_flight = self._in_flight, None
         plan = self._scheduler.plan()
-        # Before the launch: a sequence that lost its place in this plan may have been given one again, as a new one.
+        # Release before the launch: a sequence that this plan preempted may be admitted again in it, with a new row.
         self._runner.release(self._scheduler.take_released())
         failure: Exception | None = None
         try:
@@ -69,7 +71,10 @@ class Steps:
         return events + self._bisect(plan, failure)
 
     def _finish(self, plan: StepPlan, step: Any, following: StepPlan) -> list[TokenEvent]:
-        """Wait for a step. If it failed, the following one is void, launched or not: it builds on this one."""
+        """Wait for a step and commit it.
+
+        If it failed, the following step builds on it and is abandoned too, whether launched or not.
+        """
         try:
             output = self._runner.finish(step)
         except Exception as error:
@@ -88,12 +93,15 @@ class Steps:
         return events
 
     def _check_errors(self, plan: StepPlan, output: StepOutput) -> None:
-        """A step of which no sequence has a usable token may be the engine's fault. Raises EngineError."""
+        """Run a test step if no sampling sequence has a usable token: the engine may be the cause.
+
+        Raises EngineError if the test step fails too.
+        """
         if len(output.errors) == sum(item.samples for item in plan.scheduled):
             self._probe(plan, next(iter(output.errors.values())))
 
     def _probe(self, plan: StepPlan, why: str) -> None:
-        """Run a step of this size on tokens of nobody. Raises EngineError if it fails too."""
+        """Run a step of this size with dummy tokens. Raises EngineError if it fails too."""
         test = self._scheduler.probe(plan.num_tokens)
         try:
             problems = list(self._runner.execute(test).errors.values())
@@ -104,9 +112,10 @@ class Steps:
             raise StepsFailError(f"steps fail whatever they hold: {problems[0]} (first: {why})")
 
     def _bisect(self, plan: StepPlan, error: Exception) -> list[TokenEvent]:
-        """Take a failed step back, and run halves of it until the sequences that fail stand alone.
+        """Undo a failed step, and run halves of it until the sequences that fail are alone.
 
-        Breadth first: a part that succeeds shows early that the engine is sound. A lone sequence runs once more.
+        Parts are run breadth first, so that a success shows early that the engine works. A lone
+        sequence runs once more.
         """
         sequences, why = self._take_back(plan, error)
         self._probe(plan, why)
@@ -132,7 +141,10 @@ class Steps:
         return events + self._fail(alone, has_succeeded)
 
     def _take_back(self, plan: StepPlan, error: Exception) -> tuple[list[Sequence], str]:
-        """The sequences of a step that raised, and why. Raises EngineError where no sequence can be the cause."""
+        """Abandon a step that raised; return its sequences and the reason.
+
+        Raises EngineError if no sequence can be the cause.
+        """
         self.num_failed += 1
         self._scheduler.abandon(plan)
         if is_device_lost(error) or not self._runner.is_alive():
@@ -142,7 +154,10 @@ class Steps:
         return [item.sequence for item in plan.scheduled], sentence_of(error)
 
     def _fail(self, alone: list[tuple[Sequence, str]], has_succeeded: bool) -> list[TokenEvent]:
-        """End the sequences that failed alone. Raises EngineError if too many requests did and no step succeeded."""
+        """End the sequences that failed alone.
+
+        Raises EngineError if too many requests failed and no step succeeded between.
+        """
         if has_succeeded:
             self._failed.clear()
         else:

@@ -1,11 +1,12 @@
-"""A model-free runner: text-like tokens computed from the tokens before them, no weights, no torch.
+"""A runner without a model: text-like tokens computed from the tokens before them, no weights, no torch.
 
-For load, chaos and queue measurements: everything but the forward pass is the real engine. The model
-name is `synthetic`, or `synthetic?step_ms=5&vocab=…`. What it says depends only on (tokens so far, seed
-where it samples), like a real model's, so a resumed answer is the one that would have come.
+It serves load, chaos and queue measurements: everything but the forward pass is the real engine.
+The model name is `synthetic`, or `synthetic?step_ms=5&length=…`. Its output depends only on the
+tokens so far and, where it samples, on the seed, as with a real model. A resumed answer is
+therefore the one that would have come.
 
-A prompt with `[[crash]]` kills the engine process, `[[fail]]` breaks the step, `[[hang]]` sleeps: the
-faults that a device has, on demand.
+A prompt with `[[crash]]` kills the engine process, `[[fail]]` breaks the step, `[[hang]]` sleeps:
+the faults of a device, on demand.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from worker.engine.plan import ScheduledSequence, StepOutput, StepPlan
 from worker.engine.sequence import Sequence
 
 PREFIX = "synthetic"
-# Byte-level, in Transformers' files: token id = byte, 256 = end of text. It lies in the package: a folder made at
-# start would be left behind by every engine that is killed.
+# Byte-level tokenizer in Transformers' format: token id = byte, 256 = end of text. It is part of the package, since
+# a folder made at start would be left behind by every engine that is killed.
 TOKENIZER = Path(__file__).with_name("synthetic_tokenizer")
 END_OF_TEXT = 256
 VOCAB_SIZE = 257
@@ -40,7 +41,10 @@ def is_synthetic(model: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SyntheticOptions:
-    """`step_ms` is slept per step, `token_us` per computed token; `length` is the model's context."""
+    """Options of the model name.
+
+    `step_ms` is slept per step, `token_us` per computed token. `length` is the model's context.
+    """
 
     step_ms: float = 0.0
     token_us: float = 0.0
@@ -49,7 +53,10 @@ class SyntheticOptions:
 
     @classmethod
     def parse(cls, model: str) -> SyntheticOptions:
-        """Raises EngineConfigError for an unknown option or a value that is no number."""
+        """Parse the options in a model name.
+
+        Raises EngineConfigError for an unknown option or a value that is no number.
+        """
         _, _, query = model.partition("?")
         kinds = {"step_ms": float, "token_us": float, "length": int, "mean_tokens": int}
         values: dict[str, float] = {}
@@ -65,7 +72,7 @@ class SyntheticOptions:
 
 @dataclass(slots=True)
 class SyntheticRunner:
-    """Has the calls of `runner.ModelRunner`."""
+    """Implements `runners.Runner`."""
 
     config: EngineConfig
     options: SyntheticOptions
@@ -84,7 +91,7 @@ class SyntheticRunner:
     def load(
         cls, config: EngineConfig, cache_dir: str | None = None, on_progress: Callable[[str, float], None] | None = None
     ) -> SyntheticRunner:
-        """`cache_dir` and `on_progress` are there for the shape of the call: nothing is kept, nothing takes long."""
+        """Build the runner; `cache_dir` and `on_progress` are unused, for nothing is kept or slow."""
         options = SyntheticOptions.parse(config.model)
         group = LayerGroup(layers=(0,), num_kv_heads=1, head_dim=1)
         num_blocks = config.num_blocks or 1 + config.max_num_seqs * (1024 // config.block_size + 1)
@@ -126,7 +133,7 @@ class SyntheticRunner:
         return None
 
     def prepare_adapter(self, name: str) -> Future[str]:
-        """Names alone: what an adapter would change is its seed."""
+        """Return the adapter's name as its key; the name only changes the seed of the output."""
         found: Future[str] = Future()
         if name in self.config.adapter_folders:
             found.set_result(name)
@@ -138,7 +145,7 @@ class SyntheticRunner:
         return True
 
     def close(self) -> None:
-        """Nothing was opened."""
+        """Do nothing: no resources are held."""
 
     def _misbehave(self, sequence: Sequence) -> None:
         prompt = bytes(t for t in sequence.token_ids[: sequence.num_prompt_tokens] if t < 256)
@@ -166,7 +173,7 @@ class SyntheticRunner:
         noise = 0 if sequence.params.is_greedy else sequence.seed * 0x9E3779B97F4A7C15
         draw = ((state ^ noise ^ (state >> 29)) * 0xBF58476D1CE4E5B9 & _MASK) >> 20
         if sequence.token_ids[-1] == 0xC3:
-            return 0xA9  # the second byte of "é": half characters must never reach a reader
+            return 0xA9  # the second byte of "é": output must not end within a character
         may_end = not sequence.params.ignore_eos and sequence.num_output_tokens >= sequence.params.min_tokens
         if may_end and draw % self.options.mean_tokens == 0:
             return END_OF_TEXT

@@ -1,7 +1,7 @@
-"""What crosses the engine's border: requests in; token events, capacity and statistics out.
+"""The engine's inputs and outputs: requests; token events, capacity and statistics.
 
-msgspec structs, so that the same values travel as frames to and from the engine process. Token ids
-only: the engine knows no text, no queue and no database.
+They are msgspec structs, so that the same values travel as frames to and from the engine process.
+They hold token ids, no text.
 """
 
 from enum import StrEnum
@@ -14,10 +14,10 @@ from schemas.generation import FinishReason, SamplingParams, TokenLogprob
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One prompt to continue.
 
-    `resumed` holds, per choice, the tokens that an earlier attempt generated and delivered: they are
-    prefilled with the prompt, count towards max_tokens and the penalties, and are not reported again.
-    `priority` is a class rank, 0 the most urgent. `cache_salt` separates the prefix caches of tenants;
-    the server sets it. `deadline` is Unix seconds.
+    `resumed` holds, per choice, the tokens that an earlier attempt generated and delivered. They
+    are prefilled with the prompt, count towards max_tokens and the penalties, and are not reported
+    again. `priority` is a class rank; 0 is the most urgent. `cache_salt` separates the prefix
+    caches of tenants; the server sets it. `deadline` is in Unix seconds.
     """
 
     request_id: str
@@ -28,11 +28,11 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     cache_salt: str = ""
     deadline: float | None = None
     resumed: tuple[tuple[int, ...], ...] = ()
-    done: tuple[int, ...] = ()  # choices that ended in an earlier attempt: not run again
+    done: tuple[int, ...] = ()  # choices that ended in an earlier attempt; they are not run again
 
 
 class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """What one step did for one choice of a request: zero or more tokens, and maybe its end.
+    """The result of one step for one choice of a request: zero or more tokens, possibly its end.
 
     `num_cached_tokens` is set on the first event of a choice. `error` is one sentence for the user,
     set when finish_reason is ERROR.
@@ -50,8 +50,12 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine could take now. `waiting` requests are admitted but not yet running. `free_urgent`: places
-    for interactive requests, free or of bulk work, whatever else waits; less the interactive ones that wait already."""
+    """Sequences, blocks and places that the engine has free now.
+
+    `waiting` requests are admitted but not running yet. `free_urgent` is the number of places for
+    interactive requests: free ones and those of bulk work, whatever else waits, minus interactive
+    requests that wait already.
+    """
 
     free_sequences: int
     free_blocks: int
@@ -63,7 +67,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Counters since the start, and gauges of now (`num_running`, `num_waiting`, `blocks_*`)."""
+    """Counters since the start, and current gauges (`num_running`, `num_waiting`, `blocks_*`)."""
 
     steps: int = 0
     num_running: int = 0
@@ -71,7 +75,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     num_offloaded: int = 0
     blocks_total: int = 0
     blocks_free: int = 0
-    blocks_cached: int = 0  # free, but findable by their hash
+    blocks_cached: int = 0  # free blocks that still hold a cached prefix
     prompt_tokens: int = 0  # of admitted requests
     computed_tokens: int = 0  # through the model, prefill and decode
     generated_tokens: int = 0
@@ -93,7 +97,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class GenerationOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished request of `generate_batch`; with n > 1, `choices` holds all and the rest repeats choice 0."""
+    """A finished request.
+
+    With n > 1, `choices` holds all choices and the other fields repeat choice 0.
+    """
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -106,7 +113,7 @@ class GenerationOutput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestError(ValueError):
-    """The engine refuses a request at the door; `code` as in TokenEvent.error_code."""
+    """The engine refuses a request; `code` is as in TokenEvent.error_code."""
 
     def __init__(self, message: str, code: str = "invalid_request") -> None:
         super().__init__(message)

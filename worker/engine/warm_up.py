@@ -1,8 +1,8 @@
-"""The first steps, made before anyone waits for them: kernels are compiled, weights packed, graphs captured.
+"""Runs steps before the first request: compiles kernels, packs weights, captures graphs.
 
-One prompt and its decode, greedy and drawn; on a GPU also steps that need other builds of the kernels, and where
-CUDA graphs run, a decode of every padded batch. All of it writes to blocks that nobody holds, and leaves no trace
-in the engine's books. Plain Python.
+The steps are one prompt and its decode, greedy and sampled. On a GPU, further steps need other
+builds of the kernels, and with CUDA graphs there is a decode of every padded batch. They write to
+blocks that no sequence holds, and leave scheduler and cache bookkeeping unchanged. Plain Python.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ from worker.engine.sequence import Sequence
 from worker.engine.synthetic import is_synthetic
 
 PROMPT_TOKENS = 32
-CHUNK_TOKENS = (128, 300)  # the second is large for those kernels too that go by tokens alone
-LONG_CONTEXT = 4096  # attention goes through it in several parts
+CHUNK_TOKENS = (128, 300)  # the second counts as large also for kernels that look at tokens alone
+LONG_CONTEXT = 4096  # attention splits it into several parts
 
 
 def warm_up(runner: Runner, report: Callable[[str, float], None]) -> None:
-    """Raises whatever a step raises: then no step would succeed."""
+    """Run the warm-up steps.
+
+    An error of a step is raised, since then no step would succeed.
+    """
     if is_synthetic(runner.config.model):
         return
     report("warming up", 0.0)
@@ -40,8 +43,10 @@ def warm_up(runner: Runner, report: Callable[[str, float], None]) -> None:
 
 
 def build_kernels(runner: Runner) -> None:
-    """Steps of the kinds that are to come: each kernel is compiled once for few and many tokens, and once for long
-    contexts. Logits that are edited have a type of their own."""
+    """Run steps that compile each kernel for few and for many tokens, and for long contexts.
+
+    The presence penalty edits logits, which changes their type and needs a build of its own.
+    """
     params = SamplingParams(seed=1, presence_penalty=1.0)
     config, longest = runner.config, max(1, min(LONG_CONTEXT, runner.max_model_len - 1))
     small, large = CHUNK_TOKENS
@@ -53,7 +58,10 @@ def build_kernels(runner: Runner) -> None:
 
 
 def _sequence(runner: Runner, length: int, params: SamplingParams) -> Sequence:
-    """All of them write to the same blocks, the long ones several times: what comes out is nobody's answer."""
+    """Return a dummy sequence of `length` tokens.
+
+    All sequences share the same blocks, long ones use them several times: the output is discarded.
+    """
     cache = runner.cache_config
     usable = min(cache.num_blocks) - 1
     table = [1 + index % usable for index in range(-(-(length + 1) // cache.block_size))]
@@ -62,19 +70,23 @@ def _sequence(runner: Runner, length: int, params: SamplingParams) -> Sequence:
 
 
 def _execute(runner: Runner, sequences: list[tuple[Sequence, int]]) -> None:
-    """A step of each one's last tokens, so many."""
+    """Run a step with the last `count` tokens of each sequence."""
     items = tuple(ScheduledSequence(s, s.num_tokens - count, count, True) for s, count in sequences)
     runner.execute(StepPlan(0, items))
     runner.release([sequence for sequence, _ in sequences])
 
 
 def _graph_batches(runner: Runner) -> list[int]:
-    """The largest decode of each shape, the commonest (small) ones captured last and so kept longest; those of mixed
-    steps have places of their own. The largest batch is what a busy service runs."""
+    """Return the largest decode of each shape, in descending order.
+
+    Small ones are the commonest; captured last, they are kept longest. Mixed steps have places of
+    their own. If places are short, small shapes and the largest batch, which a busy service runs,
+    are kept.
+    """
     config = runner.config
     if not config.cuda_graphs:
         return []
-    from worker.engine.graph_inputs import padded_batch  # needs torch, as whoever runs graphs does
+    from worker.engine.graph_inputs import padded_batch  # imports torch, which runs the graphs anyway
 
     places = max(1, config.max_cached_graphs - config.max_cached_graphs // 4)
     sizes = sorted({min(padded_batch(n), config.max_num_seqs) for n in range(1, config.max_num_seqs + 1)})
