@@ -1,1 +1,1 @@
-"""The engine's events become chunks of text in the job's log and on its channel."""
+"""Turns the engine's events into chunks of text, in each job's log and on its channel."""

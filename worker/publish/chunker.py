@@ -1,9 +1,9 @@
-"""Cuts a job's answer into chunks: one per token while streaming (or a few of a lone choice, where so set, or where
-the log is behind), a checkpoint of many otherwise.
+"""Cuts a job's answer into chunks. A stream gets one chunk per token, or one per few tokens if n is
+1 and the settings ask for it, or if the log is behind. Other jobs get a checkpoint of many tokens.
 
-A chunk is kept until the log has it, so that a repeated append sends the same bytes; later chunks are
-made again from the answer when the log turns out to be shorter than believed. It knows no Redis and no
-engine.
+A chunk is kept until the log has it, so that a repeated append sends the same bytes. Later chunks
+are made again from the answer when the log turns out to be shorter than believed. The chunker uses
+neither Redis nor the engine.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ MAX_PLACE = 2**31
 
 
 class Chunker:
-    """How far one running job's answer is logged, and the chunks from there on.
+    """Tracks how much of one running job's answer is logged, and makes the chunks from there on.
 
-    Of each choice: 0 ──── logged ──── made into chunks ──── num_tokens
-                                       (unconfirmed)
+    Tokens of each choice:
+
+        0 ──── logged ──── made into chunks ──── num_tokens
+                           (unconfirmed)
     """
 
     __slots__ = (
@@ -32,7 +34,7 @@ class Chunker:
     )  # fmt: skip
 
     def __init__(self, job: Admitted, checkpoint_tokens: int = CHECKPOINT_TOKENS, chunk_tokens: int = 1) -> None:
-        """What the answer has already was read from the log."""
+        """Start behind the tokens that the answer has already: they were read from the log."""
         answer = self._answer = job.answer
         self._job_id, self._token, self._attempt = job.job_id, job.delivery.token, job.delivery.attempt
         self._streams = job.request.stream
@@ -43,32 +45,33 @@ class Chunker:
         else:
             self._per_chunk = max(1, checkpoint_tokens // self._num_choices)
         self._lone = answer.choices[0] if self._streams and is_lone else None
-        self._tells_each = self._lone is not None and self._per_chunk == 1  # token at once
+        self._tells_each = self._lone is not None and self._per_chunk == 1  # one token per chunk
         lone = self._lone if self._tells_each else None
         self._is_plain = lone is not None and lone.logprobs is None and not lone.stream.has_stops
         self._unconfirmed: deque[Append] = deque()
         self._made = [choice.num_tokens for choice in answer.choices]  # of each choice
         self._place = self._made[0] if is_lone else job.delivery.log_end  # the last chunk's number in the log
         self._ended = {i for i, choice in enumerate(answer.choices) if choice.finish_reason is not None}
-        if not is_lone and not 0 <= self._place <= MAX_PLACE:  # the log's last entry is no worker's
+        if not is_lone and not 0 <= self._place <= MAX_PLACE:  # no worker wrote the log's last entry
             self.seek(0)
 
     @property
     def num_unlogged(self) -> int:
-        """Tokens."""
+        """The number of tokens that the log is not known to have."""
         return self.num_waiting + sum(len(append.chunk.token_ids) for append in self._unconfirmed)
 
     @property
     def num_waiting(self) -> int:
-        """Tokens that are in no chunk yet."""
+        """The number of tokens that are in no chunk yet."""
         return self._answer.num_tokens - sum(self._made)
 
     @property
     def is_due(self) -> bool:
-        """Is there something to append? A chunk of several tokens waits until it is full, but not at the beginning of
-        a stream, and not at an end. An answer that is told to nobody needs no log at its end: the result replaces it.
+        """Is there something to append? A chunk of several tokens waits until it is full, except at
+        the beginning of a stream and at an end. A job that does not stream needs no log at its end:
+        the result replaces it.
         """
-        if self._tells_each:  # as a rule
+        if self._tells_each:  # the usual case
             return self._answer.choices[0].num_tokens > self._place or bool(self._unconfirmed)
         if not self._streams and self._answer.is_finished:
             return False
@@ -82,16 +85,18 @@ class Chunker:
         return waiting > 0 and (choice.finish_reason is not None or (self._streams and not self._made[index]))
 
     def _has_untold_end(self, index: int) -> bool:
-        """Did it end without a token? A lone choice's end is the job's own."""
+        """Did the choice end without a token, and does its end need a chunk? The end of a lone
+        choice is the job's own.
+        """
         choice = self._answer.choices[index]
         if not self._streams or self._num_choices == 1 or index in self._ended:
             return False
         return choice.finish_reason is not None and self._made[index] == choice.num_tokens
 
     def pass_on(self, token_id: int) -> Append | None:
-        """Adds the next token to the answer and makes its chunk at once, where nothing else is to be asked: a plain
-        stream that has begun, has not ended, and has nothing on its way. None where it is not, and nothing is done.
-        The chunk counts as logged unless it comes back by `keep`.
+        """Add the next token to the answer and return its chunk, if nothing else has to be checked:
+        the job is a plain stream that has begun, has not ended, and has no unconfirmed chunk. Else
+        return None and change nothing. The chunk counts as logged unless `keep` returns it.
         """
         lone, index = self._lone, self._place
         if not self._is_plain or self._unconfirmed or not index or lone is None or lone.finish_reason is not None:
@@ -102,22 +107,25 @@ class Chunker:
         return self._make_next(token_id, stream.push(token_id))
 
     def keep(self, append: Append) -> None:
-        """It is not known that the log has what `pass_on` made."""
+        """Keep a chunk of `pass_on`, because the log is not known to have it."""
         self._unconfirmed.append(append)
 
     def take_back(self) -> None:
-        """The chunk that `pass_on` made is not sent: its token goes with those that have come since."""
+        """Undo the chunk of `pass_on` before it is sent: its token goes with the tokens that have
+        come since.
+        """
         self._place -= 1
         self._made[0] = self._place
 
     def appends(self, limit: int, together: bool = False) -> list[Append]:
-        """The next chunks, at most `limit`; `confirm` tells that the first of them is logged. `together`: the log is
-        behind, so tokens of one choice that wait share chunks of up to MOST_TOGETHER: it has fewer to write, and
-        catches up. Where so many wait, they share chunks in any case.
+        """Return the next chunks, at most `limit`; each call of `confirm` tells that the first of
+        them is logged. `together`: the log is behind, so waiting tokens of one choice share chunks
+        of up to MOST_TOGETHER, and the log catches up with fewer writes. If that many tokens wait,
+        they share chunks in any case.
         """
         unconfirmed = self._unconfirmed
         lone = self._lone
-        if lone is not None and not unconfirmed and self._place + 1 == lone.num_tokens:  # as a rule
+        if lone is not None and not unconfirmed and self._place + 1 == lone.num_tokens:  # usual
             if lone.finish_reason is None and lone.logprobs is None and self._place:
                 append = self._make_next(lone.stream.token_ids[-1], lone.stream.pieces[-1])
             else:
@@ -132,7 +140,9 @@ class Chunker:
         return list(islice(unconfirmed, limit))
 
     def _num_next(self, index: int, together: bool) -> int:
-        """How many tokens the choice's next chunk takes. A checkpoint is full, but the last one of a choice."""
+        """Return how many tokens the choice's next chunk takes. A checkpoint is full, except the
+        last one of a choice.
+        """
         choice = self._answer.choices[index]
         waiting, most = choice.num_tokens - self._made[index], self._per_chunk
         if not self._streams:
@@ -145,8 +155,9 @@ class Chunker:
         self._unconfirmed.popleft()
 
     def seek(self, end: int) -> None:
-        """The log ends with the entry of this number; what follows it is sent again. With several choices the number
-        does not tell which tokens the log has: the log is made anew from its beginning.
+        """Continue behind the log's entry of number `end`: what follows is sent again. With several
+        choices the number does not tell which tokens the log has, so the log is rewritten from its
+        beginning.
         """
         self._unconfirmed.clear()
         self._ended.clear()
@@ -156,14 +167,14 @@ class Chunker:
             self._place, self._made = 0, [0] * self._num_choices
 
     def _make(self, choice_index: int, num_tokens: int) -> Append:
-        """The choice's next chunk; without tokens it tells the choice's end."""
+        """Make the choice's next chunk; without tokens it carries the choice's end."""
         choice = self._answer.choices[choice_index]
         start = self._made[choice_index]
         stop = self._made[choice_index] = start + num_tokens
         pieces, logprobs = choice.stream.pieces[start:stop], choice.logprobs
         finish_reason = choice.finish_reason if stop == choice.num_tokens else None
         if finish_reason is not None and num_tokens and choice.stream.rest and self._num_choices > 1:
-            finish_reason = None  # a chunk of its own tells the end, and the rest with it
+            finish_reason = None  # the next chunk carries the end and the rest of the text
         if finish_reason is not None:
             self._ended.add(choice_index)
         chunk = Chunk(
@@ -184,7 +195,9 @@ class Chunker:
         return append
 
     def _make_next(self, token_id: int, text: str) -> Append:
-        """As `_make`, of the newest token of a lone choice that goes on."""
+        """Make the chunk of the newest token of a lone choice that goes on; the fast form of
+        `_make`.
+        """
         index = self._place
         self._place = self._made[0] = index + 1
         chunk = Chunk(job_id=self._job_id, index=index, token_ids=(token_id,), text=text, attempt=self._attempt)

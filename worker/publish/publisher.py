@@ -1,9 +1,8 @@
-"""The engine's events of one step become text, and the text becomes chunks: one append for all jobs.
+"""Turns the engine's events of one step into text, and the text into chunks: one append for all jobs.
 
-Keeps the answers of running jobs. While the log cannot be reached the answers go on growing and nothing
-loses its place: chunks are sent when it is back, and a job that ends meanwhile is reported all the same,
-for its result replaces its log. It knows no Redis command, no SQL and no engine: what the engine must
-stop is in the report.
+The publisher keeps the answers of running jobs. While the log cannot be reached, answers grow on, and chunks are sent
+when it is back. A job that ends meanwhile is reported all the same, because its result replaces its log. The report
+says what the engine must stop: the publisher calls neither engine nor SQL.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from worker.publish.report import CancelOrder, PublishReport, RetryOrder
 
 log = logging.getLogger(__name__)
 
-LOG_ERRORS = (OSError, Unavailable)  # nothing is known of what was appended: send it again
+LOG_ERRORS = (OSError, Unavailable)  # the outcome of the append is unknown: send it again
 RETRY_PAUSES_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0)
 
 
 @dataclass(frozen=True, slots=True)
 class PublishLimits:
-    """`max_unlogged` tokens may wait for the log before intake should stop; `max_appends` chunks go in one call.
-    A stream's chunk takes `chunk_tokens`, but its first token waits no longer than `chunk_wait_s` for the others.
+    """If `max_unlogged` tokens wait for the log, intake should stop. One call carries at most `max_appends` chunks. A
+    stream's chunk takes `chunk_tokens`; its first token waits at most `chunk_wait_s` for the others.
     """
 
     checkpoint_tokens: int = CHECKPOINT_TOKENS
@@ -44,7 +43,7 @@ class PublishLimits:
 
 
 class _Running:
-    """A job that is published; what every token asks for stands here, as it is."""
+    """A job that is being published; its plain attributes are what every token needs."""
 
     __slots__ = ("answer", "chunker", "error", "first", "is_cancelled", "job", "request_id")
 
@@ -59,7 +58,7 @@ class _Running:
 
 
 class Publisher:
-    """One per worker. `handle` is called once per engine step."""
+    """Publishes the jobs of one worker. `handle` is called once per engine step."""
 
     def __init__(
         self,
@@ -75,21 +74,21 @@ class Publisher:
         self._model = model
         self._limits = limits or PublishLimits()
         self._clock = clock
-        self._running: dict[str, _Running] = {}  # by request, here and below: a job may be claimed again
-        self._due: dict[str, _Running] = {}  # those with something to append, longest waiting first
-        self._gathering: dict[str, float] = {}  # those whose chunk is not full: since when, oldest first
-        self._failures = 0  # of the log, in a row
+        self._running: dict[str, _Running] = {}  # key: request id, here and below, because a job may be claimed again
+        self._due: dict[str, _Running] = {}  # jobs with something to append, longest waiting first
+        self._gathering: dict[str, float] = {}  # jobs whose chunk is not full: since when, oldest first
+        self._failures = 0  # consecutive failures of the log
         self._retry_at = 0.0  # monotonic seconds
         self._appending = asyncio.Lock()
 
     # ── jobs ──
 
     def open(self, job: Admitted) -> None:
-        """From now on the job's events are published. The publisher owns its answer."""
+        """Publish the job's events from now on. The publisher owns the job's answer."""
         self._running[job.request_id] = _Running(job, self._limits)
 
     def close(self, request_id: str) -> None:
-        """Forget a job (given back, lost); its events are ignored from now on."""
+        """Forget a job that was given back or lost; its further events are ignored."""
         self._running.pop(request_id, None)
         self._due.pop(request_id, None)
         self._gathering.pop(request_id, None)
@@ -102,7 +101,7 @@ class Publisher:
 
     @property
     def has_pending(self) -> bool:
-        """Chunks wait for the log, or for more tokens: call `handle` (or `flush`) again, also without events."""
+        """Do chunks wait for the log, or for more tokens? Then `handle` or `flush` must be called again."""
         return bool(self._due or self._gathering)
 
     @property
@@ -111,13 +110,13 @@ class Publisher:
 
     @property
     def num_unlogged(self) -> int:
-        """Tokens that wait for the log."""
+        """The number of tokens that wait for the log."""
         return sum(running.chunker.num_unlogged for running in self._due.values())
 
     # ── one step ──
 
     async def handle(self, events: Sequence[TokenEvent]) -> PublishReport:
-        """Take a step's events and append what they made: at most one call to the log, which may fail."""
+        """Apply a step's events and append their chunks: at most one call to the log, which may fail."""
         report = PublishReport()
         passed, touched = self._take_all(events, report)
         if touched:
@@ -141,7 +140,7 @@ class Publisher:
     def _take_all(
         self, events: Sequence[TokenEvent], report: PublishReport
     ) -> tuple[dict[_Running, Append], dict[str, _Running]]:
-        """The chunks of jobs whose next token is one, as it is of nearly all; and the other jobs that got something."""
+        """Split the events: jobs that got one plain token, with their chunks, and all other jobs that got something."""
         passed: dict[_Running, Append] = {}
         touched: dict[str, _Running] = {}
         may_pass = not (self._due or self._failures) and len(events) <= self._limits.max_appends
@@ -149,7 +148,7 @@ class Publisher:
             running = self._running.get(event.request_id)
             if running is None:
                 continue
-            if running in passed:  # by a step before, which waited for this one
+            if running in passed:  # by an earlier step of the same call
                 del passed[running]
                 running.chunker.take_back()
             elif may_pass and (append := _passed_on(running, event)) is not None:
@@ -157,7 +156,7 @@ class Publisher:
                 continue
             self._take(running, event, report)
             touched[event.request_id] = running
-        for order in report.retry:  # it is closed: what is left of it goes with its next delivery
+        for order in report.retry:  # closed: the next delivery sends the rest
             touched.pop(order.delivery.request_id, None)
         return passed, touched
 
@@ -176,7 +175,7 @@ class Publisher:
             self._gathering.setdefault(running.request_id, time.monotonic())
 
     def _end_gathering(self, before: float) -> None:
-        """Chunks that have waited for more tokens since `before` go as they are."""
+        """Make chunks due that have waited for more tokens since `before`."""
         while self._gathering and (oldest := next(iter(self._gathering.items())))[1] <= before:
             del self._gathering[oldest[0]]
             self._due.setdefault(oldest[0], self._running[oldest[0]])
@@ -209,8 +208,8 @@ class Publisher:
             answer.end(event.choice, event.finish_reason, with_last_token=bool(event.token_ids))
 
     def _concerns(self, running: _Running, event: TokenEvent) -> bool:
-        """An error of a choice that its stop string has ended already is nothing to the job. A refusal of the
-        whole request names choice 0, even where an earlier attempt finished that.
+        """Does an error concern the job? Not if a stop string has already ended its choice. A refusal of the whole
+        request names choice 0, even if an earlier attempt finished that choice.
         """
         is_running = running.answer.choices[event.choice].finish_reason is None
         return is_running or event.choice in running.job.generation.done
@@ -244,7 +243,7 @@ class Publisher:
     # ── the log ──
 
     async def _append(self, report: PublishReport, passed: dict[_Running, Append], together: bool) -> None:
-        """What is `passed` on at once, and what waits."""
+        """Append the chunks that `_take_all` passed on, and chunks that wait."""
         async with self._appending:  # order within a job is the order of the calls
             items, owners = list(passed.values()), list(passed)
             self._collect(items, owners, together)
@@ -263,7 +262,7 @@ class Publisher:
             if exceptions:
                 self._keep(passed)
                 self._apply(items, owners, exceptions, report)
-            else:  # as a rule, and then nothing is to be done for what was passed on
+            else:  # usual; jobs that were passed on need no confirmation
                 for running in owners[len(passed) :]:
                     running.chunker.confirm()
             if exceptions or self._due:
@@ -274,7 +273,7 @@ class Publisher:
             running.chunker.keep(append)
 
     def _collect(self, items: list[Append], owners: list[_Running], together: bool) -> None:
-        """The next chunks of the jobs that have waited longest, as many as one call may carry beside these."""
+        """Add the next chunks of the jobs that have waited longest, as many as the call has room for."""
         for running in self._due.values():
             room = self._limits.max_appends - len(items)
             if room <= 0:
@@ -286,7 +285,7 @@ class Publisher:
     def _apply(
         self, items: list[Append], owners: list[_Running], exceptions: Exceptions, report: PublishReport
     ) -> None:
-        rewound: set[_Running] = set()  # to be sent again from the log's end: their other replies say the same
+        rewound: set[_Running] = set()  # jobs sent again from the log's end: skip their other replies
         for place, (running, item) in enumerate(zip(owners, items, strict=True)):
             reply, end = exceptions.get(place, (AppendReply.OK, item.end))
             request_id = running.request_id
@@ -311,7 +310,7 @@ class Publisher:
                     report.cancel.append(CancelOrder(request_id, FinishReason.CANCELLED))
 
     def _settle_due(self, owners: Iterable[_Running]) -> None:
-        """Jobs that were served go to the end of the line, or out of it."""
+        """Move jobs whose chunks were sent to the end of the queue of due jobs, or out of it."""
         due = self._due
         for running in dict.fromkeys(owners):
             request_id = running.request_id
@@ -329,14 +328,14 @@ class Publisher:
 
 
 def _passed_on(running: _Running, event: TokenEvent) -> Append | None:
-    """The chunk of an event that says nothing but the next token of a plain stream; else None, and nothing is done."""
+    """Return the chunk of an event that only carries the next token of a plain stream, else None."""
     if event.finish_reason is not None or len(event.token_ids) != 1:
         return None
     return running.chunker.pass_on(event.token_ids[0]) if event.preemptions == running.first.preemptions else None
 
 
 def retry_order(job: Admitted, error: JobError) -> RetryOrder | None:
-    """By the request's own policy: backoff × 2^(attempts so far − 1), capped; None when it has failed for good."""
+    """Return the retry of the request's policy, else None. Pause: backoff × 2^(attempts so far − 1), capped."""
     policy, attempt = job.request.retry, job.delivery.attempt
     if not error.retryable or attempt >= policy.max_attempts:
         return None
@@ -345,5 +344,5 @@ def retry_order(job: Admitted, error: JobError) -> RetryOrder | None:
 
 
 def _of_several_steps(events: Sequence[TokenEvent], num_jobs: int) -> bool:
-    """Steps pile up while an append is under way, and then come as one."""
+    """Do the events come from several steps, which piled up during an append?"""
     return len(events) > num_jobs and len(events) > len({(event.request_id, event.choice) for event in events})

@@ -1,4 +1,6 @@
-"""What comes of a step's events besides their chunks: orders for others, which the publisher does not know."""
+"""The results of a step's events besides their chunks: what the engine, the queue and the finalizer
+have to do.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from worker.jobs import Delivery, Finished
 
 @dataclass(frozen=True, slots=True)
 class CancelOrder:
-    """The engine must stop this choice (None: every choice) of the request."""
+    """Tells the engine to stop this choice (None: every choice) of the request."""
 
     request_id: str
     reason: FinishReason
@@ -19,7 +21,9 @@ class CancelOrder:
 
 @dataclass(frozen=True, slots=True)
 class RetryOrder:
-    """The job failed in a way that may not happen again: it goes on, from where its log ends, after a pause."""
+    """Tells the queue to run the job again after a pause, from where its log ends: it failed in a
+    way that may not recur.
+    """
 
     delivery: Delivery
     delay_ms: int
@@ -28,7 +32,9 @@ class RetryOrder:
 
 @dataclass(slots=True)
 class PublishReport:
-    """What came of one call: jobs at their end, what the engine must stop, jobs that are another worker's now."""
+    """The results of one call: jobs to retry, jobs that ended, choices that the engine must stop,
+    and jobs that are another worker's now.
+    """
 
     retry: list[RetryOrder] = field(default_factory=list)
     finished: list[Finished] = field(default_factory=list)

@@ -1,6 +1,6 @@
 -- claim: deliver jobs to one worker, up to its credits. A job that ended while it waited costs no credit: it only has
--- to be recorded. Order: jobs of a claim whose reply was lost, ended jobs, jobs that other workers gave back or lost, and
--- then the tenant streams (lanes).
+-- to be recorded. Order: jobs of a claim whose reply was lost, ended jobs, jobs that other workers gave back or lost,
+-- and then the tenant streams (lanes).
 -- Arguments: see take.lua.
 -- Reply: a list of {id, token, request, deliveries, crashes, verdict, created ms, started ms, attempt, alone, log,
 -- redriven, number of the log's last entry}

@@ -1,6 +1,6 @@
 -- Part of claim: picks the next waiting job. Urgent classes come first, with a share of the claims for the others.
--- Within a class the tenant that was served least comes first: the score of a tenant's stream (its lane) is the estimated
--- tokens served, divided by the tenant's weight.
+-- Within a class the tenant that was served least comes first. The score of a tenant's stream (its lane) is the
+-- estimated number of tokens served, divided by the tenant's weight.
 local LANES_LOOKED_AT = 1024
 local SHARE = {standard = 4, bulk = bulk_every}  -- while jobs of the class wait, it gets one job in this many
 
