@@ -1,4 +1,6 @@
-"""The record of finished jobs in SQL, and the order in which a job ends: committed, then acknowledged."""
+"""Records finished jobs in SQL, and keeps the order in which a job ends: commit first, then
+acknowledge.
+"""
 
 from worker.record.finalizer import Finalizer, FinalizerLimits, FinalizerStats
 from worker.record.store import RecordReport, ResultStore

@@ -1,8 +1,9 @@
-"""Opens the SQL store: URL forms, SQLite's write-ahead log, PostgreSQL's timeouts; and threads with an end.
+"""Opens the SQL store (URL forms, SQLite's write-ahead log, PostgreSQL's timeouts), and runs
+blocking calls with a time limit.
 
-Drivers block, so calls run in threads, and one that takes too long is abandoned with its thread: a frozen
-server then costs a thread, not the worker. A late commit of an abandoned call is harmless, since inserts
-ignore what is there.
+Drivers block, so calls run in threads. A call that takes too long is abandoned with its thread, so
+a frozen server costs a thread and not the worker. If an abandoned call commits late, that is
+harmless: inserts ignore rows that exist.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ STATEMENT_TIMEOUT_S: Final = 30
 
 
 def normalised(url: str) -> URL:
-    """`postgres://` and `postgresql://` mean psycopg 3."""
+    """Parse a URL; `postgres://` and `postgresql://` select psycopg 3."""
     parsed = make_url(url)
     if parsed.drivername in ("postgres", "postgresql"):
         return parsed.set(drivername="postgresql+psycopg")
@@ -36,7 +37,7 @@ def normalised(url: str) -> URL:
 
 
 def sqlite_file(url: str) -> Path | None:
-    """The absolute path of this URL's SQLite file; None for another database."""
+    """Return the absolute path of this URL's SQLite file; None for another database."""
     parsed = normalised(url)
     if parsed.get_backend_name() != "sqlite" or not parsed.database or parsed.database.startswith((":", "file:")):
         return None
@@ -44,15 +45,16 @@ def sqlite_file(url: str) -> Path | None:
 
 
 def missing_file(url: str) -> Path | None:
-    """The SQLite file of this URL, where it does not exist."""
+    """Return the path of this URL's SQLite file if the file does not exist; else None."""
     path = sqlite_file(url)
     return None if path is None or path.exists() else path
 
 
 def open_engine(url: str, *, pool_size: int = 2, may_create: bool = False) -> Engine:
-    """Connects lazily; raises only for a URL that makes no sense.
+    """Create an engine that connects lazily; raises only for a URL that makes no sense.
 
-    `pool_size`: connections to PostgreSQL. `may_create`: make an SQLite file that does not exist; else it is an error.
+    `pool_size`: connections to PostgreSQL. `may_create`: create an SQLite file that does not exist;
+    without it, a missing file is an error.
     """
     parsed = normalised(url)
     if parsed.get_backend_name() == "sqlite":
@@ -88,9 +90,9 @@ def _open_sqlite(url: URL, may_create: bool) -> Engine:
     @event.listens_for(engine, "connect")
     def _configure(connection: Any, _record: object) -> None:
         cursor = connection.cursor()
-        cursor.execute(f"PRAGMA busy_timeout = {LOCK_TIMEOUT_S * 1000}")  # first: the next one may meet a lock
+        cursor.execute(f"PRAGMA busy_timeout = {LOCK_TIMEOUT_S * 1000}")  # first: the next one may wait for a lock
         cursor.execute("PRAGMA journal_mode = WAL")
-        cursor.execute("PRAGMA synchronous = FULL")  # a job is acknowledged after its commit: that must be on disk
+        cursor.execute("PRAGMA synchronous = FULL")  # commits must be on disk before acknowledgements
         cursor.execute("PRAGMA foreign_keys = ON")
         cursor.close()
 
@@ -114,7 +116,9 @@ def _connect(path: Path, may_create: bool) -> sqlite3.Connection:
 
 
 def _leave_removed_file(engine: Engine, path: Path) -> None:
-    """Drop a connection whose file was removed or replaced: its commits would succeed, and be lost with the file."""
+    """Drop a connection whose file was removed or replaced: its commits would succeed, and be lost
+    with the file.
+    """
 
     def identity() -> tuple[int, int] | None:
         try:
@@ -134,21 +138,24 @@ def _leave_removed_file(engine: Engine, path: Path) -> None:
 
 
 class Threads:
-    """For calls that block. A thread that is through waits for the next call, since making one costs a third of a
-    transaction; one that took too long is left to itself, and ends when it comes back.
+    """Runs blocking calls. A thread that has finished its call waits for the next one, since
+    creating a thread costs a third of a transaction. A thread whose call took too long is
+    abandoned, and ends when the call returns.
     """
 
     def __init__(self) -> None:
-        self._idle: list[_Thread] = []  # the event loop's alone
+        self._idle: list[_Thread] = []  # used only by the event loop
 
     async def run(self, call: Callable[[], T], timeout_s: float) -> T:
-        """Raises StoreUnavailable when the call takes longer."""
+        """Run the call in a thread. Raises StoreUnavailable when it takes longer than
+        `timeout_s`.
+        """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
         thread = self._idle.pop() if self._idle else _Thread()
 
         def settle(result: T | None, error: BaseException | None) -> None:
-            if future.done():  # nobody waits any more
+            if future.done():  # the caller has given up
                 thread.end()
                 return
             self._idle.append(thread)
@@ -162,11 +169,11 @@ class Threads:
             error: BaseException | None = None
             try:
                 result = call()
-            except BaseException as caught:  # travels to the awaiting task
+            except BaseException as caught:  # raised in the awaiting task
                 error = caught
             try:
                 loop.call_soon_threadsafe(settle, result, error)
-            except RuntimeError:  # the loop has ended while we were away
+            except RuntimeError:  # the loop ended during the call
                 thread.end()
 
         thread.calls.put(run)
@@ -177,7 +184,7 @@ class Threads:
             raise StoreUnavailable(f"the SQL store did not answer within {timeout_s:g} s") from error
 
     def close(self) -> None:
-        """Those that wait end; those that are away end when they come back."""
+        """End the idle threads. Threads with an abandoned call end when it returns."""
         while self._idle:
             self._idle.pop().end()
 

@@ -1,4 +1,5 @@
-"""What a failed transaction means: wait, repair the schema, or look for the one row that cannot be stored.
+"""Decides what a failed transaction means: wait, repair the schema, or look for the one row that
+cannot be stored.
 
 | verdict | examples |
 |---|---|
@@ -6,7 +7,7 @@
 | SCHEMA | a table or column is missing: waits as well, but tells the operator what to do |
 | ROW | a value that this database cannot hold: NUL in text, too large, violated constraint |
 
-Whatever is unknown counts as LATER: a job that waits is not lost.
+An unknown error counts as LATER: a job that waits is not lost.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _SQLITE_ROW: Final = ("string or blob too big", "too large to convert")
 
 
 def verdict_of(error: BaseException) -> Verdict:
-    """For any exception that a transaction raised."""
+    """Classify any exception that a transaction raised."""
     if isinstance(error, exc.DBAPIError):
         return _of_driver(error)
     if isinstance(error, exc.StatementError | OverflowError | UnicodeError | TypeError | ValueError):
@@ -66,12 +67,14 @@ def _of_driver(error: exc.DBAPIError) -> Verdict:
 
 
 def is_misconfigured(error: BaseException) -> bool:
-    """Is a person needed, so that no later try can help?"""
+    """Must a person repair the cause, so that retries cannot help?"""
     return _MISCONFIGURED.search(str(error)) is not None
 
 
 def sentence_of(error: BaseException) -> str:
-    """The driver's own words on one line, without the statement and its values (they may hold a user's text)."""
+    """Return the driver's message on one line, without the statement and its values, which may hold
+    a user's text.
+    """
     source = error.orig if isinstance(error, exc.DBAPIError) and error.orig is not None else error
     words = " ".join(str(source).split("\nLINE ")[0].split("DETAIL:")[0].split())
     return words[:300] or type(source).__name__

@@ -1,13 +1,14 @@
-"""Finished jobs on their last way: SQL first, then the acknowledgement. Nothing leaves but through both.
+"""Ends finished jobs: SQL first, then the acknowledgement. Every job passes through both.
 
     submit ──▶ to_record ──[ResultStore.record]──▶ to_acknowledge ──[Acknowledger.finish]──▶ done
        │       retried while SQL is down            ▲ retried while Redis is down
        └─────────────── in SQL already ─────────────┘
 
-Both stages take whatever waits, as one group, so that load makes groups larger and not the way longer; and
-each goes on while the other is stuck. It never gives a job up: what it still holds when the process ends is
-unacknowledged, and the next worker that claims it repeats the rest, which changes nothing. Memory is
-bounded by the caller, who stops claiming while `is_full`. It knows neither SQL nor Redis.
+Both stages take whatever waits as one group, so load makes groups larger and not the wait longer.
+Each stage goes on while the other is stuck. The finalizer never gives a job up. What it still holds
+when the process ends is unacknowledged; the next worker that claims the job repeats the rest, which
+changes nothing. The caller bounds the memory: it stops claiming while `is_full`. SQL and Redis are
+behind the two protocols.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ T = TypeVar("T")
 
 
 class Recorder(Protocol):
-    """What the finalizer needs of a store; ResultStore is one."""
+    """The part of a store that the finalizer uses; implemented by ResultStore."""
 
     async def record(self, finished: Sequence[Finished]) -> RecordReport: ...
 
@@ -49,22 +50,24 @@ class FinalizerLimits:
     max_buffered_bytes: int = 512 * 1024 * 1024  # likewise, by `size_of`
     max_group: int = 256
     max_group_bytes: int = 32 * 1024 * 1024
-    linger_s: float = 0.25  # so long lines of a batch wait for others to share a transaction
+    linger_s: float = 0.25  # how long lines of a batch wait for others to share a transaction
     record_backoff: Backoff = field(default_factory=Backoff)
     acknowledge_backoff: Backoff = field(default_factory=lambda: Backoff(longest_s=2.0))
 
 
 @dataclass(slots=True)
 class FinalizerStats:
-    """Counters since the start; `record_down_since` and `acknowledge_down_since` are monotonic seconds."""
+    """Counters since the start. `record_down_since` and `acknowledge_down_since` are monotonic
+    seconds; None while the stage works.
+    """
 
     submitted: int = 0
     recorded: int = 0
-    recorded_before: int = 0  # the row was there, and another attempt's: a redelivered job
+    recorded_before: int = 0  # another attempt's row was there: a redelivered job
     cleaned: int = 0  # stored after removing what the database cannot hold
-    refused: int = 0  # tries that ended with the database refusing a job by itself
+    refused: int = 0  # tries in which the database refused a job that was alone
     acknowledged: int = 0
-    lost: int = 0  # recorded, but the job was another worker's by then
+    lost: int = 0  # recorded, but owned by another worker at the acknowledgement
     groups: int = 0
     record_failures: int = 0
     record_down_since: float | None = None
@@ -79,7 +82,9 @@ class FinalizerStats:
 
 
 class Finalizer:
-    """`run()` must be running for anything to move; several jobs may be submitted from one loop."""
+    """Records and acknowledges jobs while `run()` runs. Jobs may be submitted concurrently in one
+    event loop.
+    """
 
     def __init__(
         self,
@@ -107,17 +112,17 @@ class Finalizer:
         )  # fmt: skip
 
     def __len__(self) -> int:
-        """Jobs that are not done, those being written right now included."""
+        """Return the number of jobs that are not done, including those being written right now."""
         return len(self._to_record) + len(self._to_acknowledge)
 
     @property
     def is_full(self) -> bool:
-        """Claim nothing more. Jobs that are running may still be submitted: they cannot wait elsewhere."""
+        """Must claiming stop? Running jobs may still be submitted: they cannot wait elsewhere."""
         return len(self) >= self._limits.max_buffered or self.num_bytes >= self._limits.max_buffered_bytes
 
     @property
     def num_bytes(self) -> int:
-        """Estimated memory of the jobs that are not done."""
+        """The estimated memory of the jobs that are not done."""
         return self._to_record.num_bytes + self._to_acknowledge.num_bytes
 
     @property
@@ -125,21 +130,22 @@ class Finalizer:
         return [item.result.job_id for item in (*self._to_record.items, *self._to_acknowledge.items)]
 
     async def submit(self, finished: Finished) -> None:
-        """Never waits: a stream of tokens must not stand still because SQL does."""
+        """Take a finished job. Never waits, because token streams must not stall while SQL does."""
         self.stats.submitted += 1
         self.stats.recorded_before += finished.is_recorded
         (self._to_acknowledge if finished.is_recorded else self._to_record).put([finished])
 
     async def recall(self, outcomes: Sequence[Admitted | Finished]) -> list[Admitted | Finished]:
-        """A job that comes back may have its end in SQL, from a worker that died before it could say so. Then it is not
-        generated again: its subscribers would be told other chunks than those who have read the result.
+        """Replace redelivered jobs by the end that SQL has for them, written by a worker that died
+        before it could acknowledge. Such a job is not generated again: its subscribers would get
+        other chunks than the readers of the result.
         """
         again = {job.job_id for job in outcomes if isinstance(job, Admitted) and job.delivery.deliveries > 1}
         if not again or self.stats.record_down_since is not None:
             return list(outcomes)
         try:
             known = await self._store.find(sorted(again))
-        except StoreUnavailable as error:  # then it is generated again, and the row decides
+        except StoreUnavailable as error:  # the job is generated again, and the row that exists decides
             log.warning("jobs that came back cannot be looked up: %s", error)
             return list(outcomes)
         return [_recalled(job, known) if isinstance(job, Admitted) else job for job in outcomes]
@@ -150,13 +156,15 @@ class Finalizer:
             await self._changed.wait()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run both stages until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._to_record.run(), name="record")
             group.create_task(self._to_acknowledge.run(), name="acknowledge")
 
     async def drain(self, timeout_s: float) -> list[str]:
-        """Wait until everything is done, or the time is up; returns the ids of jobs still in hand (to be released)."""
+        """Wait until everything is done or the time is up. Returns the ids of the jobs that are not
+        done, to be released.
+        """
         deadline = time.monotonic() + timeout_s
         while len(self) and (left := deadline - time.monotonic()) > 0:
             self._changed.clear()
@@ -170,7 +178,7 @@ class Finalizer:
         return held
 
     async def _record(self, group: list[Finished]) -> list[Finished]:
-        """Returns those to try again."""
+        """Record a group. Returns the jobs to try again."""
         started = time.monotonic()
         report = await self._store.record(group)
         stats = self.stats
@@ -189,7 +197,7 @@ class Finalizer:
         taken = [_without_id(item) for item in done if item.result.job_id in report.taken]
         kept = [as_recorded(item, report.existing) for item in done if item.result.job_id not in report.taken]
         self._to_acknowledge.put([*kept, *taken])
-        # When the acknowledgement is on its way: whoever waits for the end need not wait for metrics and log lines.
+        # The hook runs after the acknowledgement has started, so that metrics and log lines do not delay the job's end.
         asyncio.get_running_loop().call_soon(_notify, self._on_recorded, [*ours, *taken])
         return [item for item in group if item.result.job_id in report.refused]
 
@@ -222,12 +230,12 @@ class Finalizer:
 
 
 def _is_line(finished: Finished) -> bool:
-    """Of a batch: nobody waits for it alone."""
+    """Is this a line of a batch, whose end no caller waits for alone?"""
     return finished.request is not None and bool(finished.request.batch_id) and not finished.request.stream
 
 
 def _notify(hook: Callable[[list[T]], None] | None, items: list[T]) -> None:
-    """A hook that fails must not send its group round again."""
+    """Call a hook. If it fails, its group must not be processed again."""
     if hook is None or not items:
         return
     try:
@@ -237,8 +245,9 @@ def _notify(hook: Callable[[list[T]], None] | None, items: list[T]) -> None:
 
 
 def _recorded_by_us(group: list[Finished], report: RecordReport) -> list[Finished]:
-    """Whose rows are ours, each job once: written by this call, or by one before it that was committed after all, when
-    nobody waited for its answer any more. No other end of the job says the same, for it says when and where it came.
+    """Return the jobs whose rows this worker wrote, each once: in this call, or in an earlier one
+    that committed after its time limit. The recorded result tells, since it names when and where
+    the job ended.
     """
     latest = {item.result.job_id: item for item in sorted(group, key=lambda item: item.token)}
     return [
@@ -257,8 +266,9 @@ def _recalled(job: Admitted, known: dict[str, JobResult]) -> Admitted | Finished
 
 
 def as_recorded(finished: Finished, existing: dict[str, JobResult]) -> Finished:
-    """A job that SQL has already ends in Redis as it stands in SQL, so that both give one answer for ever. Its last
-    chunk stands behind all tokens of that answer: a reader that has fewer sees a gap, and reads the result.
+    """Return the job with the result that SQL has, if it has one, so that Redis and SQL give one
+    answer for ever. Its last chunk stands behind all tokens of that answer: a reader that has fewer
+    sees a gap, and reads the result.
     """
     result = existing.get(finished.result.job_id)
     if result is None or result == finished.result:
@@ -267,7 +277,9 @@ def as_recorded(finished: Finished, existing: dict[str, JobResult]) -> Finished:
 
 
 def _without_id(finished: Finished) -> Finished:
-    """The end of a job whose id stands for another job in SQL: failed, without an answer, and not billed."""
+    """Return the end of a job whose id stands for another job in SQL: failed, without an answer,
+    and not billed.
+    """
     words = f"the job id {finished.result.job_id!r} stands for an earlier job in the database: use a new id"
     error, used = JobError("job_id_taken", words), finished.result.usage
     usage = Usage(queue_ms=used.queue_ms, ttft_ms=used.ttft_ms, total_ms=used.total_ms)

@@ -1,7 +1,9 @@
-"""Brings a database to this version's schema, from code: alembic with the scripts of the `migrations` package.
+"""Brings a database to this version's schema, from code: alembic with the scripts of the
+`migrations` package.
 
-Works from a checkout and from an installed wheel. Several processes may upgrade at once: one does it, the
-others wait and find it done. Databases ahead of us (a rolling upgrade) are fine, see migrations/README.md.
+It works from a checkout and from an installed wheel. Several processes may upgrade at once: one
+does it, the others wait and find it done. Databases of a newer version (during a rolling upgrade)
+stay as they are, see migrations/README.md.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ def configuration() -> Config:
 
 
 def upgrade(url: str, revision: str = "head", *, engine: Engine | None = None) -> tuple[str | None, str | None]:
-    """Returns the revisions before and after."""
+    """Upgrade the schema. Returns the revisions before and after."""
 
     def change(connection: Connection, config: Config) -> None:
         found = standing(connection)
@@ -47,8 +49,9 @@ def upgrade(url: str, revision: str = "head", *, engine: Engine | None = None) -
 
 
 def downgrade(url: str, revision: str, *, engine: Engine | None = None) -> tuple[str | None, str | None]:
-    """Takes away what came after `revision`, with the data in it. Only with no worker of this version running.
-    Raises TokenmillError for a database of a newer version: only that one knows the way back."""
+    """Remove what came after `revision`, with the data in it. No worker of this version may run.
+    Raises TokenmillError for a database of a newer version: only that version can take it back.
+    """
 
     def change(connection: Connection, config: Config) -> None:
         found = standing(connection)
@@ -86,15 +89,19 @@ def _current(connection: Connection) -> str | None:
 
 
 def _leave_transaction(connection: Connection) -> None:
-    """On PostgreSQL the revisions begin their own, and some must run outside of any; SQLite's run in ours."""
+    """End PostgreSQL's transaction: its revisions begin their own, and some must run outside of
+    any. SQLite's revisions run in ours.
+    """
     if connection.dialect.name == "postgresql":
         connection.commit()
 
 
 @contextmanager
 def _alone(database: Engine) -> Iterator[Connection]:
-    """One upgrade at a time. SQLite: a single transaction. PostgreSQL: a lock of a session that is in none, since
-    an index that is made beside running writers waits for every transaction, those that wait for it included."""
+    """Allow one upgrade at a time. SQLite: a single transaction. PostgreSQL: an advisory lock of a
+    session without a transaction, since building an index beside running writers waits for every
+    transaction, including those that wait for the lock.
+    """
     if database.dialect.name != "postgresql":
         with database.begin() as connection:
             connection.exec_driver_sql("BEGIN IMMEDIATE")

@@ -1,7 +1,8 @@
-"""A finished job as rows of `jobs`, `usage` and `webhooks`, and the milder forms of a row that the database refused.
+"""Turns a finished job into rows of `jobs`, `usage` and `webhooks`, and into milder forms of a row
+that the database refused.
 
-It knows the tables' columns and no connection. The prompt stays out unless asked for: results are read by
-more people than prompts are meant for.
+The module uses the tables' columns and no connection. The prompt is left out unless the settings
+ask for it: results are read by more people than prompts are meant for.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from schemas.job import JobRequest, Priority
 from schemas.result import JobResult, Usage
 from worker.jobs import Finished
 
-_MAX_NAME: Final = 255  # of the tables' name columns
+_MAX_NAME: Final = 255  # size of the tables' name columns
 _MAX_INTEGER: Final = 2**63 - 1
 
 Values = dict[str, Any]
@@ -27,7 +28,9 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class JobRow:
-    """The rows of one job, and the result they are made of. `webhook` is the notice, where the job asks for one."""
+    """The rows of one job, and the result that they are made of. `webhook` is the webhook message,
+    None if the job asks for none.
+    """
 
     result: JobResult
     job: Values
@@ -73,12 +76,16 @@ class JobRow:
         return cls(result, job, usage, _webhook(result, request, queue) if request else None)
 
     def cleaned(self) -> JobRow:
-        """Without what some databases cannot store: NUL characters, lone surrogates, numbers beyond 64 bits."""
+        """Return the row without what some databases cannot store: NUL characters, lone surrogates,
+        numbers beyond 64 bits.
+        """
         job = {name: value if name == "result" else _clean(value) for name, value in self.job.items()}
         return dataclasses.replace(self, job=_fitted(job), usage=_fitted(_clean(self.usage)))
 
     def bare(self) -> JobRow:
-        """Identity, state and the encoded result; nothing that a database could take offence at."""
+        """Return the row with identity, state and the encoded result only, which any database can
+        store.
+        """
         emptied = dict.fromkeys(("text", "token_ids", "logprobs", "prompt", "params", "metadata", "error_message"))
         row = self.cleaned()
         return dataclasses.replace(row, job={**row.job, **emptied})
@@ -101,7 +108,9 @@ def _identity(result: JobResult, queue: str) -> Values:
 
 
 def _webhook(result: JobResult, request: JobRequest, queue: str) -> Values | None:
-    """Its id is the same for whoever records this end of the job; a job that is redriven has another end."""
+    """Return the row of the webhook message. Its id is the same in every worker that records this
+    end of the job; a redriven job has another end.
+    """
     host = _host(request.webhook) if request.webhook else None
     if host is None:
         return None
@@ -121,7 +130,9 @@ def _webhook(result: JobResult, request: JobRequest, queue: str) -> Values | Non
 
 
 def _host(url: str) -> str | None:
-    """None: nothing can be sent there. Such a job was refused at the door, and its end is recorded all the same."""
+    """Return the URL's host; None if nothing can be sent there. Such a job was refused at
+    admission, and its end is recorded all the same.
+    """
     if not url.isprintable():
         return None
     try:
@@ -162,5 +173,5 @@ _INT32 = frozenset({"attempts", "preemptions"})
 
 
 def _fitted(row: Values) -> Values:
-    """32-bit columns hold at most 2^31 - 1."""
+    """Cap the values of 32-bit columns at 2^31 - 1."""
     return {name: min(value, 2**31 - 1) if name in _INT32 else value for name, value in row.items()}

@@ -1,4 +1,4 @@
-"""Estimates how much memory a finished job holds. It knows no stage and no store."""
+"""Estimates how much memory a finished job holds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ _ALTERNATIVE: Final = 136  # a pair, its two numbers and its place
 
 
 def size_of(finished: Finished) -> int:
-    """Reads lengths only, so its cost does not grow with the tokens."""
+    """Return the estimated bytes of a job. Only lengths are read, so the cost does not grow with
+    the tokens.
+    """
     request = finished.request
     return _JOB + sum(map(_of_choice, finished.result.choices)) + (_of_request(request) if request is not None else 0)
 

@@ -1,8 +1,10 @@
-"""One stage of the finalizer: a queue whose head is worked off in groups, retried for ever, in order where it can be.
+"""One stage of the finalizer: a queue that is processed in groups from its head, retried without
+limit, in order where possible.
 
-After a failure the groups shrink by half down to one, and a single item that fails goes to the back; after
-a success they grow again. So an item that breaks every group it is in costs tries, never the others' way,
-and a dependency that is away is probed with one item at growing intervals. It knows nothing of jobs.
+After a failure the group size halves, down to one. A single item that fails goes to the back. After
+a success the size doubles again. So an item that breaks every group costs tries and does not block
+the others, and a dependency that is down is probed with one item at growing intervals. The stage
+works with items of any type.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backoff:
-    """first × 2^n, at most longest, each multiplied by a random number from [0.5, 1)."""
+    """Computes pauses: first × 2^n, at most longest, each multiplied by a random number from [0.5,
+    1).
+    """
 
     first_s: float = 0.1
     longest_s: float = 15.0
@@ -31,7 +35,9 @@ class Backoff:
 
 
 class Stage(Generic[T]):
-    """`work(group)` returns the items to try again by themselves, or raises: then the whole group is tried again."""
+    """Processes its items with `work(group)`, which returns the items to try again one by one, or
+    raises to have the whole group tried again.
+    """
 
     def __init__(
         self,
@@ -46,8 +52,9 @@ class Stage(Generic[T]):
         size_of: Callable[[T], int] = lambda _: 0,
         max_group_bytes: int = 0,
     ) -> None:
-        """A group that is not full waits `linger_s` for more, while all that is in it `can_wait`. A group has at most
-        `max_group_bytes` by `size_of`, or one item; 0: no limit.
+        """Create an empty stage. A group that is not full waits `linger_s` for more items, while
+        every item in it `can_wait`. A group has at most `max_group_bytes` by `size_of`, or one
+        item; 0: no limit.
         """
         self._work = work
         self._max_group = max_group
@@ -55,13 +62,13 @@ class Stage(Generic[T]):
         self._on_failure = on_failure
         self._rng = rng or random.Random()
         self._waiting: deque[T] = deque()
-        self._later: list[T] = []  # came back by themselves; they return when the others have moved, or after a pause
+        self._later: list[T] = []  # items that `work` returned: tried again after a pause without others
         self._current: list[T] = []
         self._arrived = asyncio.Event()
         self._can_wait, self._linger_s = can_wait, linger_s
         self._size_of, self._max_group_bytes = size_of, max_group_bytes
-        self.num_bytes = 0  # of all items
-        self._is_awaited = False  # somebody waits for one of those that wait here
+        self.num_bytes = 0  # sum over all items
+        self._is_awaited = False  # a caller waits for one of the waiting items
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._current) + len(self._later)
@@ -78,7 +85,9 @@ class Stage(Generic[T]):
         self._arrived.set()
 
     async def run(self) -> None:
-        """Until cancelled; what was in hand then is still counted."""
+        """Process groups until cancelled. Items of the group that was being processed then still
+        count.
+        """
         failures = 0
         size = self._max_group
         while True:
@@ -119,7 +128,9 @@ class Stage(Generic[T]):
             await wait_at_most(self._arrived, left)
 
     def _put_back(self, size: int) -> int:
-        """The group returns to where it was; one that fails alone goes last. Returns the next group's size."""
+        """Return the failed group to the head of the queue; an item that failed alone goes to the
+        back. Returns the next group's size.
+        """
         group, self._current = self._current, []
         if len(group) == 1:
             self._waiting.extend(group)

@@ -1,7 +1,8 @@
-"""Where a database stands: its revision, beside those that the `migrations` package has.
+"""Reads a database's schema revision, and compares it with those that the `migrations` package has.
 
-Every start asks this, so it reads the table of alembic and the names of the revisions' files itself: alembic alone
-would cost each start as much again as SQLAlchemy. It changes nothing; that is `worker/record/migrate.py`.
+Every start does this, so the module itself reads alembic's table and the names of the revisions'
+files: alembic alone would cost each start as much again as SQLAlchemy. Nothing is changed here;
+`worker/record/migrate.py` does that.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ _VERSION = table("alembic_version", column("version_num"))
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """`current` is None for an empty database; `is_known` is False for a newer version's."""
+    """A database's schema revision. `current` is None for an empty database; `is_known` is False
+    for a newer version's.
+    """
 
     current: str | None
     head: str
@@ -31,7 +34,9 @@ class Standing:
 
 
 def revisions() -> list[str]:
-    """Oldest first: `versions/0002_….py` is revision 0002, and follows 0001."""
+    """Return the known revisions, oldest first: `versions/0002_….py` is revision 0002, and follows
+    0001.
+    """
     files = (Path(migrations.__file__).parent / "versions").glob("[0-9]*_*.py")
     return sorted(path.name.partition("_")[0] for path in files)
 

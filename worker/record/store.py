@@ -1,10 +1,11 @@
-"""Writes finished jobs: many per transaction, each at most once, result, usage and notice together.
+"""Writes finished jobs: many per transaction, each at most once, with result, usage and webhook
+message together.
 
-The primary key decides: a job whose row exists is left alone and the existing result handed back, so that
-Redis can be told the same. One exception: a row in state "dead" gives way to what a redrive brought. A row with another
-creation time belongs to an earlier job under the same id: the later job is reported as `taken` and gets no row.
-A row that the database cannot hold is searched by halving, cleaned, and never keeps the others waiting.
-It knows nothing of Redis, leases or retries.
+The primary key decides: if a job's row exists, the row stays and its result is returned, so that
+Redis gets the same. There is one exception: a row in state "dead" is replaced by the end that a
+redrive brought. A row with another creation time belongs to an earlier job of the same id: the
+later job is reported as `taken` and gets no row. A row that the database cannot hold is found by
+halving, cleaned, and does not block the others. Leases and retries are the finalizer's.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ _IDENTITY: Final = ("queue", "tenant", "batch_id", "created_ms")
 
 @dataclass(slots=True)
 class RecordReport:
-    """What became of each job of one call, by job id."""
+    """The outcome of each job of one call, by job id."""
 
     written: set[str] = field(default_factory=set)
-    existing: dict[str, JobResult] = field(default_factory=dict)  # recorded before, with what was recorded then
+    existing: dict[str, JobResult] = field(default_factory=dict)  # recorded before; the value is the recorded result
     taken: set[str] = field(
         default_factory=set
     )  # the id stands for another job: earlier, or another tenant's or queue's
@@ -56,7 +57,9 @@ class RecordReport:
 
 
 class ResultStore:
-    """One database. `engine` may be handed in instead of opened from the URL (tests inject faults with it)."""
+    """Records results in one database. `engine` may be passed instead of being opened from the URL
+    (tests inject faults with it).
+    """
 
     def __init__(
         self,
@@ -73,18 +76,21 @@ class ResultStore:
         self._with_prompts = with_prompts
         self._answer_timeout_s = answer_timeout_s
         dialect = self._engine.dialect.name
-        self._insert_jobs, self._insert_usage = _upsert_job(dialect), _upsert_usage(dialect)  # making them takes long
+        self._insert_jobs, self._insert_usage = _upsert_job(dialect), _upsert_usage(dialect)  # building them is slow
         self._insert_notices = _insert(dialect, webhooks).on_conflict_do_nothing()
 
     async def record(self, finished: Sequence[Finished]) -> RecordReport:
-        """Raises StoreUnavailable when nothing, or not everything, could be decided: then call again."""
+        """Record jobs in one call. Raises StoreUnavailable when nothing, or not everything, could
+        be decided: then call again.
+        """
         latest = {item.result.job_id: item for item in sorted(finished, key=lambda item: item.token)}
         items = [latest[job_id] for job_id in sorted(latest)]  # two writers that lock in one order cannot deadlock
         return await self._threads.run(lambda: self._record(self._rows_of(items)), self._answer_timeout_s)
 
     async def find(self, ids: Sequence[str]) -> dict[str, JobResult]:
-        """Results of this queue's jobs that are recorded for good (not as dead, which may be redriven) and can be read.
-        Raises StoreUnavailable."""
+        """Return results of this queue's jobs that are recorded for good (not as dead, which may be
+        redriven) and can be read. Raises StoreUnavailable.
+        """
         try:
             return await self._threads.run(lambda: self._find(ids), _LOOK_UP_TIMEOUT_S)
         except StoreUnavailable:
@@ -93,7 +99,9 @@ class ResultStore:
             raise StoreUnavailable(f"the SQL store cannot be read: {sentence_of(error)}") from error
 
     async def check(self) -> None:
-        """Raises StoreUnavailable, or SchemaOutdated when `tokenmill db upgrade` has to run first."""
+        """Check that the store can be used. Raises StoreUnavailable, or SchemaOutdated when
+        `tokenmill db upgrade` has to run first.
+        """
         try:
             state = await self._threads.run(self._standing, self._answer_timeout_s)
         except StoreUnavailable:
@@ -192,8 +200,8 @@ class ResultStore:
 
 
 def _is_same_job(recorded: Mapping[str, Any], ours: Mapping[str, Any]) -> bool:
-    """Compares what stays the same through redeliveries and redrives. A line of a batch is the same job whenever it is
-    handed in, because its id follows from its place in the file.
+    """Compare what stays the same through redeliveries and redrives. A line of a batch is the same
+    job whenever it is submitted, because its id follows from its place in the file.
     """
     if any(recorded[name] != ours[name] for name in ("queue", "tenant")):
         return False
@@ -202,7 +210,9 @@ def _is_same_job(recorded: Mapping[str, Any], ours: Mapping[str, Any]) -> bool:
 
 
 def _decoded(job_id: str, encoded: bytes | None) -> JobResult | None:
-    """None for a result that was purged or cannot be decoded: the job counts as recorded all the same."""
+    """Decode a recorded result. Returns None if it was purged or cannot be decoded; the job counts
+    as recorded all the same.
+    """
     if encoded is None:
         return None
     try:
@@ -223,7 +233,9 @@ def _insert(dialect: str, table: Table) -> Any:
 
 
 def _upsert_job(dialect: str) -> Any:
-    """Insert or ignore; a dead row gives way to a later end of the same job. Returns the ids that were written."""
+    """Insert or ignore; a dead row is replaced by a later end of the same job. Returns the ids that
+    were written.
+    """
     statement = _insert(dialect, jobs)
     new = statement.excluded
     changed = {column.name: new[column.name] for column in jobs.c if column.name != "id"}
@@ -238,7 +250,9 @@ def _upsert_job(dialect: str) -> Any:
 
 
 def _upsert_usage(dialect: str) -> Any:
-    """Only for jobs whose row was just written: a usage row that is there then belongs to the dead attempt."""
+    """Insert or replace the usage row. It runs only for jobs whose row was just written, so a usage
+    row that exists belongs to the dead attempt.
+    """
     statement = _insert(dialect, usage)
     changed = {column.name: statement.excluded[column.name] for column in usage.c if column.name != "job_id"}
     return statement.on_conflict_do_update(index_elements=["job_id"], set_=changed)

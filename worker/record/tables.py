@@ -1,9 +1,10 @@
-"""The tables. Times are UTC milliseconds since 1970, as integers; JSON columns are JSONB on PostgreSQL.
+"""The tables. Times are UTC milliseconds since 1970, as integers; JSON columns are JSONB on
+PostgreSQL.
 
-`jobs` has one row per finished job, `usage` one row for each of them (kept when payloads are purged), and
-`usage_daily` their sums by day; `webhooks` is the outbox of notices; `batches` are bulk files, `batch_items` those
-of their lines that were answered without a job. Changes are expand, then contract: see migrations/README.md. It
-knows nothing of who writes and reads.
+`jobs` has one row per finished job. `usage` has one row for each of them (kept when payloads are
+purged), and `usage_daily` their sums by day. `webhooks` is the outbox of webhook messages.
+`batches` are bulk files; `batch_items` are those of their lines that were answered without a job.
+Changes first expand, then contract: see migrations/README.md.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def _name(name: str, size: int = 255, **more: Any) -> Column[str]:
 
 
 def _whose() -> tuple[Column[str], ...]:
-    """Of a job, of its usage, of a batch."""
+    """Return the columns that say whose a job, its usage or a batch is."""
     return _name("queue"), _name("model"), _name("tenant", default="")
 
 
@@ -124,13 +125,13 @@ usage_days: Final = Table(
     metadata,
     Column("day", String(10), primary_key=True),
     _number("rolled_ms"),  # when its sums were last made
-    Column("sealed", Boolean, nullable=False),  # its usage rows are being removed: never sum it up again
+    Column("sealed", Boolean, nullable=False),  # its usage rows are being removed: never sum it again
 )
 
 webhooks: Final = Table(
     "webhooks",
     metadata,
-    Column("id", String(300), primary_key=True),  # of the message, the same at every try
+    Column("id", String(300), primary_key=True),  # the message's id, the same at every try
     _name("job_id"),
     _name("queue"),
     _name("tenant"),
@@ -139,7 +140,7 @@ webhooks: Final = Table(
     _name("host"),
     _name("state", 16),  # pending, sending, delivered, dead, superseded
     Column("attempts", Integer, nullable=False),
-    _number("ended_ms"),  # finished_ms of the job's end that it tells of
+    _number("ended_ms"),  # finished_ms of the job's end that the message reports
     _number("due_ms"),  # pending: next try; sending: when the try counts as lost
     Column("delivered_ms", BigInteger),
     Column("last_status", Integer),
@@ -169,11 +170,11 @@ batches: Final = Table(
     Column("finished_ms", BigInteger),
     Column("expires_ms", BigInteger),
     Column("completion_window", String(16)),
-    Column("submitted", Integer, nullable=False, server_default=text("0")),  # lines handed in, from the first on
+    Column("submitted", Integer, nullable=False, server_default=text("0")),  # lines submitted, counted from the first
     Column("finalizing_ms", BigInteger),
     Column("cancelling_ms", BigInteger),
     Column("usage", _json()),  # tokens, once it is over
-    Column("options", _json()),  # how lines become jobs, for whoever continues
+    Column("options", _json()),  # how lines become jobs, needed to resume the import
     Index(None, "tenant", "created_ms"),
     Index(None, "state", "created_ms"),
     Index(None, "created_ms", "id"),
