@@ -1,7 +1,9 @@
-"""Periodic and slow work beside the stream of jobs, through Celery: webhooks, bulk files, sums, retention.
+"""Periodic and slow work beside the stream of jobs, run by Celery: webhooks, bulk files, usage
+sums, retention.
 
-`tokenmill tasks` runs it all in one process; `celery -A worker.tasks worker -B -P threads` is the same with
-Celery's own options. The application is built when it is first asked for, from the same settings as a worker.
+`tokenmill tasks` runs it all in one process; `celery -A worker.tasks worker -B -P threads` does the
+same with Celery's own options. The application is built at its first use, from the same settings as
+a worker.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ def _app() -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    """`celery -A worker.tasks` looks for `app`."""
+    """Build the application when `celery -A worker.tasks` looks for `app`."""
     if name == "app":
         return _app()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

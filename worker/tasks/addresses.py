@@ -1,8 +1,8 @@
-"""Which addresses a webhook may go to: public ones, and networks that the operator allows.
+"""Decides which addresses a webhook may go to: public ones, and networks that the operator allows.
 
-Whoever submits a job chooses the URL, so a webhook must not become a way into our own network. The name is
-resolved once, every address it has is judged, and the connection goes to a judged address, not to the name:
-a name that answers differently the second time gains nothing.
+The submitter of a job chooses the URL, so a webhook must not give access to our own network. The
+name is resolved once, every address is checked, and the connection goes to a checked address and
+not to the name. A name that resolves differently the second time gains nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Final
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
-# Not globally reachable by IANA's registries of special-purpose addresses, or withdrawn, whatever this Python knows.
+# Networks that are not globally reachable, or withdrawn, by IANA's registries of special-purpose addresses; this
+# Python version may not know them.
 _NOT_PUBLIC: Final = tuple(
     ipaddress.ip_network(text)
     for text in (
@@ -28,15 +29,15 @@ _NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")
 
 
 class AddressRefused(Exception):
-    """The URL leads to where webhooks may not go."""
+    """The URL leads to an address that webhooks may not reach."""
 
 
 class AddressUnknown(Exception):
-    """The name has no address just now."""
+    """The name has no address at present."""
 
 
 def resolve(host: str, port: int, allowed: Sequence[Network] = ()) -> list[str]:
-    """The host's addresses, all of them permitted. Raises AddressRefused, AddressUnknown."""
+    """Return the host's addresses, all of them permitted. Raises AddressRefused, AddressUnknown."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
@@ -57,7 +58,9 @@ def _named(host: str, address: Address) -> str:
 
 
 def is_permitted(address: Address, allowed: Sequence[Network] = ()) -> bool:
-    """Also for the IPv4 address that an IPv6 one carries within."""
+    """Is the address public or in an allowed network? The same must hold for an IPv4 address that
+    an IPv6 address carries.
+    """
     carried = _carried(address)
     reached = carried if address in _NAT64 else [address, *carried]
     return all(_is_public(one) or any(one in network for network in allowed) for one in reached)

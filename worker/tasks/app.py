@@ -1,8 +1,9 @@
-"""The Celery application: MessagePack and nothing else, the tasks, and what beat starts when.
+"""The Celery application: MessagePack only, the tasks, and beat's schedule.
 
-Celery carries the calls; what is to be done stands in SQL. So a task may be lost with the broker, or run twice:
-the next sweep finds it again, and what was done stays done. Results are not kept, remote control and gossip are
-off, and all keys stand under a prefix of their own beside the queues'.
+Celery carries the calls, and SQL holds the work to be done. So a task may be lost with the broker,
+or run twice: the next sweep finds the work again, and finished work stays finished. Results are not
+kept, remote control and gossip are off, and all keys have a prefix of their own beside the queues'
+keys.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from worker.settings import Settings
 from worker.tasks.desk import Desk
 from worker.tasks.registry import BULK, UPKEEP, WEBHOOKS, register, schedule
 
-VISIBILITY_S: Final = 900  # after it, what a dead process had begun is begun by another
+VISIBILITY_S: Final = 900  # a task of a dead process starts in another one after this time
 
 
 def build_app(settings: Settings, desk: Desk | None = None) -> Celery:
-    """Raises SettingsError where the queue's server cannot be Celery's broker as well."""
+    """Build the application. Raises SettingsError if the queue's server cannot be Celery's broker
+    too.
+    """
     app = Celery("tokenmill", set_as_current=False)
     app.conf.update(
         broker_url=broker_url(settings),
@@ -34,7 +37,7 @@ def build_app(settings: Settings, desk: Desk | None = None) -> Celery:
             "socket_keepalive": True,
         },
         broker_connection_retry_on_startup=True,
-        broker_connection_max_retries=None,  # for ever: else it ends after an hour without its broker
+        broker_connection_max_retries=None,  # no limit: by default it ends after an hour without its broker
         task_serializer="msgpack",
         result_serializer="msgpack",
         accept_content=["msgpack"],
@@ -47,7 +50,7 @@ def build_app(settings: Settings, desk: Desk | None = None) -> Celery:
         worker_hijack_root_logger=False,
         worker_redirect_stdouts=False,
         worker_send_task_events=False,
-        beat_scheduler="celery.beat:Scheduler",  # keeps nothing: the persistent one pickles
+        beat_scheduler="celery.beat:Scheduler",  # writes no file: the persistent one pickles
         beat_schedule=beat_schedule(settings),
         enable_utc=True,
     )
@@ -56,7 +59,9 @@ def build_app(settings: Settings, desk: Desk | None = None) -> Celery:
 
 
 def beat_schedule(settings: Settings) -> dict[str, dict[str, Any]]:
-    """A sweep that waited longer than its interval is dropped: the next one finds the same."""
+    """Return beat's schedule. A sweep that waited longer than its interval is dropped, because the
+    next one finds the same work.
+    """
     return {
         name: {
             "task": name,
@@ -68,7 +73,9 @@ def beat_schedule(settings: Settings) -> dict[str, dict[str, Any]]:
 
 
 def broker_url(settings: Settings) -> str:
-    """In Celery's spelling."""
+    """Return the broker's URL as Celery writes it. Raises SettingsError for a URL that Celery
+    cannot use.
+    """
     url = settings.tasks_broker_url or settings.redis_url
     if not settings.tasks_broker_url and parse_url(url).kind != "single":
         raise SettingsError(

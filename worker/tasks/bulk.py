@@ -1,10 +1,11 @@
-"""Bulk files through the tasks: a file handed in by one task, its answers fetched into a file by another.
+"""Bulk files through the tasks: one task imports a file, another fetches its answers into a file.
 
     celery -A worker.tasks call tokenmill.bulk.import --serializer msgpack \\
         --kwargs '{"source": "/data/in.jsonl", "output": "/data/out.jsonl"}'
 
-What is done stands with the batch, so a task may stop anywhere: it works for some minutes, then puts itself back
-behind the others, and one whose process died comes again. Paths are those of the machine that the tasks run on.
+Progress is stored with the batch, so a task may stop anywhere. A task works for some minutes, then
+queues itself again behind the others; a task whose process died is run again. Paths are those of the
+machine that runs the tasks.
 """
 
 from __future__ import annotations
@@ -40,17 +41,17 @@ from worker.settings import Settings
 
 log = logging.getLogger(__name__)
 
-TURN_S: Final = 300.0  # well below the broker's visibility timeout, after which another would begin as well
+TURN_S: Final = 300.0  # well below the broker's visibility timeout, after which another process starts the task
 
 
 class NotYet(Exception):
-    """There is more to do: come again after `pause_s`."""
+    """Raised when there is more to do: run the task again after `pause_s`."""
 
     pause_s = 1
 
 
 class NoPlace(NotYet):
-    """Other files are being worked on in half of this process's threads."""
+    """Raised when other files already occupy half of this process's threads."""
 
     pause_s = 10
 
@@ -61,7 +62,9 @@ class _TurnOver(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """One file. `batch_id` is made from the task's id, so that a task that comes again finds its batch."""
+    """An order to import one file. `batch_id` is made from the task's id, so that a repeated task
+    finds its batch.
+    """
 
     batch_id: str
     source: str
@@ -73,7 +76,7 @@ class Order:
 
     @classmethod
     def of(cls, batch_id: str, /, **given: Any) -> Order:
-        """Raises ConfigurationError for terms that are none."""
+        """Build an order. Raises ConfigurationError for unknown or invalid terms."""
         terms = {term.name for term in fields(cls)} - {"batch_id"}
         unknown = sorted(set(given) - terms)
         if unknown:
@@ -85,8 +88,9 @@ class Order:
 
 
 class BulkFiles:
-    """Its calls block, for a turn at most. Safe to share between threads. Half of the process's threads stay free for
-    webhooks and upkeep: where the other half works on files, a call raises NoPlace at once.
+    """Imports and exports files. Calls block, for one time slice at most. Safe to share between
+    threads. Half of the process's threads stay free for webhooks and upkeep: if files occupy the
+    other half, a call raises NoPlace at once.
     """
 
     def __init__(self, settings: Settings, turn_s: float = TURN_S) -> None:
@@ -95,7 +99,9 @@ class BulkFiles:
         self._places = threading.BoundedSemaphore(max(1, settings.tasks_threads // 2))
 
     def bring_in(self, order: Order) -> Batch:
-        """Returns when every line is handed in. Raises NotYet; ConfigurationError and OSError for a bad order."""
+        """Import the order's file; returns when every line is submitted. Raises NotYet;
+        ConfigurationError and OSError for a bad order.
+        """
         until = time.monotonic() + self._turn_s
 
         def watch(_: Progress) -> None:
@@ -110,7 +116,7 @@ class BulkFiles:
                 raise NotYet from None
 
     def fetch(self, batch_id: str, queue: str, output: str, errors: str | None) -> Batch:
-        """Writes the answers when the batch is over. Raises NotYet."""
+        """Write the answers when the batch is over. Raises NotYet before."""
         with self._open(queue) as (client, store):
             batch = refresh(client, store, batch_id)
             if not batch.state.is_final:
@@ -122,7 +128,7 @@ class BulkFiles:
 
     @contextlib.contextmanager
     def place(self) -> Iterator[None]:
-        """Hold one of the places for files. Raises NoPlace."""
+        """Hold one of the places for files. Raises NoPlace if none is free."""
         if not self._places.acquire(blocking=False):
             raise NoPlace
         try:

@@ -1,6 +1,8 @@
-"""How often each task ran in this process, how it ended, how long it took, and when it last succeeded.
+"""Counts how often each task ran in this process and how it ended, and records its duration and
+last success.
 
-Celery's signals tell; only tasks of one application are counted. A task that returns a text ended with that word.
+Celery's signals supply the events; only tasks of one application are counted. If a task returns a
+text, the text is its outcome.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ class TaskCounts:
     def start(self) -> None:
         for name in self._app.conf.beat_schedule:
             self._succeeded.labels(name).set_to_current_time()
-            self._runs.labels(name, "failure")  # there from the start, so that a first one is a rise
+            self._runs.labels(name, "failure")  # exists from the start, so that the first failure shows as an increase
         signals.task_prerun.connect(self._prerun, weak=False)
         signals.task_postrun.connect(self._postrun, weak=False)
 

@@ -1,4 +1,6 @@
-"""What the tasks work with, made once in each process when the first task wants it: the database, and who uses it."""
+"""Holds the objects that the tasks share in a process, each created at its first use: the database,
+and what works with it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from worker.tasks.sender import Sender
 
 
 class Desk:
-    """Shared by the threads of a process."""
+    """The tasks' shared objects; safe to use from the threads of a process."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings

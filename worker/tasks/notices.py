@@ -1,7 +1,8 @@
-"""A notice on its way: the event in JSON, its signature, the POST, and what its failure means.
+"""Delivers a webhook message: the event in JSON, its signature, the POST, and the retry after a
+failure.
 
-Delivered at least once: a process that dies between the receiver's answer and our note of it sends again, with
-the same id. Nothing is ever sent unsigned.
+Delivery is at least once: a process that dies after the receiver's answer and before recording it
+sends the message again, with the same id. Nothing is ever sent unsigned.
 """
 
 from __future__ import annotations
@@ -27,25 +28,29 @@ from worker.tasks.sender import Reply, Sender, SendFailed
 
 log = logging.getLogger(__name__)
 
-MAX_TEXT_BYTES: Final = 256 * 1024  # of all answers; longer ones are to be fetched
+MAX_TEXT_BYTES: Final = 256 * 1024  # total of all answers; the receiver must fetch longer ones
 _GROWTH: Final = 4.0
 
 
 @dataclass(frozen=True, slots=True)
 class Retries:
-    """first × 4^n, at most longest, each multiplied by a random number from [0.75, 1.25)."""
+    """Computes pauses: first × 4^n, at most longest, each multiplied by a random number from [0.75,
+    1.25).
+    """
 
     first_s: float
     longest_s: float
 
     def delay_s(self, tries: int, rng: random.Random, asked_s: float | None = None) -> float:
-        """`asked_s`: what the receiver asked for, honoured up to the longest."""
+        """Return the pause after `tries` tries. `asked_s`: the pause that the receiver asked for,
+        honoured up to the longest.
+        """
         planned = min(self.longest_s, self.first_s * _GROWTH ** min(tries - 1, 30))
         return max(planned * (0.75 + rng.random() / 2), min(asked_s or 0.0, self.longest_s))
 
 
 class Courier:
-    """Sends what the outbox hands out. `clock` gives Unix seconds."""
+    """Delivers the messages of the outbox. `clock` gives Unix seconds."""
 
     def __init__(
         self, outbox: Outbox, sender: Sender, secret: str, retries: Retries, clock: Callable[[], float] = time.time
@@ -58,7 +63,7 @@ class Courier:
         self._rng = random.Random()
 
     def claim(self) -> list[Claim]:
-        """Nothing without a secret: the notices wait."""
+        """Claim due messages. Returns none without a secret; the messages wait."""
         if not self._secret:
             waiting = self._outbox.counts()["pending"]
             if waiting:
@@ -67,7 +72,9 @@ class Courier:
         return self._outbox.claim(self._now_ms())
 
     def deliver(self, claim: Claim) -> str:
-        """What became of it: delivered, failed, or skipped because it is not ours to send."""
+        """Deliver a message. Returns "delivered", "failed", or "skipped" if the claim has passed on
+        or the job has ended anew.
+        """
         attempt = self._outbox.begin(claim, self._now_ms())
         if attempt is None:
             return "skipped"
@@ -109,7 +116,7 @@ class Courier:
 
 
 def event_of(attempt: Attempt) -> WebhookEvent:
-    """The same at every try, unless retention came between."""
+    """Build the event. It is the same at every try, unless retention removed rows in between."""
     notice, job = attempt.notice, attempt.job or {}
     moment = datetime.fromtimestamp(notice["ended_ms"] / 1000, UTC)
     data = WebhookJob(
@@ -135,7 +142,7 @@ def _choices(job: Mapping[str, Any]) -> tuple[WebhookChoice, ...] | None:
         return None
     try:
         choices = decode_result(bytes(job["result"])).choices
-    except DecodeError:  # written by a newer version: the columns have the first choice
+    except DecodeError:  # written by a newer version: use the first choice from the columns
         reason = FinishReason(job["finish_reason"]) if job["finish_reason"] else None
         return (WebhookChoice(index=0, text=job["text"] or "", finish_reason=reason),)
     if sum(len(choice.text.encode()) for choice in choices) > MAX_TEXT_BYTES:

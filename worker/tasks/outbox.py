@@ -1,12 +1,13 @@
-"""The outbox of notices in SQL: which are due, who tries which, and what came of it.
+"""The outbox of webhook messages in SQL: which are due, which process tries which, and the outcome.
 
     pending ──claim──▶ sending ──delivered──▶ delivered
        ▲                  │ ├─── limit, or refused for good ──▶ dead ── redrive ─▶ pending
        └──── failed ──────┘ └─── its job has ended anew ──▶ superseded
 
-A claim lasts for a time, and one that was not begun, or whose holder died, is due again: nothing is lost with a
-process or with the broker. The time at which a claim ends, and then the number of the try, say whose turn it is,
-so that a late message changes nothing. It knows no HTTP and no Celery.
+A claim lasts for a limited time. A claim that was not begun, or whose process died, is due again,
+so no message is lost with a process or the broker. A claim is identified by the time at which it
+ends, and a try by its number, so a late update of an older claim or try changes nothing. HTTP and
+Celery are in other modules.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from sqlalchemy.engine import Connection
 from schemas.webhook import redacted_url
 from worker.record.tables import jobs, usage, webhooks
 
-CLAIM_MS: Final = 300_000  # longer than any message waits for a free thread, see MAX_IN_FLIGHT
+CLAIM_MS: Final = 300_000  # longer than any claimed message waits for a free thread, see MAX_IN_FLIGHT
 MAX_IN_FLIGHT: Final = 64
-MAX_OF_TENANT: Final = 48  # the rest is for the others, however many of one tenant's hosts hang
+MAX_OF_TENANT: Final = 48  # keeps room for other tenants while one tenant's hosts hang
 MAX_ERROR_CHARS: Final = 500
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A notice that may be tried until `until_ms`."""
+    """A message that may be tried until `until_ms`."""
 
     id: str
     until_ms: int
@@ -38,7 +39,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One try. `job` and `usage` are rows, or None where retention has removed them."""
+    """One try. `job` and `usage` are rows, or None if retention has removed them."""
 
     id: str
     number: int
@@ -49,14 +50,16 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What is not delivered, by state, and how long the longest due of what waits has been due."""
+    """The messages that are not delivered: their number by state, and how long the longest due of
+    the waiting ones has been due, in seconds.
+    """
 
     counts: Mapping[str, int]
     overdue_s: float
 
 
 class Outbox:
-    """Its calls block. Safe to share between threads and processes."""
+    """Reads and writes the outbox. Calls block. Safe to share between threads and processes."""
 
     def __init__(self, engine: Engine, *, max_attempts: int, per_host: int) -> None:
         self._engine = engine
@@ -64,8 +67,9 @@ class Outbox:
         self._per_host = per_host
 
     def claim(self, now_ms: int) -> list[Claim]:
-        """Due notices: so many at once, so many to one host, so many of one tenant; of the tenants in turn, the
-        longest due of each first. Receivers that hang do not hold up the others."""
+        """Claim due messages, limited in total, per host and per tenant. Tenants take turns, each
+        with its longest due message first, so receivers that hang do not hold up the others.
+        """
         until_ms = now_ms + CLAIM_MS
         with self._engine.begin() as connection:
             self._bury(connection, now_ms)
@@ -74,14 +78,16 @@ class Outbox:
                 return []
             taken = connection.execute(
                 update(webhooks)
-                .where(webhooks.c.id.in_(wanted), _is_due(now_ms))  # not taken by another meanwhile
+                .where(webhooks.c.id.in_(wanted), _is_due(now_ms))  # not claimed by another process meanwhile
                 .values(state="sending", due_ms=until_ms)
                 .returning(webhooks.c.id)
             )
             return [Claim(str(found), until_ms) for found in taken.scalars()]
 
     def _bury(self, connection: Connection, now_ms: int) -> None:
-        """Tries whose holders died count; what kills whoever tries it must come to an end as well."""
+        """Mark messages dead whose tries are used up. Tries of processes that died count too, so a
+        message that kills each process that tries it comes to an end.
+        """
         died = and_(webhooks.c.state == "sending", webhooks.c.due_ms <= now_ms)
         reason = func.coalesce(webhooks.c.last_error, "each process that tried it died")
         spent = webhooks.c.attempts >= self._max_attempts
@@ -106,7 +112,9 @@ class Outbox:
         return chosen
 
     def _due_in_turn(self, now_ms: int) -> Any:
-        """One of each tenant after the other; of a host and of a tenant no more than may fly at once."""
+        """Select due messages, one of each tenant in turn, with at most as many per host and per
+        tenant as may be in flight.
+        """
         order = webhooks.c.due_ms
         place = func.row_number().over(partition_by=webhooks.c.host, order_by=order).label("place")
         due = select(webhooks.c.id, webhooks.c.tenant, webhooks.c.host, order, place).where(_is_due(now_ms)).subquery()
@@ -116,7 +124,9 @@ class Outbox:
         return in_turn.order_by(few.c.turn, few.c.due_ms).limit(16 * MAX_IN_FLIGHT)
 
     def begin(self, claim: Claim, now_ms: int) -> Attempt | None:
-        """None: it is another's turn, or there is nothing more to tell."""
+        """Begin a try. Returns None if the claim has passed to another process, or if the job has
+        ended anew.
+        """
         with self._engine.begin() as connection:
             begun = connection.execute(
                 update(webhooks)
@@ -135,12 +145,12 @@ class Outbox:
         return Attempt(notice["id"], notice["attempts"], dict(notice), job, used)
 
     def delivered(self, attempt: Attempt, status: int, now_ms: int) -> None:
-        """The URL's secrets are not needed any more."""
+        """Record a delivery, and remove the secrets from the URL: they are not needed any more."""
         shown = redacted_url(attempt.notice["url"])
         self._end(attempt, state="delivered", delivered_ms=now_ms, last_status=status, last_error=None, url=shown)
 
     def failed(self, attempt: Attempt, error: str, status: int | None, due_ms: int | None) -> None:
-        """`due_ms` None: set aside at once."""
+        """Record a failed try. `due_ms`: the next try; None makes the message dead at once."""
         is_last = due_ms is None or attempt.number >= self._max_attempts
         after = {"state": "dead"} if is_last else {"state": "pending", "due_ms": due_ms}
         self._end(attempt, last_status=status, last_error=error[:MAX_ERROR_CHARS], **after)
@@ -156,7 +166,7 @@ class Outbox:
         return Standing(self.counts(), (now_ms - oldest) / 1000 if oldest is not None else 0.0)
 
     def counts(self) -> dict[str, int]:
-        """How many wait, are being sent, or were set aside."""
+        """Return how many messages are pending, are being sent, or are dead."""
         statement = select(
             *(func.count(case((webhooks.c.state == name, 1))).label(name) for name in ("pending", "sending", "dead"))
         ).where(webhooks.c.state.in_(("pending", "sending", "dead")))
@@ -165,7 +175,7 @@ class Outbox:
 
 
 def _is_due(now_ms: int) -> Any:
-    """Waiting and due, or in the hands of somebody whose time is up."""
+    """Match messages that are pending and due, or whose claim has expired."""
     return and_(webhooks.c.state.in_(("pending", "sending")), webhooks.c.due_ms <= now_ms)
 
 

@@ -1,7 +1,7 @@
-"""Every task by name, the queue it goes through, and how often beat starts it.
+"""Registers every task by name, with its queue and how often beat starts it.
 
-A task is one line that asks whoever knows. Sweeps find what is due in SQL and hand single pieces on, so that
-many processes share the work; two sweeps at once find different pieces.
+A task is one call of the object that does the work. Sweeps find due work in SQL and pass on single
+pieces, so that many processes share the work. Two sweeps at once find different pieces.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ log = logging.getLogger(__name__)
 WEBHOOKS: Final = "webhooks"
 UPKEEP: Final = "upkeep"
 BULK: Final = "bulk"
-FETCH_SECONDS: Final = (1, 2, 5, 10, 30)  # between two looks at a batch that is not over
+FETCH_SECONDS: Final = (1, 2, 5, 10, 30)  # pauses between two checks of an unfinished batch
 RECONCILE_SECONDS: Final = 6 * 3600.0
 
 
 def schedule(settings: Settings) -> Iterator[tuple[str, float, str]]:
-    """Task, seconds, queue."""
+    """Yield each periodic task as (task, seconds, queue)."""
     yield "tokenmill.webhooks.sweep", settings.webhook_sweep_seconds, WEBHOOKS
     yield "tokenmill.usage.roll_up", settings.rollup_seconds, UPKEEP
     yield "tokenmill.usage.reconcile", RECONCILE_SECONDS, UPKEEP
@@ -36,7 +36,7 @@ def schedule(settings: Settings) -> Iterator[tuple[str, float, str]]:
 
 
 def register(app: Celery, desk: Desk) -> None:
-    """Not shared: other applications in the process have nothing to do with our tasks."""
+    """Register all tasks. They are not shared with other Celery applications in the process."""
     _register_webhooks(app, desk)
     _register_upkeep(app, desk)
     _register_bulk(app, desk)
@@ -74,8 +74,10 @@ def _register_upkeep(app: Celery, desk: Desk) -> None:
 
 
 def _register_bulk(app: Celery, desk: Desk) -> None:
-    """Acknowledged at their end: one whose process died comes again, and goes on where it stopped. What is wrong with
-    an order is its sender's to read: a sentence, no traceback."""
+    """Register the bulk tasks. A task is acknowledged at its end: if its process dies, it runs
+    again and goes on where it stopped. An error of an order is for its sender: one sentence without
+    a traceback.
+    """
     options: dict[str, Any] = {"bind": True, "acks_late": True, "max_retries": None, "throws": (TokenmillError,)}
 
     def fetch(task: Any, batch_id: str, queue: str, output: str, errors: str | None) -> None:

@@ -1,7 +1,8 @@
-"""What is old is removed: first what a job said, then its row; usage last, after it has been summed up for good.
+"""Removes what is old: first a job's payload, then its row; usage last, after it has been summed
+for good.
 
-Small batches with pauses between them, so that workers write in the meantime. Every step may be broken off
-and repeated. A limit of 0 days keeps for ever.
+Rows are removed in small batches with pauses between them, so that workers can write meanwhile.
+Every step may be interrupted and repeated. A limit of 0 days keeps rows for ever.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ _PAYLOAD: Final = ("text", "token_ids", "logprobs", "error_message", "prompt", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Days; 0: for ever. `batch` rows in one transaction, `pause_s` after each; a run takes about `run_s` at most."""
+    """Ages in days; 0 keeps for ever. `batch`: rows per transaction. `pause_s`: pause after each.
+    `run_s`: about how long a run takes at most.
+    """
 
     payload_days: float = 0
     job_days: float = 0
@@ -46,7 +49,7 @@ class Removed:
 
 
 class Retention:
-    """`run` blocks. Two at once do no harm."""
+    """Removes old rows. `run` blocks; two runs at once do no harm."""
 
     def __init__(self, engine: Engine, limits: Limits, roll_up: RollUp, clock: Callable[[], float] = time.time) -> None:
         self._engine = engine
@@ -55,7 +58,7 @@ class Retention:
         self._clock = clock
 
     def run(self) -> Removed:
-        """What time allows; the next run goes on."""
+        """Remove as much as the time allows; the next run continues."""
         until = time.monotonic() + self._limits.run_s
         return Removed(
             jobs=self._repeat(self._limits.job_days, self._remove_jobs, until),
@@ -65,7 +68,9 @@ class Retention:
         )
 
     def _repeat(self, days: float, step: Callable[[int], Any], until: float) -> int:
-        """`step(cutoff_ms)` is a statement that treats one batch; repeated until a batch is not full."""
+        """Repeat a batch until one is not full. `step(cutoff_ms)` returns the statement that
+        processes one batch. Returns the number of rows.
+        """
         if not days:
             return 0
         return self._drain(step(round(self._clock() * 1000 - days * _DAY_MS)), until)
@@ -84,7 +89,7 @@ class Retention:
         return delete(jobs).where(jobs.c.id.in_(old.limit(self._limits.batch)))
 
     def _empty_jobs(self, cutoff_ms: int) -> Any:
-        """Who, when, what came of it and how much stays; what was asked and answered goes."""
+        """Clear what was asked and answered. Owner, times, outcome and amounts stay."""
         full = select(jobs.c.id).where(jobs.c.result.is_not(None), jobs.c.finished_ms < cutoff_ms)
         full = full.order_by(jobs.c.finished_ms, jobs.c.id).limit(self._limits.batch)
         return update(jobs).where(jobs.c.id.in_(full)).values(dict.fromkeys(_PAYLOAD, null()))
@@ -95,7 +100,9 @@ class Retention:
         return delete(webhooks).where(webhooks.c.id.in_(old))
 
     def _remove_usage(self, until: float) -> int:
-        """Whole days, the oldest first. Readers trust the sums up to the newest: so these come first."""
+        """Remove the usage of whole days, oldest first. Readers trust the daily sums up to the
+        newest, so the sums are made first.
+        """
         if not self._limits.usage_days:
             return 0
         self._roll_up.recent()

@@ -1,8 +1,10 @@
-"""Usage summed by day, tenant, model, queue and state: `usage_daily` is made anew from `usage`, a day at a time.
+"""Sums usage by day, tenant, model, queue and state: `usage_daily` is rebuilt from `usage`, one day
+at a time.
 
-Making a day twice gives the same rows, so it may be repeated, broken off, and done by two at once. Days are made
-in order, so that every day before the newest one that was made has been made too: readers take the newest two
-from `usage` itself and trust the sums for the rest. A sealed day's usage is being removed: its sums stay.
+Making a day twice gives the same rows, so it may be repeated, interrupted, and done by two
+processes at once. Days are made in order, so every day before the newest one that was made has been
+made too. Readers take the newest two days from `usage` itself and trust the sums for the rest. The
+usage of a sealed day is being removed; its sums stay.
 """
 
 from __future__ import annotations
@@ -19,25 +21,28 @@ from sqlalchemy.engine import Connection
 from worker.record.tables import usage, usage_daily, usage_days
 
 _FIRST: Final = "0001-01-01"  # days before it come from broken clocks
-_WINDOW_DAYS: Final = 2  # before today: what is recorded late, or again after a redrive
+_WINDOW_DAYS: Final = 2  # days before today that are made again, for late rows and redrives
 _KEYS: Final = ("day", "tenant", "model", "queue", "state")
 _SUMS: Final = tuple(column.name for column in usage_daily.c if column.name not in (*_KEYS, "jobs"))
 
 
 class RollUp:
-    """Its calls block, each in short transactions."""
+    """Makes the daily sums. Calls block, each in short transactions."""
 
     def __init__(self, engine: Engine, clock: Callable[[], float] = time.time) -> None:
         self._engine = engine
         self._clock = clock
 
     def recent(self) -> list[str]:
-        """Today, the days just before, and every day since this last ran; at first, all there are."""
+        """Make today, the days just before, and every day since the last run; on the first run, all
+        days. Returns the days that were made.
+        """
         return [day for day in self._recent_days() if self.make(day)]
 
     def reconcile(self) -> list[str]:
-        """Makes every unsealed day again whose sums differ from its rows: rows that were recorded late, and rows that
-        a redrive moved to another day, also when the day has none left.
+        """Make every unsealed day again whose sums differ from its rows. That happens through rows
+        that were recorded late, and rows that a redrive moved to another day, also when the day has
+        none left. Returns the days that were made.
         """
         sealed = select(usage_days.c.day).where(usage_days.c.sealed == true())
         rows = _sums_of_rows().where(usage.c.day.not_in(sealed))
@@ -50,12 +55,12 @@ class RollUp:
         return [day for day in days if self.make(day)]
 
     def make(self, day: str) -> bool:
-        """False for a sealed day, which is left as it is."""
+        """Make a day's sums. Returns False for a sealed day, which stays as it is."""
         with self._engine.begin() as connection:
             return self._make(connection, day)
 
     def seal(self, day: str) -> None:
-        """Sum the day up a last time; from now on its usage may be removed."""
+        """Sum a day a last time; from then on its usage may be removed."""
         with self._engine.begin() as connection:
             if self._make(connection, day):
                 connection.execute(update(usage_days).where(usage_days.c.day == day).values(sealed=true()))
@@ -69,7 +74,7 @@ class RollUp:
         return True
 
     def _take(self, connection: Connection, day: str) -> bool:
-        """Locks the day against others who make it."""
+        """Lock the day against other processes that make it. Returns False if the day is sealed."""
         dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
         row: Any = dialect.insert(usage_days).values(day=day, rolled_ms=round(self._clock() * 1000), sealed=false())
         taken = row.on_conflict_do_update(
@@ -86,7 +91,7 @@ class RollUp:
             newest = connection.scalar(select(func.max(usage_days.c.day)).where(usage_days.c.day <= today.isoformat()))
             since = min(begin, _before(newest)) if newest is not None and newest > _FIRST else ""
             days: set[str] = set()
-            for table in (usage, usage_daily):  # a day may have sums and no row left: a redrive moved its last one
+            for table in (usage, usage_daily):  # a day may have sums and no row: a redrive moved the last one
                 wanted = and_(table.c.day >= since, table.c.day <= today.isoformat())
                 days |= set(connection.execute(select(table.c.day).where(wanted).distinct()).scalars())
         return sorted(days | {today.isoformat()})

@@ -1,4 +1,6 @@
-"""`tokenmill tasks`: one process with Celery's worker on threads and its beat. SIGTERM lets running tasks finish."""
+"""Runs `tokenmill tasks`: one process with Celery's worker on threads, and its beat. SIGTERM lets
+running tasks finish.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,13 @@ from worker.telemetry import configure_logging
 
 log = logging.getLogger(__name__)
 
-BEAT_END_S: Final = 5.0  # its thread ends with the process
+BEAT_END_S: Final = 5.0  # beat's thread ends with the process at the latest
 
 
 def run(settings: Settings) -> int:
-    """Serve until a signal. Raises SettingsError, SchemaOutdated, StoreUnavailable, PortTaken."""
+    """Serve until a signal; returns the exit status. Raises SettingsError, SchemaOutdated,
+    StoreUnavailable, PortTaken.
+    """
     configure_logging(settings.log_level, settings.log_format, with_private=settings.log_prompts)
     if settings.log_level != "debug":
         _calm_celery()
@@ -41,7 +45,7 @@ def run(settings: Settings) -> int:
     _check_password(settings)
     if not settings.webhook_secret:
         log.warning("no webhook is sent: TOKENMILL_WEBHOOK_SECRET is not set; `tokenmill webhooks secret --new`")
-    # On a thread: Celery's own process for it would outlive a killed parent. The default scheduler pickles.
+    # On a thread, because Celery's own process for beat would outlive a killed parent. The default scheduler pickles.
     beat = EmbeddedService(app, thread=True, scheduler_cls=app.conf.beat_scheduler)
     with _watched(settings, TasksWatch(app, desk.outbox.standing, lambda: beat.ident is None or beat.is_alive())):
         worker = app.Worker(
@@ -60,15 +64,17 @@ def run(settings: Settings) -> int:
 
 
 def _calm_celery() -> None:
-    """Without a line for each sweep, and while the broker is away without a traceback for each."""
+    """Silence Celery: no line for each sweep, and no traceback for each try while the broker is
+    away.
+    """
     logging.getLogger("celery").setLevel(logging.WARNING)
     logging.getLogger("celery.beat").addFilter(BriefBeat())
     warnings.filterwarnings("ignore", category=CPendingDeprecationWarning)
-    warnings.filterwarnings("ignore", category=SecurityWarning)  # of root, for the sake of pickle: it is refused here
+    warnings.filterwarnings("ignore", category=SecurityWarning)  # about root and pickle, which is refused here
 
 
 class BriefBeat(logging.Filter):
-    """Beat's failures in one line, the same one once a minute."""
+    """Reduces beat's failures to one line, and the same line to once a minute."""
 
     def __init__(self, every_s: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
@@ -93,7 +99,7 @@ def _work(worker: Celery.Worker, beat: EmbeddedService) -> None:
     try:
         worker.start()
     finally:
-        # Not `beat.stop`, which waits for its end: while it looks for its broker, it hears nothing.
+        # Not `beat.stop`: it waits for beat's end, and beat does not notice the stop while it looks for its broker.
         beat.service.stop()
         beat.join(BEAT_END_S)
 
@@ -112,8 +118,9 @@ def _watched(settings: Settings, watch: TasksWatch) -> Iterator[None]:
 
 
 def _check_password(settings: Settings) -> None:
-    """Raises RedisUnavailable for a user that the broker refuses. Celery would try again for ever; a broker that is
-    away is left to it."""
+    """Check the broker's login. Raises RedisUnavailable if the broker refuses the user, since
+    Celery would retry for ever. If the broker is away, Celery keeps trying.
+    """
     url = settings.tasks_broker_url or settings.redis_url
     if not url.startswith(("redis", "unix")):
         return  # another kind of broker

@@ -1,8 +1,8 @@
-"""One HTTP POST to an address that may be reached, within a time, following nothing.
+"""Sends one HTTP POST to a permitted address, within a time limit.
 
-No redirect is followed, no proxy asked, no cookie kept, and of the answer only the status and Retry-After are
-read. The limit is on the whole exchange: a receiver that answers a byte a second is cut off like one that is
-silent. It knows no SQL and no signature.
+It follows no redirect, uses no proxy and keeps no cookie. Of the answer it reads only the status
+and Retry-After. The time limit covers the whole exchange, so a receiver that sends a byte a second
+is cut off like one that is silent.
 """
 
 from __future__ import annotations
@@ -40,16 +40,18 @@ class Reply:
 
     @property
     def is_final(self) -> bool:
-        """410 Gone: the receiver wants no more of it."""
+        """410 Gone: the receiver wants no further tries."""
         return self.status == 410
 
 
 class SendFailed(Exception):
-    """No answer came; one sentence."""
+    """No answer came; the message is one sentence."""
 
 
 class Sender:
-    """Safe to share between threads. `tls` replaces the system's certificates (tests have their own)."""
+    """Sends messages. Safe to share between threads. `tls` replaces the system's certificates
+    (tests have their own).
+    """
 
     def __init__(self, timeout_s: float, allowed: Sequence[Network] = (), tls: ssl.SSLContext | None = None) -> None:
         self._timeout_s = timeout_s
@@ -57,7 +59,7 @@ class Sender:
         self._tls = tls or ssl.create_default_context()
 
     def post(self, url: str, body: bytes, headers: Mapping[str, str]) -> Reply:
-        """Raises SendFailed, AddressRefused, AddressUnknown."""
+        """Send a POST and return the reply. Raises SendFailed, AddressRefused, AddressUnknown."""
         try:
             target = _Target.of(url)
             addresses = resolve(target.host, target.port, self._allowed)
@@ -67,7 +69,7 @@ class Sender:
                 except (OSError, http.client.HTTPException):
                     if not deadline.has_passed:
                         raise
-                if deadline.has_passed:  # what was read by then may be half an answer
+                if deadline.has_passed:  # the answer may be incomplete
                     raise SendFailed(f"{target.host} did not answer within {self._timeout_s:g} s")
                 return reply
         except (OSError, http.client.HTTPException, ValueError) as error:
@@ -77,10 +79,10 @@ class Sender:
         self, target: _Target, addresses: Sequence[str], deadline: _Deadline, body: bytes, headers: Mapping[str, str]
     ) -> Reply:
         connection = http.client.HTTPConnection(target.host, target.port, timeout=self._timeout_s)
-        connection.auto_open = 0  # what is connected here is what is spoken to
+        connection.auto_open = 0  # only the socket connected below is used
         with contextlib.closing(connection):
             connection.sock = self._dial(addresses, target.port, deadline)
-            if target.is_tls:  # the certificate must be the name's
+            if target.is_tls:  # the certificate must match the host name
                 connection.sock = deadline.watch(
                     self._tls.wrap_socket(connection.sock, server_hostname=target.host, do_handshake_on_connect=False)
                 )
@@ -88,7 +90,7 @@ class Sender:
             return _exchange(connection, target, body, headers)
 
     def _dial(self, addresses: Sequence[str], port: int, deadline: _Deadline) -> socket.socket:
-        """To the first address that answers."""
+        """Connect to the first address that answers."""
         trouble: OSError | None = None
         for address in addresses:
             try:
@@ -103,7 +105,7 @@ class Sender:
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """A URL taken apart, in the form in which HTTP wants it: ASCII throughout."""
+    """A URL split into parts, in the form that HTTP needs: ASCII throughout."""
 
     host: str
     port: int
@@ -114,11 +116,11 @@ class _Target:
 
     @classmethod
     def of(cls, url: str) -> _Target:
-        """Raises ValueError."""
+        """Split a URL. Raises ValueError if it is no http or https URL."""
         try:
             parts = urlsplit(url)
             is_known = parts.scheme in ("http", "https") and parts.hostname and (parts.port or 80)
-        except ValueError:  # its words quote the URL
+        except ValueError:  # its message quotes the URL
             is_known = False
         if not is_known or not parts.hostname:
             raise ValueError("is no http or https URL")
@@ -147,7 +149,9 @@ def _exchange(
 
 
 def _seconds(value: str | None) -> float | None:
-    """Of Retry-After, in either form: seconds, or a date."""
+    """Parse Retry-After, which is a number of seconds or a date. Returns None if it is absent or
+    invalid.
+    """
     if value is None:
         return None
     if value.isascii() and value.isdigit():
@@ -160,7 +164,9 @@ def _seconds(value: str | None) -> float | None:
 
 
 class _Deadline:
-    """Shuts the watched socket when the time is up. A socket's own timeout holds for each byte, not for all."""
+    """Shuts down the watched socket when the time is up. A socket's own timeout applies to each
+    read, not to the exchange.
+    """
 
     def __init__(self, seconds: float) -> None:
         self.has_passed = False
@@ -181,7 +187,7 @@ class _Deadline:
     def _shut(self) -> None:
         if self._sock is not None:
             with contextlib.suppress(OSError):
-                socket.socket.shutdown(self._sock, socket.SHUT_RDWR)  # beneath TLS: its owner is in the midst of it
+                socket.socket.shutdown(self._sock, socket.SHUT_RDWR)  # below TLS, which another thread is using
 
     def __enter__(self) -> Self:
         self._timer.start()

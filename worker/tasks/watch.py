@@ -1,8 +1,9 @@
-"""/metrics, /livez, /readyz and /healthz of `tokenmill tasks`, on a thread of their own beside Celery's worker.
+"""Serves /metrics, /livez, /readyz and /healthz of `tokenmill tasks`, on a thread beside Celery's
+worker.
 
-What has to happen again and again in Celery beats a pulse; Redis and SQL are asked every few seconds. A dependency
-that is away makes the process unready, and only what a restart repairs makes it fail /livez: beat's thread has
-ended, or the consumer stands still although its broker answers. It knows no task by name.
+Celery's consumer feeds a watchdog; Redis and SQL are queried every few seconds. A dependency that
+is away makes the process unready. /livez fails only for what a restart repairs: beat's thread has
+ended, or the consumer stands still although its broker answers.
 """
 
 from __future__ import annotations
@@ -27,13 +28,15 @@ from worker.telemetry.families import Reading, Watched, by_label, gauge
 log = logging.getLogger(__name__)
 
 LOOK_S: Final = 5.0
-SILENT_S: Final = 30.0  # the consumer's loop turns every second while it is connected
-STUCK_S: Final = 180.0  # longer than Celery needs to give a broken connection up and to make a new one
+SILENT_S: Final = 30.0  # the consumer's loop runs at least once a second while it is connected
+STUCK_S: Final = 180.0  # longer than Celery needs to replace a broken connection
 _BEAT_S: Final = 1.0
 
 
 class TasksWatch:
-    """Serves from `start` to `stop`. `beats` says whether beat's thread lives; `webhooks` asks SQL."""
+    """Serves from `start` to `stop`. `beats` says whether beat's thread is alive; `webhooks`
+    queries SQL.
+    """
 
     def __init__(
         self,
@@ -64,7 +67,7 @@ class TasksWatch:
         app.steps["consumer"].add(_pulse_step(self._consumer))
 
     def start(self, host: str, port: int) -> int:
-        """The port. Raises PortTaken."""
+        """Start serving and return the port. Raises PortTaken."""
         loop = self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=loop.run_forever, name="watch", daemon=True)
         self._thread.start()
@@ -103,7 +106,10 @@ class TasksWatch:
             yield gauge("webhook_overdue_seconds", "How long the longest due of them has been due", standing.overdue_s)
 
     def _stuck(self) -> str | None:
-        """Silence counts from when both might have spoken: a broker that has just come back is no reason."""
+        """Return a sentence if the consumer stands still although the broker answers. Silence
+        counts from the time at which both were available, so a broker that has just come back is no
+        reason.
+        """
         since = self._broker_ok_since
         if since is None or worker_state.should_stop is not None:
             return None
@@ -130,7 +136,7 @@ class TasksWatch:
             try:
                 await asyncio.to_thread(ask)
                 problem = None
-            except Exception as error:  # whatever it is, it is what /healthz has to say
+            except Exception as error:  # of any kind: /healthz reports it
                 problem = sentence_of(error)
             if problem and problem != self._problems[name]:
                 log.warning("%s: %s", name, problem)
@@ -149,7 +155,7 @@ class TasksWatch:
 
 
 class ConsumerPulse:
-    """Beats with the loop of Celery's consumer, while that is connected to its broker."""
+    """A watchdog that Celery's consumer resets each second while it is connected to its broker."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.last: float | None = None
@@ -169,7 +175,9 @@ class ConsumerPulse:
 
 
 def _pulse_step(pulse: ConsumerPulse) -> type[Any]:
-    """A part of Celery's consumer, started at each connection and stopped at its end."""
+    """Return the part of Celery's consumer that resets the watchdog. It starts at each connection
+    and stops at the connection's end.
+    """
 
     class PulseStep(bootsteps.StartStopStep):  # type: ignore[misc]
         requires = ("celery.worker.consumer.tasks:Tasks",)
