@@ -1,5 +1,7 @@
-"""Cancellations that cannot get lost. Python 3.11's `wait_for`, which the Redis client uses when it sends, forgets a
-cancellation that comes together with the result: the task would go on for ever.
+"""Keeps cancellations from being lost.
+
+The Redis client sends with Python 3.11's `wait_for`, which drops a cancellation that arrives
+together with the result; the task would then continue for ever.
 """
 
 from __future__ import annotations
@@ -11,7 +13,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def heeding_cancellation() -> Iterator[None]:
-    """A cancellation that the body swallowed is raised after it, also in place of the error that it ended with."""
+    """Raise a cancellation that the body swallowed, also in place of an error that the body
+    raised.
+    """
     task = asyncio.current_task()
     before = task.cancelling() if task is not None else 0
 
@@ -29,7 +33,7 @@ def heeding_cancellation() -> Iterator[None]:
 
 
 async def wait_at_most(event: asyncio.Event, seconds: float) -> bool:
-    """Is it set within this time?"""
+    """Return whether the event is set within this many seconds."""
     try:
         async with asyncio.timeout(seconds):
             await event.wait()
@@ -39,7 +43,7 @@ async def wait_at_most(event: asyncio.Event, seconds: float) -> bool:
 
 
 async def end_task(task: asyncio.Task[object] | asyncio.Task[None] | None) -> None:
-    """Cancel it until it is over, however often that takes. Its outcome is not looked at."""
+    """Cancel a task repeatedly until it has ended. Its outcome is ignored."""
     while task is not None and not task.done():
         task.cancel()
         await asyncio.wait([task], timeout=1.0)

@@ -1,4 +1,4 @@
-"""Generation as a Celery task, for backends that speak Celery already.
+"""Generation as a Celery task, for backends that use Celery already.
 
     from api_client.celery import generation_task
     generate = generation_task(app, queue="smollm2-135m-instruct", url="redis://localhost:6379/0", chat=True)
@@ -6,10 +6,11 @@
     generate.delay("Why is the sky blue?", max_tokens=64).get(timeout=60)["text"]
     chain(generate.s("Name a fruit."), generate.s(template="Praise this fruit: {text}")).delay()
 
-`.delay` puts the job on tokenmill's stream at once, whoever asks; its id is the task's. Called by itself, no Celery
-worker has a part in it. Within a chain, a group or a chord, or with callbacks, a Celery message with the same id
-goes out as well: the Celery worker that gets it waits for the job for a moment, puts itself off if it is not over,
-and hands its result on as Celery does with any task's. Submitting twice is one job, so every step may be repeated.
+`.delay` submits the job at once, from the calling process; the job's id is the task's. A task that
+is called alone needs no Celery worker. Within a chain, a group or a chord, or with callbacks, a
+Celery message with the same id is sent as well. The Celery worker that receives it waits briefly
+for the job, retries later if it has not ended, and returns its result as for any task. Submitting
+twice gives one job, so every step may be repeated.
 """
 
 from __future__ import annotations
@@ -51,12 +52,14 @@ _STATES: Final = {
 
 
 class GenerationTask(_BaseTask):  # type: ignore[misc]
-    """One queue. Attributes may be set in a subclass, or with `generation_task`.
+    """A task that submits jobs to one queue. Set its attributes in a subclass or with
+    `generation_task`.
 
-    `defaults` are fields of the job and its sampling parameters that calls may override. `wait_s` is how long a
-    Celery worker's slot may wait for a job before it is put off; `pauses_s` for how long then, time after time.
-    `returns`: "result", a dictionary with text, usage and all, or "text" alone. `chat`: a text is a user's message,
-    as a model that was tuned for chats expects it, and not the beginning of what it is to continue.
+    `defaults` are fields of the job and sampling parameters that a call may override. `wait_s`:
+    seconds for which a Celery worker waits for a job before it retries later; `pauses_s`: seconds
+    until each retry. `returns`: "result" for a dictionary with text, usage and more, or "text".
+    `chat`: send a text as a user's message, for models tuned for chat, instead of as the beginning
+    of the text to continue.
     """
 
     url = "redis://localhost:6379/0"
@@ -81,7 +84,9 @@ class GenerationTask(_BaseTask):  # type: ignore[misc]
 
     @property
     def client(self) -> Client:
-        """This process's own: a forked Celery worker must not share its parent's connections."""
+        """The client of this process. A forked Celery worker must not share its parent's
+        connections.
+        """
         with self._opening:
             if os.getpid() not in self._clients:
                 options = ClientOptions(unserved_s=self.unserved_s)
@@ -101,7 +106,9 @@ class GenerationTask(_BaseTask):  # type: ignore[misc]
         shadow: str | None = None,
         **options: Any,
     ) -> _AsyncResult:
-        """`countdown` and `eta` are the job's `not_before`, `expires` its `deadline`. Raises what `submit` raises."""
+        """Submit the job. `countdown` and `eta` set its `not_before`, and `expires` its `deadline`.
+        Raises the exceptions of `submit`.
+        """
         is_alone = not (task_id or link or link_error or any(options.get(name) for name in _PART_OF_MORE))
         task_id = task_id or new_job_id()
         if not self._get_app().conf.task_always_eager and not options.get("retries"):
@@ -111,7 +118,9 @@ class GenerationTask(_BaseTask):  # type: ignore[misc]
         return super().apply_async(args, kwargs, task_id, producer, link, link_error, shadow, **options)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """In a Celery worker: the job's result, or put off until later; also while the queue's server is away."""
+        """Return the job's result, in a Celery worker. Retry later if the job has not ended or the
+        queue's server is unreachable.
+        """
         job_id = self.request.id
         is_eager = self.request.is_eager
         if is_eager:
@@ -134,30 +143,34 @@ class GenerationTask(_BaseTask):  # type: ignore[misc]
         return value_of(result, self.returns)
 
     def check_served(self, job_id: str, waited_s: float) -> None:
-        """Raises QueueUnserved when the job has waited for too long in a queue that no worker has ever served."""
+        """Raise QueueUnserved if the job has waited too long in a queue that no worker has ever
+        served.
+        """
         if self.unserved_s is not None and waited_s >= self.unserved_s and not self._is_served():
             raise QueueUnserved(self.job_queue, job_id)
 
     def _is_served(self) -> bool:
-        """An answer that cannot be had says nothing against the queue."""
+        """Return whether a worker has ever served the queue; True if the server cannot be asked."""
         try:
             return self.client.is_served()
         except QueueUnavailable:
             return True
 
     def _waited_s(self) -> float:
-        """How long the Celery task has waited and been put off so far."""
+        """Return the seconds that the Celery task has waited and paused so far."""
         last = len(self.pauses_s) - 1
         return sum(self.wait_s + self.pauses_s[min(turn, last)] for turn in range(self.request.retries))
 
     def _end_as_revoked(self, job_id: str) -> NoReturn:
-        """Store REVOKED for the task and for what follows it in its chain. Raises Celery's Ignore, so that it stays."""
+        """Store REVOKED for the task and for the tasks after it in its chain. Raises Celery's
+        Ignore, so that the state is kept.
+        """
         request = self.request
         self.backend.mark_as_failure(job_id, _revoked(job_id), request=request, state=states.REVOKED)
         raise celery.exceptions.Ignore
 
     def AsyncResult(self, task_id: str, **kwargs: Any) -> GenerationResult:
-        """Celery's name for it. Knows the job's state, whichever way it was called."""
+        """Return a result that reads the job's own state. Celery prescribes the name."""
         return GenerationResult(task_id, task=self, backend=self.backend, task_name=self.name, app=self._get_app())
 
     def _submit(self, task_id: str, args: Any, kwargs: Mapping[str, Any], options: Mapping[str, Any]) -> None:
@@ -173,14 +186,18 @@ class GenerationTask(_BaseTask):  # type: ignore[misc]
         self.client.submit(job_id=task_id, idempotency_key=f"celery:{task_id}", **fields)
 
     def _moment(self, given: Any) -> Any:
-        """As Celery reads it: ISO 8601 as well, and without a zone in its own, not this machine's."""
+        """Parse a time as Celery does: ISO 8601 texts are accepted, and a time without a zone is in
+        Celery's zone, not the machine's.
+        """
         with contextlib.suppress(ValueError):  # then it is refused as it is
             given = maybe_iso8601(given) if isinstance(given, str) else given
         return maybe_make_aware(given, self._get_app().timezone) if isinstance(given, datetime) else given
 
 
 class GenerationResult(_BaseResult):  # type: ignore[misc]
-    """Celery's AsyncResult, which asks the job as well: it knows more, and earlier, than the result backend."""
+    """Celery's AsyncResult, which also reads the job's state: it is more detailed and earlier than
+    the result backend's.
+    """
 
     def __init__(self, task_id: str, *, task: GenerationTask, **kwargs: Any) -> None:
         super().__init__(task_id, **kwargs)
@@ -199,7 +216,9 @@ class GenerationResult(_BaseResult):  # type: ignore[misc]
         disable_sync_subtasks: bool = True,
         **_states: Any,
     ) -> Any:
-        """Return what the task returns. Raises GenerationFailed, and Celery's TaskRevokedError and TimeoutError."""
+        """Wait for the task and return its value. Raises GenerationFailed, and Celery's
+        TaskRevokedError and TimeoutError.
+        """
         if disable_sync_subtasks:
             celery.result.assert_will_not_block()
         started = time.monotonic()
@@ -217,7 +236,9 @@ class GenerationResult(_BaseResult):  # type: ignore[misc]
         return self.maybe_throw(propagate=propagate, callback=callback)
 
     def revoke(self, *_: Any, **__: Any) -> None:
-        """Cancel the job, waiting or running: its state becomes REVOKED. What follows it in a chain is not run."""
+        """Cancel the job, waiting or running. Its state becomes REVOKED, and the tasks after it in
+        a chain do not run.
+        """
         self._task.client.cancel(self.id)
 
     def _wait(self, seconds: float, interval: float) -> None:
@@ -260,7 +281,9 @@ def _revoked(job_id: str) -> Exception:
 
 
 def generation_task(app: Any, *, queue: str, name: str = "tokenmill.generate", **attributes: Any) -> GenerationTask:
-    """A registered task. `attributes`: url, database, prefix, defaults, chat, wait_s, or any of Celery's own."""
+    """Register and return a task. `attributes`: url, database, prefix, defaults, chat, wait_s, or
+    any of Celery's own.
+    """
     kind = type(
         "GenerationTask", (GenerationTask,), {"job_queue": queue, "name": name, "abstract": False, **attributes}
     )

@@ -1,4 +1,6 @@
-"""What travels through Celery: arguments as fields of a job, and a job's result as values that JSON can hold."""
+"""Converts between Celery and jobs: arguments of a call to fields of a job, and a job's result to
+JSON values.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from schemas.result import JobResult, JobStatus
 
 
 class GenerationFailed(TokenmillError):
-    """The job ended without an answer. Its arguments are strings, so that any result backend can hold it."""
+    """The job ended without an answer. The arguments are strings, so that any result backend can
+    store the exception.
+    """
 
     def __init__(self, job_id: str, status: str, reason: str = "") -> None:
         super().__init__(job_id, status, reason)
@@ -25,7 +29,7 @@ class GenerationFailed(TokenmillError):
 
 
 def value_of(result: JobResult, returns: str) -> Any:
-    """Raises GenerationFailed."""
+    """Return the JSON value of a result. Raises GenerationFailed."""
     if result.status is not JobStatus.SUCCEEDED:
         raise GenerationFailed(result.job_id, result.status.value, result.error.message if result.error else "")
     if returns == "text":
@@ -45,10 +49,11 @@ def value_of(result: JobResult, returns: str) -> Any:
 
 
 def fields_of(args: Sequence[Any], kwargs: Mapping[str, Any], *, chat: bool = False) -> dict[str, Any]:
-    """The arguments of a call as those of `Client.submit`. Raises InvalidRequest.
+    """Return the arguments of `Client.submit` for the arguments of a task. Raises InvalidRequest.
 
-    The one positional argument is a prompt, messages, or what a task before this one gave: a text, a result, or a
-    list of either. `template` is what to make of it, with {text} in its place. `chat`: the text is a user's message.
+    The only positional argument is a prompt, messages, or the value of a task before this one: a
+    text, a result, or a list of either. `template` is a text in which {text} is replaced by it.
+    `chat`: send the text as a user's message.
     """
     fields = {name: value for name, value in kwargs.items() if name != "template"}
     template = kwargs.get("template")

@@ -1,8 +1,10 @@
-"""The one place that turns a URL into a Redis client, for producers and workers, standalone, Sentinel or Cluster.
+"""Opens the connections of producers and workers from a URL: standalone, Sentinel or Cluster. No
+other module does.
 
-`redis://`, `rediss://`, `unix://` as redis-py reads them; `redis+sentinel://host:26379,host:26379/<service>/<db>`
-and `redis+cluster://host:6379,host:6379` (with `rediss+…` for TLS) besides. Timeouts are always set, and nothing
-is retried behind the caller's back unless it says so: whoever sends a write knows whether it may be repeated.
+redis-py reads `redis://`, `rediss://` and `unix://`.
+`redis+sentinel://host:26379,host:26379/<service>/<db>` and `redis+cluster://host:6379,host:6379`
+are added here, with `rediss+…` for TLS. Timeouts are always set. A command is retried only if the
+caller asks for it, because only the caller knows whether a write may be repeated.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ _sync_node: Any = redis.cluster.ClusterNode
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """How connections behave. `timeout_s` bounds each reply; `retries` is for callers whose calls may be repeated."""
+    """Options of the connections. `timeout_s` limits the wait for each reply. Set `retries` only if
+    every call may be repeated.
+    """
 
     timeout_s: float = 5.0
     connect_timeout_s: float = 5.0
@@ -57,7 +61,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A parsed URL. `kind`: "single", "sentinel" or "cluster"."""
+    """A parsed URL. `kind` is "single", "sentinel" or "cluster"."""
 
     kind: str
     url: str  # what redis-py reads, for "single"
@@ -71,8 +75,11 @@ class Endpoint:
 
 
 def parse_url(url: str) -> Endpoint:
-    """Raises ConfigurationError with one sentence, in which no part of the URL behind its scheme is repeated: a
-    password that was not quoted may stand anywhere in it."""
+    """Parse a URL. Raises ConfigurationError with one sentence.
+
+    The sentence repeats nothing of the URL after its scheme, because an unquoted password may stand
+    anywhere in it.
+    """
     try:
         parts = urlsplit(url)
     except ValueError:
@@ -155,8 +162,11 @@ def _options(link: Link) -> dict[str, Any]:
 
 @functools.cache
 def _driver_info() -> object | None:
-    """What connections call themselves. Left to it, the library reads its own package's metadata for each of them, in
-    0.4 ms, and a client that follows 32 jobs opens as many. None for earlier versions, which read it once.
+    """Return the driver name that connections report to the server, built once.
+
+    By default redis-py reads its own package metadata for each connection, which takes 0.4 ms; a
+    client that follows 32 jobs opens as many connections. Returns None for older versions of
+    redis-py, which read it once.
     """
     try:
         from redis.driver_info import DriverInfo
@@ -171,7 +181,9 @@ def _backoff() -> ExponentialWithJitterBackoff:
 
 @contextmanager
 def _options_of_urls() -> Iterator[None]:
-    """Values after the `?` are the library's business; its words name the option, its cause repeats the value."""
+    """Raise ConfigurationError for an option of the URL that redis-py rejects. The message names
+    the option; only the cause repeats its value.
+    """
     try:
         yield
     except TypeError:  # of a name that may be part of a password: not a word
@@ -181,15 +193,20 @@ def _options_of_urls() -> Iterator[None]:
 
 
 def _with_known_options(client: Any) -> Any:
-    """The library would find out at the first command. Raises TypeError."""
+    """Return the client after checking its options, which redis-py would do at the first command.
+    Raises TypeError.
+    """
     pool = client.connection_pool
     pool.connection_class(**pool.connection_kwargs)  # connects to nothing
     return client
 
 
 def connect(url: str, link: Link | None = None) -> redis.Redis:
-    """A client for threads. Nothing is sent before the first command, but a cluster is asked for its nodes: raises
-    QueueUnavailable."""
+    """Create a client for threads.
+
+    Nothing is sent before the first command, except that a cluster is asked for its nodes; this
+    raises QueueUnavailable if none answers.
+    """
     link, endpoint = link or Link(), parse_url(url)
     options = _options(link) | {"retry": redis.retry.Retry(_backoff(), link.retries)}
     if endpoint.kind == "single":
@@ -212,7 +229,7 @@ def connect(url: str, link: Link | None = None) -> redis.Redis:
 
 
 def connect_async(url: str, link: Link | None = None) -> redis.asyncio.Redis:
-    """A client for one event loop. Nothing is sent before the first command."""
+    """Create a client for one event loop. Nothing is sent before the first command."""
     link, endpoint = link or Link(), parse_url(url)
     options = _options(link) | {"retry": redis.asyncio.retry.Retry(_backoff(), link.retries)}
     if endpoint.kind == "single":
@@ -234,7 +251,7 @@ def connect_async(url: str, link: Link | None = None) -> redis.asyncio.Redis:
 
 
 class _ThroughSentinel(redis.Redis):
-    """Closes its connections to the sentinels too, which the library leaves open."""
+    """Also closes the connections to the sentinels, which redis-py leaves open."""
 
     def close(self) -> None:
         super().close()
@@ -250,6 +267,10 @@ class _AsyncThroughSentinel(redis.asyncio.Redis):
 
 
 def _sentinel_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Sentinels have their own users; timeouts and TLS are shared. One that is away is not asked again (the library
-    would, ten times): the next sentinel is."""
+    """Return the options of connections to sentinels. Sentinels have their own users; timeouts and
+    TLS are shared.
+
+    The caller adds a retry policy without retries: redis-py would ask an unreachable sentinel ten
+    times before it tries the next one.
+    """
     return {key: value for key, value in options.items() if key.startswith(("socket_", "ssl")) or key == "protocol"}

@@ -1,7 +1,7 @@
-"""Tracks which tokens of a job a subscriber has; turns log entries, messages and results into chunks that it has not
-received, each exactly once and in order.
+"""Tracks which tokens of a job a subscriber has; turns log entries, messages and results into
+chunks that it has not received, each exactly once and in order.
 
-It keeps one number per choice. It knows no connection: its caller reads the log when a message leaves a gap.
+It keeps one number per choice. Its caller reads the log when a message leaves a gap.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ _ENDED = "e"  # marks a choice of a position whose end was told
 
 
 class StreamCursor:
-    """`starting_after`: the position of the last chunk that the subscriber has, or a number of tokens where there is
-    one choice. Raises ConfigurationError for what is neither.
+    """The position of a subscriber in a job's answer.
+
+    `starting_after` is the position of the last chunk that the subscriber has; with one choice, a
+    number of tokens also works. Raises ConfigurationError for any other value.
     """
 
     __slots__ = ("_ended", "_has", "_is_number", "_num_choices", "is_over", "job_id")
@@ -37,7 +39,7 @@ class StreamCursor:
 
     @property
     def has(self) -> dict[int, int]:
-        """Tokens of each choice that the subscriber has."""
+        """For each choice, the number of tokens that the subscriber has."""
         return dict(enumerate(self._has))
 
     @property
@@ -46,13 +48,19 @@ class StreamCursor:
 
     @property
     def log_start(self) -> str:
-        """The log entry to read from. The log of several choices is read whole: the numbers of its entries count all
-        choices together, in the order in which the job's present worker came to them.
+        """The id of the log entry to read from.
+
+        The log of several choices is read from its beginning: the ids of its entries count the
+        tokens of all choices together, in the order in which the job's present worker wrote them.
         """
         return f"{self._has[0]}-0" if self._has[0] and self._num_choices == 1 else "-"
 
     def accept(self, chunk: Chunk) -> list[Chunk] | None:
-        """The chunk as it is to be told (nothing if it was told before); None when what is before it is missing."""
+        """Return the chunks to deliver for a chunk that was received.
+
+        Returns an empty list if the subscriber has it already, and None if a chunk before it is
+        missing.
+        """
         has = self._has
         if (
             chunk.index == has[0]
@@ -74,7 +82,9 @@ class StreamCursor:
         return self._accept(chunk)
 
     def accept_log(self, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
-        """A page of the log. What follows a gap is not taken: the log is being made anew, or the result has it."""
+        """Yield the new chunks of a page of the log. Stop at a gap: the log is being written again,
+        or the result has the missing tokens.
+        """
         for chunk in chunks:
             told = self.accept(chunk)
             if told is None:
@@ -82,7 +92,9 @@ class StreamCursor:
             yield from told
 
     def accept_result(self, result: JobResult) -> Iterator[Chunk]:
-        """The rest of an answer whose log is gone: one chunk per token, choice by choice, then the last chunk."""
+        """Yield the rest of an answer whose log was deleted: one chunk per token, choice by choice,
+        then the last chunk.
+        """
         if self.is_over:
             return
         choices = [choice for choice in result.choices if 0 <= choice.index < MAX_CHOICES]
@@ -133,19 +145,25 @@ class StreamCursor:
             yield self._placed(end_chunk)
 
     def _rest(self, choice: ChoiceResult) -> str:
-        """The text behind a choice's last token, unless the subscriber has more tokens than that."""
+        """Return the text after a choice's last token; "" if the subscriber has more tokens than
+        the choice.
+        """
         if self._has[choice.index] > len(choice.token_ids):
             return ""
         return choice.text[choice.text_ends[-1] if choice.text_ends else 0 :]
 
     def _lacks_something(self, last: Chunk) -> bool:
-        """A lone choice's last chunk says how many tokens there are; each of several must have told its end."""
+        """Return whether chunks before the last one are missing. With one choice, the last chunk
+        has the number of tokens; with several, each choice must have ended.
+        """
         if self._num_choices == 1:
             return last.index > self._has[0]
         return len(self._ended) < self._num_choices
 
     def _expect(self, num_choices: int) -> None:
-        """The job has so many choices, or more: the chunks of an older worker do not say how many."""
+        """Extend the position to this number of choices or more. Chunks of an older worker do not
+        say how many there are.
+        """
         missing = min(num_choices, MAX_CHOICES) - self._num_choices
         if missing <= 0:
             return
@@ -175,7 +193,9 @@ class StreamCursor:
         return [self._placed(chunk)]
 
     def _placed(self, chunk: Chunk) -> Chunk:
-        """With the subscriber's position behind it, where its index alone does not say that."""
+        """Return the chunk with the subscriber's position after it, if the job has several choices;
+        with one, its index is enough.
+        """
         if self._num_choices == 1:
             return chunk
         ended = self._ended
@@ -184,7 +204,9 @@ class StreamCursor:
 
 
 def read_position(value: str | int) -> tuple[list[int], set[int]]:
-    """Tokens of each choice, and choices whose end was told. Raises ConfigurationError."""
+    """Return the tokens of each choice, and the choices whose end was delivered. Raises
+    ConfigurationError.
+    """
     text = str(value)
     if not isinstance(value, str | int) or isinstance(value, bool) or not _POSITION.fullmatch(text):
         raise ConfigurationError(f"starting_after is the position of a chunk, or a number of tokens, not {value!r}")
@@ -194,8 +216,8 @@ def read_position(value: str | int) -> tuple[list[int], set[int]]:
 
 
 def _without(chunk: Chunk, seen: int) -> Chunk:
-    """The chunk from its token `seen` on: a subscriber may begin inside it, and chunks may be cut anew after the server
-    lost its last moments.
+    """Return the chunk without its first `seen` tokens. A subscriber may start inside a chunk, and
+    chunks may have other borders after the server lost its last writes.
     """
     told = chunk.text_ends[seen - 1] if seen <= len(chunk.text_ends) else 0
     return msgspec.structs.replace(

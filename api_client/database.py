@@ -1,6 +1,6 @@
-"""A database as producers open it: the URL forms, timeouts, and one sentence for each of its errors.
+"""A database as producers open it: forms of the URL, timeouts, and one sentence for each error.
 
-Needs the extra `sql` (SQLAlchemy). It knows no table.
+Needs the extra `sql` (SQLAlchemy).
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 
 class Database:
-    """Safe to share between threads. `sql` is the module sqlalchemy, imported when it is needed."""
+    """A connection pool of one database; may be shared between threads. `sql` is the module
+    sqlalchemy, imported when the first instance is created.
+    """
 
     def __init__(self, url: str) -> None:
         try:
@@ -45,7 +47,9 @@ class Database:
 
     @contextmanager
     def connection(self) -> Iterator[sqlalchemy.Connection]:
-        """One transaction, committed at the end. Errors become ours, in one sentence without the statement."""
+        """Open one transaction, which commits at the end. Errors of SQLAlchemy become
+        TokenmillErrors: one sentence, without the statement.
+        """
         try:
             with self._engine.begin() as connection:
                 yield connection
@@ -74,7 +78,9 @@ class Database:
 
 
 def _address(url: str) -> str:
-    """PostgreSQL through psycopg 3; SQLite without making a file that is not there."""
+    """Return the URL for SQLAlchemy: PostgreSQL through psycopg 3, and SQLite without creating a
+    missing file.
+    """
     if url.startswith("sqlite:///") and "?" not in url:
         return "sqlite:///file:" + url.removeprefix("sqlite:///") + "?mode=rw&uri=true"
     return re.sub(r"^postgres(ql)?://", "postgresql+psycopg://", url)

@@ -1,5 +1,7 @@
-"""Connections that leave a server which has become a replica. Behind one address a failover moves the address, and
-not the connections: those that stay could be refused for ever. The library minds this for Sentinel alone.
+"""Closes connections to a server that has become a replica.
+
+Behind one address, a failover moves the address but not the open connections; these could be
+refused writes for ever. redis-py handles this only for Sentinel.
 """
 
 from __future__ import annotations
@@ -15,12 +17,16 @@ _WHY = "the server has become a replica, which is read-only"
 
 
 def is_demotion(error: Exception) -> bool:
-    """Servers before Redis 7 put what a script met into a sentence of their own."""
+    """Return whether an error says that the server is a read-only replica. Servers before Redis 7
+    wrap the error of a command inside a script in a sentence of their own.
+    """
     return isinstance(error, ReadOnlyError) or (isinstance(error, ResponseError) and "-READONLY " in str(error))
 
 
 def leave_replicas(client: redis.Redis | redis.asyncio.Redis) -> None:
-    """From now on a reply that says so ends its connection: the next one is made to whoever has the address then."""
+    """Make the client close a connection whose reply says that the server is a replica. The next
+    connection goes to the server that has the address then.
+    """
     pool: Any = client.connection_pool
     kind = _leaving_async if isinstance(client, redis.asyncio.Redis) else _leaving
     pool.connection_class = kind(pool.connection_class)

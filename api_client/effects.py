@@ -1,8 +1,10 @@
-"""What a client program asks of the world. The programs are generators that yield these and are sent the answers;
-`Client` and `AsyncClient` each perform them in their own way, so that everything else is written once.
+"""Effects: the input and output that an operation of the client requests.
 
-An effect that fails because of the server is thrown back into the program as QueueUnavailable, and one whose script
-refuses an argument as InvalidRequest.
+Operations are generators (programs). They yield effects and are sent the answers. `Client` and
+`AsyncClient` each execute the effects in their own way, so that everything else is written once.
+
+If an effect fails because of the server, QueueUnavailable is raised inside the program;
+InvalidRequest if a script rejects an argument.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class RunScript:
-    """Answer: the script's reply."""
+    """Run a Lua script. Answer: the script's reply."""
 
     script: Script
     arguments: tuple[Argument, ...]
@@ -27,8 +29,10 @@ class RunScript:
 
 @dataclass(frozen=True, slots=True)
 class Commands:
-    """Several commands in one round trip, in order. Answer: their raw replies. `tolerant`: where the server refuses a
-    command, its reply is the exception, and the others are answered all the same.
+    """Send several commands in one round trip, in order. Answer: their raw replies.
+
+    `tolerant`: a command that the server refuses has the exception as its reply, and the other
+    commands have theirs.
     """
 
     commands: tuple[tuple[Argument, ...], ...]
@@ -37,23 +41,30 @@ class Commands:
 
 @dataclass(frozen=True, slots=True)
 class Listen:
-    """Open a subscription, or open it anew. Answer: none, once the server has confirmed it."""
+    """Open the program's subscription, or open it again. Answer: None, once the server has
+    confirmed it.
+    """
 
     channel: str
 
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """Answer: the next message's bytes; None after `timeout` seconds; MISSED when messages may have been lost."""
+    """Wait for a message. Answer: the next message's bytes; None after `timeout` seconds; MISSED if
+    messages may have been lost.
+    """
 
     timeout: float
 
 
 @dataclass(frozen=True, slots=True)
 class Follow:
-    """Receive, and hand the values that `told_by` makes of each message to the user as Tell does, until it makes None
-    of one: the way of every token. `taken` is called when the user comes back for more. Answer: that message, or what
-    else Receive answers.
+    """Receive messages, and hand the values that `told_by` makes of each to the caller as Tell
+    does.
+
+    It ends at a message of which `told_by` makes None; every streamed token takes this path.
+    `taken` is called when the caller asks for the next value. Answer: the message at which it
+    ended, or another answer of Receive.
     """
 
     timeout: float
@@ -63,7 +74,9 @@ class Follow:
 
 @dataclass(frozen=True, slots=True)
 class LookUp:
-    """Ask the database for a job's result. Answer: JobResult or None (also when no database is configured)."""
+    """Look up a job's result in the database. Answer: JobResult, or None; None also without a
+    database.
+    """
 
     job_id: str
 
@@ -75,7 +88,7 @@ class Sleep:
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """Hand this value to the user, who may take his time."""
+    """Hand a value to the caller, which may take any time before it continues."""
 
     value: Any
 

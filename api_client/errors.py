@@ -1,4 +1,4 @@
-"""What can go wrong for a producer, and whose move it is.
+"""The exceptions of the clients, and what the caller can do about each.
 
 TokenmillError
 ├── ConfigurationError        a URL, a password or an option is wrong: fix it
@@ -6,13 +6,13 @@ TokenmillError
 ├── QueueRefusal              nothing was stored: try later           (.accepted of earlier batches)
 │   ├── QueueFull             (.depth .limit)
 │   └── RateLimited           (.tenant .retry_after)
-├── IdempotencyConflict       this key or id stands for another job  (.job_id)
-├── JobNotFound               neither queue nor database knows it
-├── ResultTimeout             not ended yet; also a TimeoutError
+├── IdempotencyConflict       the key or id belongs to another job   (.job_id)
+├── JobNotFound               neither the queue nor the database has the job
+├── ResultTimeout             the job has not ended yet; also a TimeoutError
 ├── QueueUnserved             no worker has ever served the queue    (.queue .job_id)
-├── JobFailed                 it ended without an answer              (.result)
-├── UnreadableRecord          what the queue holds of a job is damaged, or of a later version: update
-├── ClientClosed              `close` was called, before or meanwhile; also a RuntimeError
+├── JobFailed                 the job ended without an answer         (.result)
+├── UnreadableRecord          a job's record is damaged, or of a newer version: update
+├── ClientClosed              `close` was called before or during the call; also a RuntimeError
 └── QueueUnavailable          the server cannot be reached, or refuses to write
 """
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class TokenmillError(Exception):
-    """The root; each message is one sentence for people."""
+    """The base class. Each message is one sentence for people."""
 
 
 class ConfigurationError(TokenmillError, ValueError):
@@ -40,7 +40,9 @@ class InvalidRequest(TokenmillError, ValueError):
 
 
 class QueueRefusal(TokenmillError):
-    """`accepted`: job ids that earlier batches of the same submit_many had stored before this one was refused."""
+    """The queue refused a job. `accepted`: ids of the jobs that earlier batches of the same
+    submit_many had stored.
+    """
 
     accepted: tuple[str, ...] = ()
 
@@ -78,7 +80,10 @@ class ResultTimeout(TokenmillError, TimeoutError):
 
 
 class QueueUnserved(TokenmillError):
-    """The job stays in the queue. Its arguments are texts, so that Celery's result backends can hold it."""
+    """No worker has ever served the queue. The job stays in the queue.
+
+    The arguments are texts, so that Celery's result backends can store the exception.
+    """
 
     def __init__(self, queue: str, job_id: str) -> None:
         super().__init__(queue, job_id)
@@ -93,7 +98,7 @@ class QueueUnserved(TokenmillError):
 
 
 class JobFailed(TokenmillError):
-    """Raised where an answer is wanted and nothing else: `result(..., check=True)`."""
+    """Raised by `result(..., check=True)` when the job did not succeed."""
 
     def __init__(self, result: JobResult) -> None:
         reason = result.error.message if result.error else f"its state is {result.status.value}"

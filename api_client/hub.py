@@ -1,8 +1,8 @@
-"""Any number of subscriptions over one connection, for an event loop: AsyncClient's streams, a worker's bell.
+"""Many subscriptions over one connection, for an event loop: AsyncClient's streams and a worker's
+wake-ups.
 
-The connection exists while somebody is subscribed. When it breaks it is opened again, and every subscriber is
-told that he may have missed messages. It promises nothing else.
-"""
+The connection is open while there is a subscriber. When it breaks it is opened again, and every
+subscriber receives MISSED, because messages may have been lost."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _PAUSES_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 
 
 class HubSubscription:
-    """One subscriber of one channel; one task receives at a time.
+    """One subscription to one channel; one task receives at a time.
 
-    Tokens come by the thousand: a message costs no timer. One timer per subscription rings at the latest time that a
-    receiver waited for when it was set, and is set again if somebody waits for longer by then.
-    """
+    Tokens come by the thousand, so a message must not cost a timer. Each subscription has one
+    timer. It fires at the latest time for which a receiver waited when it was set, and is set again
+    if a receiver then waits for longer."""
 
     __slots__ = ("_hub", "_loop", "_messages", "_rings_at", "_timer", "_wait_until", "_waiter", "channel")
 
@@ -61,7 +61,8 @@ class HubSubscription:
         messages.append(message)
 
     async def receive(self, timeout: float) -> bytes | Signal | None:
-        """The next message; None after `timeout` seconds; MISSED when some may have been lost."""
+        """Return the next message; None after `timeout` seconds; MISSED if messages may have been
+        lost."""
         if self._messages:
             return self._messages.popleft()
         loop = self._loop
@@ -102,11 +103,11 @@ class HubSubscription:
 
 
 class _Session:
-    """One pub/sub connection; `hand_on` gets what comes: [kind, channel, content] each, and says whether it may go on.
+    """One pub/sub connection. `hand_on` is called with each message as [kind, channel, content]; it
+    returns False if the session must end.
 
-    Only its reader opens and closes it; `tell` sends beside it, straight to the socket: a send while it is closed
-    breaks the library.
-    """
+    Only the reader task opens and closes the session. `tell` sends directly to the socket beside
+    it. A send during a close would break redis-py, so a lock separates them."""
 
     def __init__(
         self, client: Any, hand_on: Callable[[list[Any]], bool], *, sharded: bool, owned: redis.asyncio.Redis | None
@@ -129,8 +130,8 @@ class _Session:
             await connection.send_command(f"{self._prefix}SUBSCRIBE", *channels, check_health=False)
 
     async def tell(self, channel: bytes, is_wanted: Callable[[], bool]) -> None:
-        """Subscribe or unsubscribe, as it is wanted when the turn comes: the last word counts. A session that cannot be
-        told is over."""
+        """Subscribe or unsubscribe, whichever is wanted when the lock is acquired, so that the last
+        request counts. If sending fails, the session ends."""
         async with self._lock:
             verb = f"{self._prefix}{'' if is_wanted() else 'UN'}SUBSCRIBE"
             connection = self._pubsub.connection
@@ -142,7 +143,7 @@ class _Session:
                 self._end(ConnectionError(f"{verb} could not be sent: {error}"))
 
     async def read(self) -> None:
-        """Until the connection must be made anew. Raises SERVER_TROUBLE when it is lost."""
+        """Return when the connection has to be opened again. Raises SERVER_TROUBLE if it is lost."""
         listener = asyncio.create_task(self._listen(), name="channel-listener") if self._wire is None else None
         try:
             await self._over.wait()
@@ -161,7 +162,7 @@ class _Session:
                         await part.aclose()
 
     async def _listen(self) -> None:
-        """As the library reads, where there is no wire."""
+        """Read replies through redis-py, for connections without a Wire."""
         try:
             while not self._over.is_set():
                 self._take(
@@ -188,7 +189,7 @@ class _Session:
 
 
 class ChannelHub:
-    """Bound to one event loop. `client` is used for nothing but its pub/sub connections."""
+    """The subscriptions of one event loop. `client` is used only for its pub/sub connections."""
 
     def __init__(self, client: redis.asyncio.Redis) -> None:
         self._client: Any = client
@@ -201,7 +202,7 @@ class ChannelHub:
         self._is_closed = False
 
     async def subscribe(self, channel: str) -> HubSubscription:
-        """Returns when the server has confirmed. Raises QueueUnavailable."""
+        """Subscribe to a channel; return once the server has confirmed it. Raises QueueUnavailable."""
         self._check_open()
         name = channel.encode()
         subscription = HubSubscription(self, name)
@@ -239,7 +240,7 @@ class ChannelHub:
             await self._session.tell(channel, lambda: channel in self._subscribers)
 
     async def close(self) -> None:
-        """For good. Whoever waits for a message is told at once that there may be some that he will never get."""
+        """Close the hub for good. Every waiting receiver returns MISSED at once."""
         self._is_closed = True
         subscribers, self._subscribers = self._subscribers, {}
         for confirmed in self._confirmed.values():
@@ -258,7 +259,7 @@ class ChannelHub:
         self._check_open()
 
     async def _stop_reader(self) -> None:
-        """Whoever subscribes meanwhile gets a reader of his own."""
+        """End the reader task. A subscription made meanwhile starts a new one."""
         reader, self._reader, self._session = self._reader, None, None
         await end_task(reader)
 
@@ -307,7 +308,8 @@ class ChannelHub:
         return session
 
     def _hand_on(self, message: list[Any]) -> bool:
-        """False: the slot has moved, connect anew."""
+        """Deliver a message to its subscribers. Return False if the slot has moved to another node
+        and the hub must reconnect."""
         kind, channel = message[0], message[1]
         if kind in (b"message", b"smessage"):
             for subscription in self._subscribers.get(channel, ()):

@@ -1,10 +1,12 @@
-"""Reads the request shapes of OpenAI's API: messages, prompts, stop texts, biases and response formats.
+"""Reads the request shapes of OpenAI's API: messages, prompts, stop texts, biases and response
+formats.
 
-Every entrance of a producer goes through `read_forms`: the clients, the command line, Celery tasks and bulk files. The
-same shape gives the same job, or the same sentence, at each of them. A shape that this project defines itself
+Clients, the command line, Celery tasks and bulk files all use `read_forms`, so that the same shape
+gives the same job or the same error everywhere. A shape that this project defines itself
 (`response_format` with `json_schema`, `regex` or `grammar` and without `type`) is read here too.
 
-An unknown key is refused by its name. A key whose value is null counts as absent, as it does in OpenAI's API.
+An unknown key is rejected by its name. A key whose value is null counts as absent, as in OpenAI's
+API.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ _SCHEMA_KEYS: Final = ("name", "description", "schema", "strict")
 
 
 class FormError(InvalidRequest):
-    """One shape is refused. `param` names the place, `code` is the one that OpenAI's API gives."""
+    """A shape was rejected. `param` names its place; `code` is the code that OpenAI's API gives."""
 
     def __init__(self, message: str, param: str | None = None, code: str = "invalid_value") -> None:
         super().__init__([message])
@@ -34,7 +36,8 @@ class FormError(InvalidRequest):
 
 
 def read_forms(fields: dict[str, Any]) -> None:
-    """Replace OpenAI's shapes in the arguments of `submit` by the fields of a job. Values are builtins.
+    """Replace OpenAI's shapes in the arguments of `submit` by the fields of a job. Values are
+    builtins.
 
     Raises FormError for the first shape that cannot be read.
     """
@@ -59,7 +62,7 @@ def _read_prompt(fields: dict[str, Any]) -> None:
 
 
 def _read_length(fields: dict[str, Any]) -> None:
-    """The newer name of `max_tokens`; it wins."""
+    """Rename `max_completion_tokens` to `max_tokens`, and replace any value given there."""
     fields["max_tokens"] = fields.pop("max_completion_tokens")
 
 
@@ -72,7 +75,7 @@ def _read_stop(fields: dict[str, Any]) -> None:
 
 
 def _read_biases(fields: dict[str, Any]) -> None:
-    """JSON has no number as a key: a token id may be written as a text."""
+    """Convert token ids that are texts to integers, because keys of JSON objects are texts."""
     given = fields["logit_bias"]
     if not isinstance(given, Mapping) or not all(_is_token_id(key) and _is_number(bias) for key, bias in given.items()):
         raise FormError("logit_bias must be a map from token ids to numbers", "logit_bias")
@@ -115,7 +118,7 @@ def _message(message: Any, where: str) -> dict[str, str]:
 
 
 def _said(given: Mapping[str, Any], role: str, where: str) -> Any:
-    """An assistant's refusal is what it said, in place of its content."""
+    """Return the content of a message. An assistant's refusal replaces its content."""
     content, refusal = given.get("content"), given.get("refusal")
     if refusal is None:
         return content
@@ -169,7 +172,7 @@ def _read_format(fields: dict[str, Any]) -> None:
 
 
 def _text_format(given: Mapping[str, Any]) -> None:
-    """Any text, as without a format."""
+    """Read the format "text", which allows any text: the same as no format."""
     _refuse_unknown(given, ("type",), "response_format")
 
 
@@ -179,7 +182,9 @@ def _object_format(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _schema_format(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema stands in an envelope, beside its name and `strict`. OpenAI's default of `strict` is false."""
+    """Read a schema from OpenAI's envelope, where it stands beside `name` and `strict`. OpenAI's
+    default for `strict` is false.
+    """
     where = "response_format.json_schema"
     _refuse_unknown(given, ("type", "json_schema"), "response_format")
     envelope = given.get("json_schema")

@@ -1,6 +1,7 @@
-"""Webhooks as an operator sees them: what waits, what was delivered, what was set aside, and its way back.
+"""Webhooks in the database, for operators: pending, delivered and dead ones, and redriving the
+dead.
 
-Needs the extra `sql`. It sends nothing: `tokenmill tasks` does.
+Needs the extra `sql`. `tokenmill tasks` sends them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ _COLUMNS: Final = (
 
 
 class WebhookRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One notice; `due_ms` is its next try while it is pending. `url` is without passwords and values of the query."""
+    """One webhook message. `due_ms` is the time of its next attempt while it is pending. `url` is
+    without passwords and query values.
+    """
 
     id: str
     job_id: str
@@ -41,7 +44,7 @@ class WebhookRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SqlWebhooks:
-    """One database. Safe to share between threads."""
+    """The webhooks in one database; may be shared between threads."""
 
     def __init__(self, url: str) -> None:
         self._database = Database(url)
@@ -51,7 +54,7 @@ class SqlWebhooks:
     def list(
         self, *, state: str | None = None, tenant: str | None = None, job_id: str | None = None, limit: int = 100
     ) -> Sequence[WebhookRow]:
-        """The latest due first."""
+        """List webhooks, the latest due first."""
         if state is not None and state not in STATES:
             raise ConfigurationError(f"a webhook is {', '.join(STATES)}, not {state}")
         table = self._webhooks
@@ -64,7 +67,9 @@ class SqlWebhooks:
         return [msgspec.structs.replace(row, url=redacted_url(row.url)) for row in rows]
 
     def redrive(self, ids: Sequence[str] | None = None, limit: int = 1000) -> Sequence[str]:
-        """Try dead ones again, at once and as often as new ones; without ids, those that died first. Returns which."""
+        """Make dead webhooks pending again, with all their attempts, and return their ids. Without
+        `ids`, take those that died first.
+        """
         sql, table = self._database.sql, self._webhooks
         dead = sql.select(table.c.id).where(table.c.state == "dead")
         dead = dead.order_by(table.c.due_ms) if ids is None else dead.where(table.c.id.in_(list(ids)))

@@ -1,8 +1,9 @@
-"""The statements behind lists of jobs and sums of usage. Each reads one range of one index, however large the table.
+"""SQL statements for lists of jobs and sums of usage. Each reads one range of one index, however
+large the table.
 
-A list is ordered by its jobs' ends, the newest first, and by id among equals; a page begins behind the last row of
-the page before, so that a deep page costs what the first does, and rows that arrive meanwhile shift nothing.
-It knows the tables only by the columns it reads, and no connection.
+A list is ordered by the time at which its jobs ended, the newest first, then by id. A page begins
+after the last row of the page before. So a deep page costs as much as the first, and new rows shift
+nothing. Tables are known here only by the columns that are read.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ usage_days: Final = sa.table("usage_days", sa.column("day"))
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """A place in a list: behind this row."""
+    """A position in a list: after the row with this time and id."""
 
     finished_ms: int
     job_id: str
 
     @classmethod
     def parse(cls, text: str) -> Cursor:
-        """What JobRow.cursor says."""
+        """Parse the text of JobRow.cursor. Raises ConfigurationError."""
         moment, dot, job_id = text.partition(".")
         if not (dot and job_id and moment.isascii() and moment.isdigit() and len(moment) < 19):
             raise ConfigurationError(f"{text!r} is no cursor: it is what the page before ended with")
@@ -66,7 +67,9 @@ def job_page(
     limit: int,
     offset: int = 0,
 ) -> sa.Select[Any]:
-    """`wanted`: values of columns. The page is cut before usage is joined, so the join is of one page."""
+    """Select one page of jobs. `wanted`: values of columns. The page is cut before usage is joined,
+    so that the join covers one page.
+    """
     page = sa.select(*(column for column in jobs.c if column.name not in _NOT_LISTED))
     page = page.where(*_equal(jobs, wanted))
     if since_ms is not None:
@@ -94,7 +97,9 @@ def usage_sums(
     until_day: str | None = None,
     summed_before: str | None = None,
 ) -> sa.Select[Any]:
-    """Grouped by `by`. Days before `summed_before` come from the sums by day, the others from usage itself."""
+    """Sum usage, grouped by `by`. Days before `summed_before` come from the daily sums, later days
+    from the usage table.
+    """
     parts = []
     for table in (usage, usage_daily) if summed_before is not None else (usage,):
         part = _grouped(table, by).where(*_equal(table, wanted))

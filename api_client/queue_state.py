@@ -1,8 +1,8 @@
-"""A queue at a glance: what waits in each class and for how long, what each tenant has, which workers live.
+"""The state of a queue: backlog and age of each class, load of each tenant, and the live workers.
 
-For `tokenmill top`, the exporter and autoscaling. Seven round trips at most, whatever the backlog; nothing is written,
-and the `reader` of ops/redis/users.acl may do it. What is asked of a lane may be gone when the answer comes: then it
-counts as empty.
+For `tokenmill top`, the exporter and autoscaling. It takes seven round trips at most, whatever the
+backlog. It writes nothing, and the `reader` of ops/redis/users.acl may run it. A stream that
+disappears between two commands counts as empty.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ _RETURNED_SPAN = 10**13  # of the scores in `returned`, per class
 
 
 class ClassState(msgspec.Struct, frozen=True, kw_only=True):
-    """One priority class. `oldest_ms`: how long its oldest waiting job has been waiting, 0 when none is."""
+    """One priority class. `oldest_ms`: how long its oldest waiting job has waited; 0 if none
+    waits.
+    """
 
     waiting: int = 0
     waiting_tokens: int = 0  # estimated
@@ -42,8 +44,11 @@ class TenantState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QueueState(msgspec.Struct, frozen=True, kw_only=True):
-    """`scheduled` jobs wait for their time or their next attempt, and count as waiting from then on. `unrecorded` jobs
-    ended while they waited, and are to be written down. Counters are of the queue's whole life.
+    """The state of a queue.
+
+    `scheduled` jobs wait for their start time or next attempt; once due they count as waiting.
+    `unrecorded` jobs ended while they waited, and have to be recorded. Counters cover the queue's
+    whole life.
     """
 
     queue: str
@@ -65,7 +70,9 @@ class QueueState(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class _Lane:
-    """One tenant's jobs of one class. Of its entries, those that are pending have been handed out."""
+    """The stream of one tenant's jobs of one class. Its pending entries are the jobs that were
+    delivered.
+    """
 
     priority: Priority
     tenant: str
@@ -74,7 +81,9 @@ class _Lane:
 
 
 def overview(view: QueueView) -> Program[QueueState]:
-    """What cannot be read any more is left out; trouble with the server is QueueUnavailable."""
+    """Read the state of a queue. Values that cannot be read are left out. Raises QueueUnavailable
+    for trouble with the server.
+    """
     keys = view.keys
     counts = (("ZCARD", keys.delayed), ("ZCARD", keys.ended), ("XLEN", keys.dead))
     returned = tuple(_first_returned(view, priority) for priority in PRIORITY_ORDER)
@@ -115,7 +124,9 @@ def _lanes(view: QueueView, tenants: Sequence[Sequence[bytes]]) -> Program[list[
 
 
 def _group(reply: Any) -> Mapping[str, Any] | None:
-    """Of XINFO GROUPS, as the connection's protocol has it."""
+    """Return the first consumer group in a reply to XINFO GROUPS, in the form of RESP2 or RESP3;
+    None if there is none.
+    """
     if not isinstance(reply, list) or not reply:
         return None
     first = reply[0]
@@ -124,7 +135,7 @@ def _group(reply: Any) -> Mapping[str, Any] | None:
 
 
 def _oldest_returned(replies: Sequence[Any]) -> dict[Priority, int]:
-    """When the oldest job that came back was created, per class; Unix milliseconds."""
+    """Return, per class, the creation time of the oldest requeued job in Unix milliseconds."""
     since = {}
     for priority, reply in zip(PRIORITY_ORDER, replies, strict=True):
         if reply:
@@ -134,7 +145,9 @@ def _oldest_returned(replies: Sequence[Any]) -> dict[Priority, int]:
 
 
 def _oldest_in_lanes(view: QueueView, lanes: Sequence[_Lane], since: dict[Priority, int]) -> Program[None]:
-    """The first entry that nobody was given; its id begins with the time of its making."""
+    """Lower `since` to the time of the first undelivered entry of each stream. An entry's id begins
+    with the time at which it was added.
+    """
     waiting = [lane for lane in lanes if lane.waiting]
     firsts = yield Commands(
         tuple(
@@ -198,7 +211,9 @@ def _count_due(due: Sequence[DueJob], numbers: defaultdict[str, float], since: d
 
 
 def _tenants(lanes: Sequence[_Lane], living: Sequence[WorkerStatus]) -> list[TenantState]:
-    """The busiest first. Running jobs and tokens are as the workers told them last."""
+    """Return the load of each tenant, the busiest first. Running jobs and tokens are those of the
+    workers' last heartbeats.
+    """
     waiting: Counter[str] = Counter()
     running: Counter[str] = Counter()
     pace: dict[str, float] = {}

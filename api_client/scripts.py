@@ -1,7 +1,8 @@
-"""The Lua scripts that producers and workers run on the server: found, joined, hashed once.
+"""The Lua scripts that producers and workers run on the server: loaded from their files, joined and
+hashed once.
 
-A script's text is the shared helpers and its own file, one after the other. Called by hash; a server that
-does not know it (restarted, failed over) gets the text in the same call. It knows nothing of arguments.
+The text of a script is the shared helpers followed by its own file. It is called by its hash. If
+the server does not have it, after a restart or a failover, the text is sent and run at once.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Argument = str | bytes | int | float
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """One script's text and the SHA-1 that the server knows it by."""
+    """One script: its text, and the SHA-1 that identifies it on the server."""
 
     name: str
     text: str
@@ -33,7 +34,7 @@ class Script:
 
 
 def load_script(*parts: tuple[str, str]) -> Script:
-    """Join files of `<package>/lua/<name>.lua`; the last one names the script."""
+    """Join files named `<package>/lua/<name>.lua`; the last one names the script."""
     text = "\n".join(files(package).joinpath("lua", f"{name}.lua").read_text("utf-8") for package, name in parts)
     return Script(parts[-1][1], text, hashlib.sha1(text.encode()).hexdigest())
 
@@ -47,7 +48,9 @@ COLLECT = load_script(COMMON, ("api_client", "collect"))
 def in_parts(
     items: Iterable[tuple[Argument, ...]], max_bytes: int, max_items: int = 1 << 30
 ) -> Iterator[list[tuple[Argument, ...]]]:
-    """The arguments of many items, cut into what one call should carry at most; one item is never cut."""
+    """Split the arguments of many items into lists, each small enough for one call. An item is
+    never split.
+    """
     part: list[tuple[Argument, ...]] = []
     size = 0
     for item in items:
@@ -62,7 +65,9 @@ def in_parts(
 
 
 def call(client: redis.Redis, script: Script, key: str, *arguments: Argument) -> Any:
-    """One round trip, two when the server has lost the script. `key` routes the call in a cluster."""
+    """Run a script in one round trip, or two if the server has to receive its text. In a cluster,
+    `key` selects the node.
+    """
     try:
         return client.evalsha(script.sha, 1, key, *cast("tuple[str, ...]", arguments))
     except NoScriptError:
@@ -70,7 +75,7 @@ def call(client: redis.Redis, script: Script, key: str, *arguments: Argument) ->
 
 
 async def call_async(client: redis.asyncio.Redis, script: Script, key: str, *arguments: Argument) -> Any:
-    """As `call`."""
+    """Run a script from an event loop; see `call`."""
     with heeding_cancellation():
         try:
             return await client.evalsha(script.sha, 1, key, *cast("tuple[str, ...]", arguments))

@@ -1,11 +1,12 @@
-"""Reads results and usage from the SQL store, for when Redis has forgotten: read-only, nothing is ever written.
+"""Reads results and usage from the SQL store, after Redis has dropped them. It never writes.
 
     results = SqlResults("postgresql://localhost/tokenmill")
     result = results.get(job_id)
     page = results.jobs(tenant="acme", limit=50)
     more = results.jobs(tenant="acme", limit=50, after=page[-1].cursor)
 
-Needs the extra `sql` (SQLAlchemy). Works on a database one revision ahead or behind.
+Needs the extra `sql` (SQLAlchemy). Works on a database whose schema is one revision ahead or
+behind.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ GROUPINGS: Final = ("tenant", "model", "day", "queue", "state")
 
 
 class JobRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One finished job of a list; its answer comes with `get`."""
+    """One finished job in a list. `SqlResults.get` returns its answer."""
 
     job_id: str
     status: str
@@ -51,12 +52,14 @@ class JobRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def cursor(self) -> str:
-        """The next page begins behind this row: `jobs(after=...)`."""
+        """The position after this row: pass it as `after` to get the next page."""
         return f"{self.finished_ms}.{self.job_id}"
 
 
 class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Sums over a group of jobs; `group` has the value of each column that was grouped by, in order."""
+    """Sums over a group of jobs. `group` has the values of the columns that were grouped by, in
+    order.
+    """
 
     group: tuple[str, ...]
     jobs: int
@@ -69,7 +72,7 @@ class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SqlResults:
-    """One database. Safe to share between threads."""
+    """The results in one database; may be shared between threads."""
 
     def __init__(self, url: str) -> None:
         self._database = Database(url)
@@ -79,8 +82,11 @@ class SqlResults:
         self._has_sums: bool | None = None
 
     def get(self, job_id: str) -> JobResult | None:
-        """Equal to what Redis gave while it knew; without text and tokens once payloads were purged. Raises
-        UnreadableRecord for a result that is damaged or that a newer version wrote."""
+        """Return a job's result, equal to the one that Redis had; None if it is unknown.
+
+        After its payload was purged, text and tokens are missing. Raises UnreadableRecord for a
+        result that is damaged or that a newer version wrote.
+        """
         with self._database.connection() as connection:
             row = connection.execute(self._queries.one_job(job_id)).mappings().first()
             if row is None:
@@ -105,8 +111,14 @@ class SqlResults:
         limit: int = 100,
         offset: int = 0,
     ) -> Sequence[JobRow]:
-        """Finished jobs, the newest first. `after`: the `cursor` of the last row of the page before; prefer it to
-        `offset`, which reads what it skips."""
+        """List finished jobs, the newest first.
+
+        Args:
+            since_ms, until_ms: list jobs that ended at or after the first, and before the second;
+                Unix milliseconds.
+            after: the `cursor` of the last row of the previous page.
+            offset: rows to skip. They are read all the same; prefer `after`.
+        """
         statement = self._queries.job_page(
             {"state": status, "tenant": tenant, "queue": queue, "model": model, "batch_id": batch_id},
             since_ms=since_ms,
@@ -128,8 +140,11 @@ class SqlResults:
         since_day: str | None = None,
         until_day: str | None = None,
     ) -> Sequence[UsageRow]:
-        """Sums, ordered by their group. Days are UTC, as "2026-01-31"; `until_day` is included. Where `tokenmill
-        tasks` keeps sums by day, all but the last two days come from those."""
+        """Sum up the usage of finished jobs, ordered by group.
+
+        Days are UTC, such as "2026-01-31"; `until_day` is included. If `tokenmill tasks` keeps
+        daily sums, all days but the last two come from these.
+        """
         unknown = [name for name in by if name not in GROUPINGS]
         if unknown:
             raise ConfigurationError(f"usage cannot be grouped by {', '.join(unknown)}, only by {', '.join(GROUPINGS)}")
@@ -145,7 +160,9 @@ class SqlResults:
         return [_usage_row(tuple(row), len(by)) for row in rows if row[len(by)]]
 
     def _summed_before(self) -> str | None:
-        """Every day before this one has been summed up; the newest that was is looked at again."""
+        """Return the day before which all daily sums are final. The newest summed day is summed
+        again. Returns None without daily sums.
+        """
         if not self._has_sums:
             self._has_sums = self._database.has_table("usage_days")
         if not self._has_sums:
@@ -188,7 +205,7 @@ def _usage_row(row: tuple[Any, ...], num_keys: int) -> UsageRow:
 
 
 def _rebuilt(row: dict[str, Any], used: dict[str, Any]) -> JobResult:
-    """From the columns, for a job whose encoded result was purged."""
+    """Build a result from the columns of a job whose encoded result was purged."""
     reason = FinishReason(row["finish_reason"]) if row["finish_reason"] else None
     return JobResult(
         job_id=row["id"],

@@ -1,6 +1,6 @@
-"""One subscription on a connection of its own, for the threaded client. Sharded in a cluster.
+"""One subscription on a connection of its own, for the threaded client; sharded in a cluster.
 
-It delivers what arrives and says when something may have been missed; it promises nothing else.
+It delivers messages, and reports when some may have been missed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ _CONFIRM_S = 5.0
 
 
 class Subscription:
-    """Opened at construction; the server has confirmed it then. Raises QueueUnavailable."""
+    """A subscription that the server has confirmed when the constructor returns. Raises
+    QueueUnavailable.
+    """
 
     def __init__(self, client: redis.Redis, channel: str) -> None:
         self._pubsub = _open(client, channel)
@@ -33,8 +35,9 @@ class Subscription:
                 raise QueueUnavailable("the server did not confirm a subscription")
 
     def receive(self, timeout: float) -> bytes | Signal | None:
-        """The next message; None after `timeout` seconds; MISSED where the library has subscribed anew. Raises
-        QueueUnavailable when the connection is gone."""
+        """Return the next message; None after `timeout` seconds; MISSED if redis-py has subscribed
+        again. Raises QueueUnavailable if the connection is lost.
+        """
         deadline = time.monotonic() + timeout
         while True:
             message = self._next(max(0.0, deadline - time.monotonic()))

@@ -1,4 +1,5 @@
-"""A queue and a worker in memory, for the tests of your own backend: the real clients, the real scripts, no server.
+"""A queue and a worker in memory, for the tests of a backend: the real clients and scripts, without
+a server.
 
     with InMemoryQueue() as queue:
         queue.answer("The sky is blue.", failure("engine_error", "the device is gone"))
@@ -6,8 +7,9 @@
         ...
         assert queue.requests[0].params.max_tokens == 64
 
-The clients are Client and AsyncClient on an in-memory Redis (fakeredis, the extra `testing`); a thread plays the worker
-and answers each job as you said. It knows no model, no SQL, no leases: nothing here can fail but what you make fail.
+The clients are Client and AsyncClient on an in-memory Redis (fakeredis, the extra `testing`). A
+thread acts as the worker and gives each job the scripted answer. There is no model, no SQL and no
+lease: only scripted failures occur.
 """
 
 from __future__ import annotations
@@ -40,9 +42,11 @@ Reply: TypeAlias = str | Answer
 
 
 class InMemoryQueue:
-    """`default` answers jobs for which nothing was said: a text, an Answer, or a function of the request.
+    """A queue in memory with a worker thread.
 
-    `requests` are the jobs in the order in which they began to run. Leaving the context ends everything.
+    `default` answers jobs without a scripted answer: a text, an Answer, or a function of the
+    request. `requests` lists the jobs in the order in which they started. Leaving the context ends
+    the thread and closes the clients.
     """
 
     def __init__(self, queue: str = "test", *, default: Reply | Callable[[JobRequest], Reply] = "ok") -> None:
@@ -77,18 +81,18 @@ class InMemoryQueue:
         return client
 
     def async_client(self, options: ClientOptions | None = None) -> AsyncClient:
-        """Bound to the event loop that uses it; close it there."""
+        """Return a client bound to the event loop that uses it; close it in that loop."""
         connection = self._fakeredis.FakeAsyncRedis(server=self._server, protocol=2)
         return AsyncClient(
             queue=self._keys.queue, options=options or ClientOptions(idle_s=_IDLE_S), redis_client=connection
         )
 
     def answer(self, *replies: Reply) -> None:
-        """The next jobs get these, one each, in the order in which they begin to run."""
+        """Script the answers of the next jobs, one each, in the order in which the jobs start."""
         self._said += replies
 
     def hold(self) -> None:
-        """From now on jobs wait, and answers with `hold_after` stand still there, until `release`."""
+        """Stop starting jobs, and pause answers at their `hold_after`, until `release`."""
         self._open.clear()
 
     def release(self) -> None:
@@ -96,7 +100,7 @@ class InMemoryQueue:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Nothing goes on inside the block."""
+        """Hold the queue inside the block."""
         self.hold()
         try:
             yield
@@ -149,7 +153,7 @@ class InMemoryQueue:
                     yield fields[b"job"].decode()
 
     def _end_waiting(self) -> None:
-        """Jobs that were cancelled while they waited are only to be recorded."""
+        """Record the jobs that were cancelled while they waited."""
         for packed in self._redis.zrange(self._keys.ended, 0, -1):
             job_id = packed.decode()
             state = JobStatus(self._redis.hget(self._keys.job(job_id), "state").decode())
@@ -174,7 +178,7 @@ class InMemoryQueue:
         self._finish(performance.result(_now_ms()), request.params.n)
 
     async def _until_open(self, job_id: str, performance: Performance) -> None:
-        """Until `release`, or until somebody cancels the job."""
+        """Return after `release`, or when the job is cancelled."""
         while not self._open.is_set():
             if self._redis.hexists(self._keys.job(job_id), "cancel"):
                 performance.cancel()

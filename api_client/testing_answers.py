@@ -1,6 +1,7 @@
-"""What the in-memory worker says: your words cut into tokens, and the job's result at any point of them.
+"""The answers of the in-memory worker: a scripted text split into tokens, and the job's result
+after any number of them.
 
-A token is a word with the white space before it; its id is its place in the answer. Pure values, no queue.
+A token is a word with the white space before it; its id is its index in the answer. Pure values.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from schemas.result import ChoiceResult, JobError, JobResult, JobStatus, Usage
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """`hold_after`: so many tokens, then it stands still while the queue is held. `error`: it fails at its end."""
+    """A scripted answer. `hold_after`: number of tokens after which it pauses while the queue is
+    held. `error`: the error with which the job fails after the text.
+    """
 
     text: str
     delay_s: float = 0.0  # before the first token
@@ -27,12 +30,14 @@ class Answer:
 
 
 def failure(code: str, message: str, *, after: str = "", retryable: bool = False) -> Answer:
-    """A job that fails, having said `after`."""
+    """Return the answer of a job that fails after generating the text `after`."""
     return Answer(after, error=JobError(code, message, retryable))
 
 
 class Performance:
-    """One job's answer as it is told. Every choice of `n` says the same. `max_tokens` cuts it, as it does in truth."""
+    """The progress of one job's answer. Every choice of `n` has the same text; `max_tokens` limits
+    it as in a real worker.
+    """
 
     def __init__(self, request: JobRequest, reply: str | Answer, worker_id: str, *, started_ms: int) -> None:
         self.answer = Answer(reply) if isinstance(reply, str) else reply
@@ -59,7 +64,7 @@ class Performance:
         self._status, self._reason = JobStatus.EXPIRED, FinishReason.EXPIRED
 
     def chunks(self) -> Iterator[Chunk]:
-        """One per token; ends early once the job is cancelled."""
+        """Yield one chunk per token; stop early when the job is cancelled."""
         for choice in range(self._request.params.n):
             for place, word in enumerate(self._words):
                 if self._status is JobStatus.CANCELLED:

@@ -1,8 +1,9 @@
-"""The producer's end of a trace: jobs carry the context of the span in which they were submitted.
+"""The producer's part of a trace: jobs carry the context of the span in which they were submitted.
 
-Where a program has OpenTelemetry at work, submitting makes a producer span under the current one, and every job
-that names no `traceparent` itself carries it (W3C Trace Context), for the worker to go on from. Where it has not,
-nothing happens. We import nothing of it: a program that traces has done so.
+If the program uses OpenTelemetry, submitting creates a producer span under the current one. Every
+job without a `traceparent` of its own gets that span's context (W3C Trace Context), which the
+worker continues. Otherwise nothing happens. OpenTelemetry is never imported here: a program that
+traces has imported it.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ if TYPE_CHECKING:
 def producing(
     queue: str, requests: Sequence[JobRequest], provider: TracerProvider | None = None
 ) -> Iterator[Sequence[JobRequest]]:
-    """The same requests, with a context in those that had none. An exception in the block is the span's. `provider`
-    is the program's own when none is given.
+    """Yield the requests, with a trace context in those that had none. An exception in the block is
+    recorded on the span.
+
+    `provider` creates the span; None uses the program's own provider.
     """
     trace: Any = sys.modules.get("opentelemetry.trace")  # who uses it has imported it
     if trace is None or not requests:
@@ -46,7 +49,7 @@ def producing(
 
 
 def _traceparent(context: Any) -> str | None:
-    """As W3C Trace Context writes it; None outside any trace."""
+    """Return a span context in the form of W3C Trace Context; None outside a trace."""
     if not context.is_valid:
         return None
     return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags & 0xFF:02x}"

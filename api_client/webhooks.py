@@ -1,11 +1,12 @@
-"""Signatures of webhooks, as Standard Webhooks has them: for receivers, and for whoever sends.
+"""Signs and verifies webhooks in the form of Standard Webhooks, for senders and receivers.
 
     event = webhooks.verify(body, headers, secret)   # in the receiver: raises BadSignature, else a WebhookEvent
 
-A message has an id that stays the same at every try (remember it to act once), and a time of sending that is
-signed with it (too old or too far ahead is refused). A secret is "whsec_" and base64; several, separated by
-spaces, are all accepted, and all used for signing: so a secret is changed without a gap. A tenant's secret is
-derived from the service's, so that one receiver cannot sign for another. Needs neither Redis nor SQL.
+A message has an id that stays the same at every attempt; a receiver remembers it to act only once.
+Its time of sending is signed too, and a message that is too old or too far in the future is
+rejected. A secret is "whsec_" and base64. Several secrets, separated by spaces, are all accepted
+and all used for signing, so that a secret can be changed without a gap. A tenant's secret is
+derived from the service's, so that one receiver cannot sign for another.
 """
 
 from __future__ import annotations
@@ -31,13 +32,22 @@ _decoder = msgspec.json.Decoder(WebhookEvent)
 
 
 class BadSignature(TokenmillError, ValueError):
-    """The message is not what the holder of the secret sent, or not now."""
+    """The message was not signed with the secret, its time is out of range, or it cannot be
+    read.
+    """
 
 
 def verify(
     body: bytes, headers: Mapping[str, str], secret: str, *, tolerance_s: float = TOLERANCE_S, now: float | None = None
 ) -> WebhookEvent:
-    """`headers` as any framework hands them over, in whatever case; `body` as received, unparsed."""
+    """Return the event of a signed message. Raises BadSignature.
+
+    Args:
+        body: the bytes as received, unparsed.
+        headers: all headers, with names in any case.
+        secret: one secret, or several separated by spaces.
+        tolerance_s: largest accepted difference between the time of sending and now, in seconds.
+    """
     given = {name.lower(): value for name, value in headers.items()}
     missing = [name for name in ("webhook-id", "webhook-timestamp", "webhook-signature") if not given.get(name)]
     if missing:
@@ -60,14 +70,18 @@ def verify(
 
 
 def sign(message_id: str, timestamp: int, body: bytes, secret: str) -> str:
-    """The header `webhook-signature`: one signature for each secret. Raises ConfigurationError."""
+    """Return the header `webhook-signature`: one signature per secret. Raises
+    ConfigurationError.
+    """
     content = f"{message_id}.{timestamp}.".encode() + body
     digests = (hmac.digest(key, content, hashlib.sha256) for key in _keys(secret))
     return " ".join(f"v1,{base64.b64encode(digest).decode()}" for digest in digests)
 
 
 def tenant_secret(secret: str, tenant: str) -> str:
-    """What this tenant's receivers are given; the service's own for the tenant without a name."""
+    """Return the secret for the receivers of a tenant; for the tenant without a name, the service's
+    own.
+    """
     if not tenant:
         _keys(secret)
         return secret

@@ -1,8 +1,9 @@
-"""A connection of the library's whose replies are parsed and handed on where the event loop reads them.
+"""Parses a connection's replies inside the event loop's read callback.
 
-The library reads through a stream: each reply wakes a task, which asks a parser, whatever else waits for its turn
-meanwhile. Where something comes every engine step, that costs more than what is done with it. Opening and closing
-stay the library's business (Sentinel, TLS, passwords): it hears of everything but of what the server says.
+redis-py reads through a stream: each reply wakes a task, which calls a parser after everything else
+that is ready. When a reply comes at every engine step, this costs more than processing it. redis-py
+still opens and closes the connection (Sentinel, TLS, passwords): it receives every event of the
+transport except the data.
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ _NOTHING: Final = object()
 
 
 class Wire(asyncio.BufferedProtocol):
-    """`on_reply` is called with each reply, undecoded; errors that the server reports are exceptions. `on_end` is
-    called once, with what was wrong."""
+    """Replaces redis-py's protocol on an open connection.
+
+    `on_reply` is called with each reply, undecoded; errors from the server are exceptions. `on_end`
+    is called once, with the reason.
+    """
 
     def __init__(
         self,
@@ -41,8 +45,11 @@ class Wire(asyncio.BufferedProtocol):
 
     @classmethod
     def over(cls, connection: Any, on_reply: Callable[[Any], None], on_end: Callable[[Exception], None]) -> Wire | None:
-        """Takes over a connection that is open and on which nothing is under way. None where it has no transport, as
-        in tests without a server: then it has to be read as the library reads."""
+        """Take over an open connection on which no command is in progress.
+
+        Returns None if it has no transport, as in tests without a server; redis-py must then read
+        it.
+        """
         transport = getattr(getattr(connection, "_writer", None), "transport", None)
         make_error = getattr(getattr(connection, "_parser", None), "parse_error", None)
         if hasattr(transport, "set_protocol") and callable(make_error):  # uvloop's transports are of no common class
@@ -54,13 +61,13 @@ class Wire(asyncio.BufferedProtocol):
         return self._on_end is None
 
     def send(self, *command: Argument) -> None:
-        """Raises ConnectionError where the connection has ended."""
+        """Send a command. Raises ConnectionError if the connection has ended."""
         if self._on_end is None:
             raise ConnectionError("the connection was lost while nothing was asked of it")
         self._transport.write(hiredis.pack_command(command))  # type: ignore[arg-type]  # narrower than it is
 
     def end(self, error: Exception) -> None:
-        """Nothing is handed on any more."""
+        """End the connection: no further reply is delivered."""
         on_end, self._on_end = self._on_end, None
         if on_end is not None:
             on_end(error)
