@@ -251,7 +251,7 @@ def connect_async(url: str, link: Link | None = None) -> redis.asyncio.Redis:
 
 
 class _ThroughSentinel(redis.Redis):
-    """Also closes the connections to the sentinels, which redis-py leaves open."""
+    """A client that also closes its connections to the sentinels, which redis-py leaves open."""
 
     def close(self) -> None:
         super().close()

@@ -39,7 +39,7 @@ class StreamCursor:
 
     @property
     def has(self) -> dict[int, int]:
-        """For each choice, the number of tokens that the subscriber has."""
+        """The number of tokens that the subscriber has, of each choice."""
         return dict(enumerate(self._has))
 
     @property

@@ -160,8 +160,8 @@ class SqlResults:
         return [_usage_row(tuple(row), len(by)) for row in rows if row[len(by)]]
 
     def _summed_before(self) -> str | None:
-        """Return the day before which all daily sums are final. The newest summed day is summed
-        again. Returns None without daily sums.
+        """Return the first day whose usage is not taken from the daily sums: the day before the
+        newest summed one. Returns None without daily sums.
         """
         if not self._has_sums:
             self._has_sums = self._database.has_table("usage_days")

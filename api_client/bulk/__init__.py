@@ -1,4 +1,6 @@
-"""Bulk files in OpenAI's batch format: thousands or millions of requests in a file, their answers in another."""
+"""Bulk files in OpenAI's batch format: thousands or millions of requests in one file, their answers
+in another.
+"""
 
 from api_client.bulk.batch import Batch, BatchState, Totals
 from api_client.bulk.files import Paths

@@ -1,7 +1,7 @@
-"""From a job's result, or a line that became no job, to a line of the output or the error file.
+"""Builds lines of the output and error files, from a job's result or from a line that has no job.
 
-Token texts come from the result, which tells where each token's text ends; of tokens that were not chosen only the
-id is known here, and they are named `token_id:ID`. It knows no files.
+The text of each token comes from the result, which has the place where each token's text ends. For
+tokens that were not chosen only the id is known here; they are named `token_id:ID`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ _WITHOUT_RESPONSE: Final = {JobStatus.EXPIRED: EXPIRED, JobStatus.CANCELLED: CAN
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A line for one of the two files, without its newline; `share` is what it adds to the batch's totals."""
+    """A line for one of the two files, without its newline. `share` is what it adds to the batch's
+    totals.
+    """
 
     line: int
     data: bytes
@@ -64,7 +66,7 @@ def request_name(batch_id: str, line: int) -> str:
 
 
 def line_number(name: str) -> int:
-    """Of the line that an output line answers. Raises ValueError."""
+    """Return the number of the input line that an output line answers. Raises ValueError."""
     return int(name.rpartition("_")[2])
 
 
@@ -196,6 +198,8 @@ def _text_logprobs(choice: ChoiceResult) -> CompletionLogprobs | None:
 
 
 def _pieces(choice: ChoiceResult) -> list[str]:
-    """The text that each token brought; "" for one that only began a character, or was held back."""
+    """Return the text of each token; "" for a token that only began a character, or whose text was
+    held back.
+    """
     starts = (0, *choice.text_ends[:-1])
     return [choice.text[start:end] for start, end in zip(starts, choice.text_ends, strict=False)]

@@ -1,11 +1,12 @@
-"""A batch: a bulk file on its way through a queue, as it is kept in SQL or Redis, and as OpenAI shows it.
+"""A batch: a bulk file that a queue processes, as it is stored in SQL or Redis, and as OpenAI's API
+shows it.
 
     validating ─▶ in_progress ─▶ finalizing ─▶ completed
         │              │ ├── completion window over ─▶ expired
         ▼              │ │
       failed           └─┴── cancel ─▶ cancelling ─▶ cancelled
 
-Times are Unix milliseconds, 0 for "not yet". It knows neither files nor connections.
+Times are Unix milliseconds; 0 means not yet.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ class BatchState(StrEnum):
 
 
 class Totals(msgspec.Struct, frozen=True, kw_only=True):
-    """What has come of a batch's lines so far; `failed` are all that have no answer."""
+    """Counts and tokens of a batch's lines so far. `failed` counts every line that ended without an
+    answer.
+    """
 
     completed: int = 0
     failed: int = 0
@@ -60,9 +63,12 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
-    """`submitted`: number of the last line that was handed in or answered; up to `over_line`, all have ended.
-    `seen_ms`: when somebody last handed in lines. `digest`: of the file's content, so that nobody continues with
-    another."""
+    """A batch and its progress.
+
+    `submitted`: number of the last line that was submitted or answered. `over_line`: all lines up
+    to this one have ended. `seen_ms`: when a process last submitted lines. `digest`: hash of the
+    input file, so that no run continues with another file.
+    """
 
     id: str
     queue: str
@@ -96,7 +102,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.last_line) and self.submitted >= self.last_line
 
     def public(self) -> BatchObject:
-        """As OpenAI's API shows it."""
+        """Return the batch in the form of OpenAI's API."""
         used, state = self.totals, self.state
         usage = BatchUsage(
             input_tokens=used.input_tokens,
@@ -146,7 +152,7 @@ def now_ms() -> int:
 
 
 def window_ms(text: str) -> int:
-    """`24h`, `30m`, `7d`. Raises ConfigurationError."""
+    """Parse a completion window such as `24h`, `30m` or `7d`. Raises ConfigurationError."""
     match = _WINDOW.fullmatch(text.strip())
     if match is None:
         raise ConfigurationError(f"a completion window is a number with s, m, h or d, as 24h, not {text!r}")
@@ -154,7 +160,7 @@ def window_ms(text: str) -> int:
 
 
 def check_metadata(metadata: dict[str, str]) -> dict[str, str]:
-    """OpenAI's limits. Raises ConfigurationError."""
+    """Return the metadata if it keeps OpenAI's limits. Raises ConfigurationError."""
     if len(metadata) > 16:
         raise ConfigurationError(f"a batch may have 16 entries of metadata, not {len(metadata)}")
     for key, value in metadata.items():

@@ -1,8 +1,9 @@
-"""From the body of an OpenAI request to the fields of a job: chats and completions, as far as a queue can serve them.
+"""Converts the body of an OpenAI request (chat or completion) to the fields of a job, as far as a
+queue supports it.
 
-A parameter that would change the answer and cannot be obeyed is refused by its name; labels that change nothing
-(user, metadata, …) are let pass; what OpenAI's servers do not know either is refused as unknown, except for the
-sampling parameters that vLLM adds.
+A parameter that would change the answer and is not supported is rejected by its name. Labels that
+change nothing (user, metadata, …) are ignored. Parameters that OpenAI's API does not have are
+rejected as unknown, except for the sampling parameters that vLLM adds.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _COMPLETION_TOKENS: Final = 16  # what OpenAI gives a completion that names no l
 
 
 def fields_of(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments for `submit`, which reads what is in them. Raises FormError."""
+    """Return the arguments of `submit`, which validates their values. Raises FormError."""
     body = {name: value for name, value in body.items() if value is not None}
     is_chat = url == CHAT_URL
     _check_names(body, is_chat)

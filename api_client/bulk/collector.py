@@ -1,6 +1,7 @@
-"""The open jobs of a batch, and what has come of the others: each line's answer once, whatever comes twice.
+"""The open jobs of a batch, and the outcome of all others. Each line is answered once, however
+often its end is reported.
 
-It knows no queue. Requests are kept while their jobs are open, should the queue lose them.
+A job's request is kept while the job is open, in case the queue loses it.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ from schemas.result import JobResult
 
 
 class Sink(Protocol):
-    """Where answers go; they are safe when `write` returns."""
+    """A destination of answers. They are stored safely when `write` returns."""
 
     def write(self, answers: Sequence[Answer]) -> None: ...
 
 
 class Collector:
-    """Without a sink answers are only counted, and stay where they are."""
+    """Collects the answers of a batch. Without a sink it only counts them, and they stay in the
+    store or queue.
+    """
 
     def __init__(self, batch_id: str, sink: Sink | None = None, done: Done | None = None) -> None:
         self._batch_id = batch_id
@@ -53,12 +56,15 @@ class Collector:
             self.num_bytes += size
 
     def drop(self, job: JobRequest) -> None:
-        """The queue has lost it."""
+        """Close a job that the queue has lost."""
         self._close(line_of(self._batch_id, job.job_id))
 
     def up_to(self, line: int) -> Totals:
-        """What whoever continues behind this line must know. In files it can be read; else only what has come of the
-        lines so far is not counted again."""
+        """Return the totals from which a later run continues after this line.
+
+        With a sink these are all totals so far; a later run reads the files. Without a sink they
+        cover the lines up to `line` only, because later lines will be counted again.
+        """
         if self._sink is not None:
             return self.totals
         for settled in [number for number in self._shares if number <= line]:

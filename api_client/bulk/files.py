@@ -1,8 +1,9 @@
-"""The output and the error file of a batch: only appended to, on disk before anything else is told, resumed exactly.
+"""The output and the error file of a batch.
 
-What is in them is what is done: whoever continues reads the line numbers back from their ids. A last line that a
-crash cut off is cut away. Beside the output stands `OUT.batch`, which names the batch and the input's digest. The
-output is locked while somebody writes. It knows no queue.
+Both are only appended to, and are on disk before progress is reported. A later run reads the line
+numbers of the answers back from their ids, and so resumes exactly. A last line that a crash left
+incomplete is removed. The file `OUT.batch` beside the output names the batch and the input's
+digest. The output is locked while a process writes it.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class _Error(msgspec.Struct):
 
 
 class _Written(msgspec.Struct):
-    """What is read back of a line."""
+    """The fields of an output line that are read back."""
 
     id: str
     response: _Response | None = None
@@ -63,7 +64,11 @@ class Paths:
 
     @classmethod
     def of(cls, output: Path, errors: Path | None = None) -> Paths:
-        """`out.jsonl` has its errors in `out.errors.jsonl`. Raises ConfigurationError for names that are none."""
+        """Return the paths of an output: the errors of `out.jsonl` are in `out.errors.jsonl` by
+        default.
+
+        Raises ConfigurationError for paths that cannot be used.
+        """
         if output.is_dir() or not output.name:
             raise ConfigurationError(f"{output} is a directory: name a file for the answers")
         paths = cls(output, errors or output.with_name(f"{output.stem}.errors{output.suffix or '.jsonl'}"))
@@ -83,14 +88,16 @@ class Paths:
 
 @dataclass(slots=True)
 class Done:
-    """What the files hold already."""
+    """The lines that the files contain already, and their totals."""
 
     marks: Marks = field(default_factory=Marks)
     totals: Totals = field(default_factory=Totals)
 
 
 class OutputFiles:
-    """Open for appending, and locked. Raises ConfigurationError when another process has them."""
+    """The two files, open for appending and locked. Raises ConfigurationError if another process
+    has locked them.
+    """
 
     def __init__(self, paths: Paths) -> None:
         self.paths = paths
@@ -120,7 +127,7 @@ class OutputFiles:
             self._lock.close()
 
     def load_record(self) -> Batch | None:
-        """The batch that these files belong to."""
+        """Return the batch to which these files belong; None if there is no record."""
         if not self.paths.record.exists():
             return None
         try:
@@ -130,7 +137,7 @@ class OutputFiles:
             raise ConfigurationError(f"{self.paths.record} is damaged: {error}") from error
 
     def save_record(self, batch: Batch) -> None:
-        """The whole or nothing of it."""
+        """Write the record; after a crash the file has either the old or the new one."""
         draft = self.paths.record.with_name(f"{self.paths.record.name}.new")
         with _explained(draft):
             with draft.open("wb") as file:
@@ -140,7 +147,9 @@ class OutputFiles:
             draft.replace(self.paths.record)
 
     def resume(self) -> Done:
-        """Cut off half lines, and read back what is done. Raises ConfigurationError for files of another making."""
+        """Remove incomplete last lines, and return what the files contain. Raises
+        ConfigurationError for files that have other contents.
+        """
         done = Done()
         for is_error, path in ((False, self.paths.output), (True, self.paths.errors)):
             if path.exists():
@@ -150,14 +159,14 @@ class OutputFiles:
         return done
 
     def discard(self) -> None:
-        """Begin anew."""
+        """Empty the output, and delete the errors and the record."""
         with _explained(self.paths.output):
             os.truncate(self.paths.output, 0)
             self.paths.errors.unlink(missing_ok=True)
             self.paths.record.unlink(missing_ok=True)
 
     def write(self, answers: Iterable[Answer]) -> None:
-        """On disk when this returns."""
+        """Append answers. They are on disk when this returns."""
         touched: set[bool] = set()
         path = self.paths.output
         with _explained(path):

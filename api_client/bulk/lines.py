@@ -1,8 +1,8 @@
-"""Reads an input file line by line, in memory that does not grow with it, and says what is wrong with each.
+"""Reads and checks an input file line by line, in memory that does not grow with the file.
 
-Two passes: `survey` looks at the envelopes of all lines, counts them and finds names that occur twice (they are kept
-in a temporary file, by SQLite); `requests` makes jobs of the good ones. A line is known by its number, 1 for the
-first; blank lines are no requests. It knows no queue and no output.
+There are two passes. `survey` checks the envelopes of all lines, counts them, and finds names that
+occur twice; SQLite keeps the names in a temporary file. `to_request` then makes jobs of the good
+lines. A line is identified by its number; the first is 1. Blank lines are skipped.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ _decode: Final = msgspec.json.Decoder(LineEnvelope).decode
 
 @dataclass(frozen=True, slots=True)
 class BadLine:
-    """A line that becomes no job. `status`: what the API would have answered; 0: the line is no request at all."""
+    """A line that has no job. `status` is the HTTP status that the API would have returned; 0 if
+    the line is no request at all.
+    """
 
     line: int
     custom_id: str | None
@@ -58,7 +60,7 @@ Line = GoodLine | BadLine
 
 
 class Marks:
-    """A set of line numbers: one bit each."""
+    """A set of line numbers, with one bit each."""
 
     def __init__(self) -> None:
         self._bits = bytearray()
@@ -78,7 +80,9 @@ class Marks:
 
 @dataclass(slots=True)
 class Survey:
-    """What is in a file. `endpoint` and `model` are the first good line's; `repeated` lines bear a name used before."""
+    """A summary of a file. `endpoint` and `model` are those of the first good line. `repeated` has
+    the lines whose name an earlier line used.
+    """
 
     total: int = 0
     last_line: int = 0
@@ -91,7 +95,9 @@ class Survey:
 
 
 def read(path: Path, see: Callable[[bytes], object] = lambda _: None) -> Iterator[Line]:
-    """Every line that is not blank; `see` is shown all bytes. Raises ConfigurationError for a file that is no file."""
+    """Yield every line that is not blank. `see` is called with all bytes. Raises ConfigurationError
+    if the path is no readable file.
+    """
     with _opened(path) as file:
         number = 0
         while raw := file.readline(MAX_LINE_BYTES + 1):
@@ -105,7 +111,7 @@ def read(path: Path, see: Callable[[bytes], object] = lambda _: None) -> Iterato
 
 
 def check_readable(path: Path) -> None:
-    """Raises ConfigurationError, before anything is made for it."""
+    """Raise ConfigurationError if the file cannot be read, before anything is created for it."""
     with _opened(path):
         pass
 
@@ -165,7 +171,9 @@ def _missing(number: int, name: str | None, param: str) -> BadLine:
 
 
 def read_again(path: Path, digest: str) -> Iterator[Line]:
-    """After the survey, which found this digest. Raises ConfigurationError at the end of another content."""
+    """Yield the lines again after `survey`. Raises ConfigurationError at the end if the digest
+    differs from the given one.
+    """
     seen = hashlib.blake2b(digest_size=DIGEST_BYTES)
     yield from read(path, seen.update)
     if seen.hexdigest() != digest:
@@ -173,7 +181,9 @@ def read_again(path: Path, digest: str) -> Iterator[Line]:
 
 
 def survey(path: Path, each: Callable[[int], object] = lambda _: None) -> Survey:
-    """The first pass; `each` is told now and then how many lines were read."""
+    """Read the file for the first time and return its summary. `each` is called every 1000 lines
+    with their number.
+    """
     found, digest = Survey(), hashlib.blake2b(digest_size=DIGEST_BYTES)
     with _Names() as names:
         for line in read(path, digest.update):
@@ -209,7 +219,7 @@ def repeated(line: GoodLine) -> BadLine:
 
 
 class _Names:
-    """A set of names on disk: SQLite's private temporary database, whose memory is a small cache."""
+    """A set of names on disk: a temporary database of SQLite with a small cache in memory."""
 
     def __enter__(self) -> _Names:
         self._database = sqlite3.connect("", isolation_level=None)
@@ -220,7 +230,7 @@ class _Names:
         return self
 
     def add(self, name: str) -> bool:
-        """False when it was there."""
+        """Add a name. Return False if it was there."""
         word = name.encode("utf-8", "surrogatepass")
         return self._database.execute("INSERT OR IGNORE INTO names VALUES (?)", (word,)).rowcount == 1
 
@@ -230,7 +240,9 @@ class _Names:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What all jobs of a batch have in common. `any_model`: the lines' models are not looked at."""
+    """The values that all jobs of a batch share. `any_model`: ignore the models that the lines
+    name.
+    """
 
     batch_id: str
     tenant: str = ""
@@ -240,7 +252,9 @@ class Order:
 
 
 def job_id(batch_id: str, line: int) -> str:
-    """The same whenever a line is submitted: submitting it again is no second job."""
+    """Return the id of a line's job. It is always the same, so that submitting a line again adds no
+    second job.
+    """
     return f"{batch_id}-{line}"
 
 
@@ -249,7 +263,7 @@ def line_of(batch_id: str, job: str) -> int:
 
 
 def to_request(line: GoodLine, order: Order) -> JobRequest | BadLine:
-    """The job of a line, or what the API would have answered."""
+    """Return the job of a line, or the error that the API would have returned."""
     try:
         fields = fields_of(line.url, line.body)
         if order.any_model:
@@ -273,6 +287,6 @@ def to_request(line: GoodLine, order: Order) -> JobRequest | BadLine:
 
 
 def _param(error: InvalidRequest) -> str | None:
-    """The queue's sentences begin with the field they are about."""
+    """Return the parameter that a problem is about: the word with which its sentence begins."""
     word = re.split(r"[ .\[]", error.problems[0], maxsplit=1)[0]
     return word if word in SamplingParams.__struct_fields__ or word in ("messages", "prompt", "model") else None

@@ -1,7 +1,8 @@
-"""What has become of a batch: seen from anywhere, moved on when it is over, cancelled, exported as files.
+"""Reads the state of a batch, ends it when all its jobs have ended, cancels it, and exports its
+files.
 
-A batch needs nobody to watch it: its jobs run by themselves, and whoever looks next finds that it is over. Only lines
-that were never handed in need somebody with the file.
+A batch needs no process that follows it: its jobs run by themselves, and the next reader finds that
+they have ended. Only lines that were never submitted need a process with the input file.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ REASONS: Final[dict[BatchState, LineError]] = {
 
 
 def refresh(client: Client, store: BatchStore, batch_id: str) -> Batch:
-    """The batch as it is now. Raises BatchNotFound."""
+    """Return the batch as it is now, and end it if it is complete. Raises BatchNotFound."""
     batch = store.get(batch_id)
     if batch.state.is_final or batch.state is BatchState.VALIDATING:
         return batch
@@ -51,26 +52,30 @@ def refresh(client: Client, store: BatchStore, batch_id: str) -> Batch:
 
 
 def _has_runner(store: BatchStore, batch: Batch) -> bool:
-    """Does somebody know better? Where results are not stored, those in a run's files are counted by it alone."""
+    """Return whether a live run has counts that nobody else has: if results are not stored, only
+    the run counts those in its files.
+    """
     is_alive = now_ms() - batch.seen_ms <= _ALIVE_MS
     return is_alive and batch.state is BatchState.IN_PROGRESS and store.totals(batch, with_tokens=False) is None
 
 
 def _running(client: Client, batch: Batch) -> Iterator[bool]:
-    """Of page after page of those that may be open: is one of them?"""
+    """Yield, for each page of jobs that may be open, whether one of them is."""
     for page in _unsettled(batch):
         yield not all(queries.standing(client, page).values())
 
 
 def _unsettled(batch: Batch) -> Iterator[list[str]]:
-    """Jobs that may be open: those behind the last that is known to be over, and what was handed in since."""
+    """Yield pages of the ids of jobs that may be open: those after `over_line`, including lines
+    submitted since the last progress was written.
+    """
     last = min(batch.last_line, batch.submitted + 2 * WINDOW)
     for lines in _pages(range(batch.over_line + 1, last + 1)):
         yield [job_id(batch.id, line) for line in lines]
 
 
 def _may_end(batch: Batch) -> bool:
-    """When nothing runs: is there nothing more to come?"""
+    """Return whether a batch without running jobs is complete: no more lines will be submitted."""
     is_left = now_ms() - batch.seen_ms > _ALIVE_MS
     if batch.state is BatchState.CANCELLING:
         return batch.is_handed_in or is_left
@@ -78,7 +83,7 @@ def _may_end(batch: Batch) -> bool:
 
 
 def conclude(store: BatchStore, batch: Batch, totals: Totals) -> Batch:
-    """Its last state. What has no answer by now has failed."""
+    """Move a batch to its last state and return it. Lines without an answer count as failed."""
     is_late = totals.expired or (totals.ended < batch.total and not batch.is_handed_in)
     totals = msgspec.structs.replace(totals, failed=batch.total - totals.completed)
     lines = {"submitted": batch.submitted, "over_line": batch.last_line}
@@ -104,7 +109,9 @@ def _counted(client: Client, store: BatchStore, batch: Batch, *, with_tokens: bo
 
 
 def cancel_batch(client: Client, store: BatchStore, batch_id: str) -> Batch:
-    """Whoever hands in its lines stops within a second; running jobs keep what they have. Repeating it is fine."""
+    """Cancel a batch. A process that submits its lines stops within a second; running jobs keep
+    their text so far. Repeating the call is safe.
+    """
     open_states = (BatchState.VALIDATING, BatchState.IN_PROGRESS, BatchState.FINALIZING)
     store.move(batch_id, BatchState.CANCELLING, open_states)
     batch = store.get(batch_id)
@@ -117,10 +124,12 @@ def cancel_batch(client: Client, store: BatchStore, batch_id: str) -> Batch:
 def export_batch(
     client: Client, store: BatchStore, batch_id: str, paths: Paths, *, source: Path | None = None
 ) -> tuple[Batch, int]:
-    """Writes what there is, over what was there; returns the batch, and how many lines have no answer in the files.
+    """Write all answers to files, replacing their contents. Return the batch and the number of
+    lines without an answer in the files.
 
-    `source`: the input file, for the names of lines that were never handed in. Raises ConfigurationError for the output
-    of a run that is not at its end: its answers may be nowhere else.
+    `source` is the input file, from which the names of lines that were never submitted are read.
+    Raises ConfigurationError for the output of an unfinished run, whose answers may exist nowhere
+    else.
     """
     batch = refresh(client, store, batch_id)
     with OutputFiles(paths) as files:
@@ -141,7 +150,7 @@ def export_batch(
 
 
 def fill(client: Client, store: BatchStore, batch: Batch, collector: Collector) -> None:
-    """Every answer that store and queue have, each once."""
+    """Collect every answer that the store or the queue has, each once."""
     for results in _paged(store.results(batch.id)):
         collector.take(results)
     for bad in _paged(store.refused(batch.id)):

@@ -1,4 +1,4 @@
-"""How much of a batch may be in the queue at once, and what whoever watches is told."""
+"""The limits of a run over a batch, and the progress that it reports."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ PATIENCE_S: Final = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """For whoever watches. `note`: what is waited for, "" when all is well. `generated`: tokens since the run began."""
+    """The progress of a run. `note` names what the run waits for, "" if nothing. `generated` counts
+    the tokens since the run began.
+    """
 
     total: int
     in_flight: int
@@ -25,8 +27,12 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Pacing:
-    """`window`: jobs in the queue at once; enough for all workers' batches, and for what ends between two looks.
-    `late_s`: so long after its deadline a job that no worker looks at is taken back."""
+    """The limits of a run.
+
+    `window`: jobs in the queue at once. It has to be enough for the batches of all workers, and for
+    the jobs that end between two polls. `late_s`: seconds after its deadline at which a job that no
+    worker has ended is cancelled.
+    """
 
     window: int = WINDOW
     patience_s: float = PATIENCE_S

@@ -1,4 +1,4 @@
-"""Goes on asking while the queue or the database cannot be reached, and says so."""
+"""Retries calls while the queue or the database is unreachable, and reports it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ _PAUSES_S: Final = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 
 class Patience:
-    """`note` is what is waited for at the moment, "" when all is well; `tell` is called when it changes."""
+    """The time limit of such retries. `note` is the present error, "" if there is none; `tell` is
+    called when it changes.
+    """
 
     def __init__(self, limit_s: float, tell: Callable[[], object]) -> None:
         self._limit_s = limit_s
@@ -22,7 +24,9 @@ class Patience:
         self.note = ""
 
     def ask(self, call: Callable[[], T]) -> T:
-        """Raises QueueUnavailable when that has lasted too long. The call must bear repetition."""
+        """Return the value of a call, which may be repeated. Raises QueueUnavailable if the call
+        has failed for too long.
+        """
         since = time.monotonic()
         num_failures = 0
         while True:

@@ -1,11 +1,11 @@
-"""Keeps a bounded number of a batch's jobs in the queue: hands lines in, sees which have ended, hands in more.
+"""Keeps a bounded number of a batch's jobs in the queue: submits lines, collects ended jobs,
+submits more.
 
     file ─ lines ─▶ group ─ submit_many ─▶ open jobs (at most `window`, and WINDOW_BYTES of requests) ─▶ collector
 
-A job's id follows from its line, so a group that is handed in twice is there once. What the queue has forgotten is
-looked up in the database, and handed in again when that does not know it either. It decides neither when a batch
-begins nor how it ends.
-"""
+A job's id is derived from its line, so a group that is submitted twice is in the queue once. A job
+that the queue has lost is looked up in the database, and submitted again if it is not there either.
+Callers start and end the batch."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ LOOK_S: Final = 1.0  # how often the batch's record is written and read
 
 
 class Pump:
-    """One run over one file. `is_resumed`: some of it may have been handed in before.
+    """One run over one file. `is_resumed`: part of the file may have been submitted before.
 
-    Answers that are kept in files say which lines are done; without them every line behind the last that is known to be
-    over is handed in again, which changes nothing where the queue has it, and is how its end is seen from here.
-    """
+    If answers are kept in files, these show which lines are done. Otherwise every line after
+    `over_line` is submitted again; this changes nothing if the queue has its job, and lets this run
+    observe the job's end."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Pump:
 
     @property
     def goes_on(self) -> bool:
-        """May more be handed in?"""
+        """Whether more lines may be submitted."""
         return self._state is BatchState.IN_PROGRESS and not self.is_late
 
     @property
@@ -97,7 +97,8 @@ class Pump:
         return bool(self._batch.expires_ms) and now_ms() >= self._batch.expires_ms + self._pacing.late_s * 1000
 
     def hand_in(self, path: Path) -> None:
-        """Every line that is not done, until all are in the queue, or no more may be."""
+        """Submit every line that is not done, until all are in the queue or the batch is cancelled
+        or late."""
         self._look(force=True)
         for jobs, bad, last_line in self._groups(path):
             if not self._has_room():
@@ -114,7 +115,8 @@ class Pump:
         self._look(force=True)
 
     def drain(self) -> None:
-        """Until every open job has ended; cancels them when that is asked for."""
+        """Return when every open job has ended. Cancel them if the batch is cancelled or long past
+        its deadline."""
         while self._collector.jobs or self._lost:
             self._hand_in_lost()
             self._turn()
@@ -126,7 +128,7 @@ class Pump:
         self._tell()
 
     def refuse_rest(self, path: Path, why: LineError) -> None:
-        """Answer every line that was never handed in."""
+        """Answer every line that was never submitted with the error `why`."""
         rest: list[BadLine] = []
         for line in self._undone(path):
             rest.append(unanswered(line.line, line.custom_id, why))
@@ -179,7 +181,8 @@ class Pump:
             self._collector.take_bad(bad)
 
     def _unrecorded(self, jobs: list[JobRequest]) -> list[JobRequest]:
-        """After an interruption some may have ended long ago: the queue has forgotten them, the database has not."""
+        """Return the jobs without a recorded result. After an interruption, jobs may have ended
+        long ago: the database still has them, the queue does not."""
         if not self._is_resumed:
             return jobs
         known = self._patience.ask(lambda: self._store.recorded([job.job_id for job in jobs]))
@@ -187,7 +190,8 @@ class Pump:
         return [job for job in jobs if job.job_id not in known]
 
     def _jobless(self, lines: list[BadLine]) -> list[BadLine]:
-        """An earlier run may have handed in some, which end by themselves."""
+        """Return the lines that have no job. An earlier run may have submitted some, whose jobs end
+        by themselves."""
         if not self._is_resumed or self._collector.keeps_answers:
             return lines
         names = [job_id(self._batch.id, bad.line) for bad in lines]
@@ -195,9 +199,8 @@ class Pump:
         return [bad for name, bad in zip(names, lines, strict=True) if name not in known]
 
     def _submit(self, jobs: Sequence[JobRequest]) -> None:
-        """They are open as soon as the queue has them. It takes all of a call or nothing, and may never have room for
-        so many: then half of them are tried.
-        """
+        """Submit jobs and open them. The queue takes all jobs of a call or none; if it never has
+        room for so many, half as many are tried."""
         while jobs:
             part, rest = jobs[: self._at_once], jobs[self._at_once :]
             try:
@@ -220,7 +223,7 @@ class Pump:
                 jobs = rest
 
     def _submit_one_by_one(self, jobs: Sequence[JobRequest], error: Exception) -> None:
-        """One of them is to blame."""
+        """Submit jobs singly after a call failed because of one of them."""
         if len(jobs) == 1:
             self._refuse(jobs[0], error)
             return
@@ -238,7 +241,7 @@ class Pump:
     # ── ends ──
 
     def _has_room(self) -> bool:
-        """Waits for it. False when nothing more is to be handed in."""
+        """Wait until the window has room. Return False if nothing more may be submitted."""
         if time.monotonic() - self._polled_at >= POLL_S:
             self._turn()
         while self.goes_on and self._is_full():
@@ -257,7 +260,8 @@ class Pump:
         self._tell()
 
     def _collect(self) -> None:
-        """The oldest first, for they end first, as far as most have ended; now and then all, for some take longer."""
+        """Collect ended jobs, the oldest groups first, until a group has mostly open jobs; every
+        SWEEP_S look at all groups."""
         is_sweep = time.monotonic() - self._swept_at >= SWEEP_S
         if is_sweep:
             self._swept_at = time.monotonic()
@@ -280,13 +284,14 @@ class Pump:
             self._in_files = []
 
     def _in_time(self, result: JobResult) -> JobResult:
-        """What was taken back because its time was over has expired."""
+        """Return the result; as expired if the job was cancelled by this run because its deadline
+        had passed."""
         if self._has_given_up and result.status is JobStatus.CANCELLED and self._state is not BatchState.CANCELLING:
             return msgspec.structs.replace(result, status=JobStatus.EXPIRED)
         return result
 
     def _not_recorded(self, names: Sequence[str]) -> list[JobRequest]:
-        """Takes what the database has of these open jobs; returns the others."""
+        """Collect the recorded results of these open jobs; return the other jobs."""
         if not names:
             return []
         known = self._patience.ask(lambda: self._store.recorded(names))
@@ -308,7 +313,7 @@ class Pump:
     # ── the batch's record ──
 
     def _look(self, *, force: bool = False) -> None:
-        """Somebody may have cancelled it; others want to know how far it is."""
+        """Write the progress, and read whether the batch was cancelled."""
         if not force and time.monotonic() - self._looked_at < LOOK_S:
             return
         self._looked_at = time.monotonic()
@@ -329,7 +334,7 @@ class Pump:
         self._patience.ask(lambda: queries.cancel(self._client, names))
 
     def _notice_idleness(self) -> None:
-        """A queue without a worker looks as one whose worker is slow, unless somebody says it."""
+        """Report a queue without a worker; otherwise it looks like a queue with a slow one."""
         ended = self._collector.totals.ended
         is_idle = ended == self._num_ended and bool(self._collector.jobs)
         self._num_ended, self._num_idle_looks = ended, self._num_idle_looks + 1 if is_idle else 0

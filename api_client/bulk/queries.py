@@ -1,4 +1,4 @@
-"""What bulk work asks of the queue about its jobs, in pages: one round trip for some hundred of them."""
+"""Reads and changes many jobs of a queue, in pages: one round trip for a few hundred jobs."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ _OVER: Final = frozenset(status.value.encode() for status in JobStatus if status
 
 
 def ask(commands: Sequence[tuple[Argument, ...]]) -> Program[Sequence[Any]]:
-    """Any commands, in one round trip."""
+    """Send any commands in one round trip."""
     replies: Sequence[Any] = yield Commands(tuple(commands))
     return replies
 
 
 @dataclass(slots=True)
 class Ends:
-    """The jobs of one call: results of those that are over; ids that the queue does not know; ids whose record is
-    damaged, or of a newer version."""
+    """The ended jobs of one call: `results` of ended jobs, `unknown` ids that the queue does not
+    have, and `unreadable` ids whose record is damaged or of a newer version.
+    """
 
     results: list[JobResult] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
@@ -45,7 +46,7 @@ class Ends:
 
 
 def hand_in(client: Client, jobs: Sequence[JobRequest]) -> None:
-    """`submit_many` for requests that were checked when they were made."""
+    """Submit requests that were validated when they were built."""
     with producing(client.queue, jobs) as requests:
         client.perform(submit(client.view, requests))
 
@@ -53,7 +54,9 @@ def hand_in(client: Client, jobs: Sequence[JobRequest]) -> None:
 def collect(
     client: Client, job_ids: Sequence[str], in_files: Sequence[str] = (), *, max_bytes: int = MAX_COLLECTED_BYTES
 ) -> Ends:
-    """One call for a page: its ends with their results. Those `in_files` need not stay in the queue's memory."""
+    """Return the ended jobs of a page, with their results, in one call. Redis drops the jobs
+    `in_files` after COLLECTED_TTL_S seconds.
+    """
     replies = client.perform(_collect(job_ids, in_files, max_bytes))
     ends, unrecorded = Ends(), []
     for job_id, word in zip(job_ids, replies, strict=True):
@@ -81,7 +84,9 @@ def _collect(job_ids: Sequence[str], in_files: Sequence[str], max_bytes: int) ->
 
 
 def standing(client: Client, job_ids: Sequence[str]) -> dict[str, bool]:
-    """Job id → is it over? Those that the queue does not know are left out. A job that is no hash never runs: over."""
+    """Return, for each job that the queue has, whether it is over. A job whose key is no hash never
+    runs and counts as over.
+    """
     found: dict[str, bool] = {}
     for page in _pages(job_ids):
         replies = client.perform(ask_each([("HGET", client.keys.job(job_id), "state") for job_id in page]))
@@ -92,8 +97,11 @@ def standing(client: Client, job_ids: Sequence[str]) -> dict[str, bool]:
 
 
 def results(client: Client, job_ids: Sequence[str]) -> Iterator[JobResult]:
-    """Results of jobs that are over and known to the queue. One that ended without a worker has its request's metadata.
-    A job whose record cannot be read is left out, with a warning."""
+    """Yield the results of jobs that are over and in the queue.
+
+    A job that ended without a worker gets the metadata of its request. A job whose record cannot be
+    read is left out, with a warning.
+    """
     for page in _pages(job_ids):
         over = [record for record in _records(client, page) if record.is_over]
         yield from (record.result for record in over if record.result is not None)
@@ -126,7 +134,7 @@ def _unrecorded(client: Client, records: Sequence[Record]) -> Iterator[JobResult
 
 
 def cancel(client: Client, job_ids: Sequence[str]) -> None:
-    """All that are not over."""
+    """Cancel all of these jobs that are not over."""
     for page in _pages(job_ids):
         client.perform(_cancel(page))
 

@@ -1,5 +1,7 @@
-"""Batches in Redis, for those who run without a database: kept for a month after the last change, results no longer
-than Redis keeps any (an hour by default). It knows no files. The keys are in schemas/keys.py.
+"""Stores batches in Redis, when there is no database.
+
+A batch is kept for a month after its last change, and results as long as Redis keeps any (an hour
+by default). The keys are in schemas/keys.py.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ _bad_line: Final = msgspec.json.Decoder(BadLine).decode
 
 
 class RedisBatchStore:
-    """Uses the client's connection, and leaves it open."""
+    """A store on the client's connection, which it leaves open."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -114,7 +116,7 @@ class RedisBatchStore:
         return None
 
     def close(self) -> None:
-        """The connection is the client's."""
+        """Do nothing: the client owns the connection."""
 
     def _renew(self, batch_id: str) -> tuple[tuple[Argument, ...], ...]:
         return (

@@ -1,7 +1,8 @@
-"""Batches in SQL, beside the results of their jobs: for good, and to be seen from every machine.
+"""Stores batches in SQL, beside the results of their jobs: permanently, and visible from every
+machine.
 
-It knows the tables by the columns that it reads and writes, as api_client/queries.py does; `tokenmill db upgrade` makes
-them. Needs the extra `sql`.
+Tables are known here only by the columns that are read and written, as in api_client/queries.py;
+`tokenmill db upgrade` creates them. Needs the extra `sql`.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ PURGED: Final = JobError("result_purged", "The answer was removed from the datab
 
 
 class SqlBatchStore:
-    """One database. Safe to share between threads."""
+    """The batches in one database; may be shared between threads."""
 
     def __init__(self, url: str) -> None:
         self._database = Database(url)
@@ -137,7 +138,7 @@ class SqlBatchStore:
     # ── results ──
 
     def results(self, batch_id: str) -> Iterator[JobResult]:
-        """In the order of their ends, page by page along the index."""
+        """Yield results in the order in which the jobs ended, page by page along the index."""
         jobs, last = self._jobs, (-1, "")
         pair = self._sql.tuple_(jobs.c.finished_ms, jobs.c.id)
         while True:
@@ -186,7 +187,7 @@ class SqlBatchStore:
 
 
 def _described(batch: Batch) -> dict[str, Any]:
-    """As the tables can hold it: names no longer than their columns."""
+    """Return the columns of a batch, with names cut to the length of their columns."""
     options = {"any_model": batch.any_model, "last_line": batch.last_line, "digest": batch.digest}
     values = {
         **{name: getattr(batch, name) for name in _PLAIN},
@@ -200,7 +201,9 @@ def _described(batch: Batch) -> dict[str, Any]:
 
 
 def _storable(value: Any) -> Any:
-    """Without NUL characters and lone surrogates, which PostgreSQL has no place for."""
+    """Return the value without NUL characters and lone surrogates, which PostgreSQL cannot
+    store.
+    """
     if isinstance(value, str):
         return value.replace("\0", "\ufffd").encode("utf-8", "replace").decode()
     if isinstance(value, dict):
@@ -209,7 +212,9 @@ def _storable(value: Any) -> Any:
 
 
 def _batch(row: dict[str, Any]) -> Batch:
-    """NULL stands for a default; the counts are what the last progress said."""
+    """Build a batch from its row. NULL stands for a default; the counts are those of the last
+    progress.
+    """
     options, used = row.pop("options") or {}, row.pop("usage") or {}
     over_line, seen_ms = used.pop("over_line", 0), used.pop("seen_ms", 0)
     completed, failed = row.pop("completed"), row.pop("failed")
@@ -243,8 +248,10 @@ def _bad_line(row: Any) -> BadLine:
 
 
 def _result(row: Any) -> JobResult:
-    """The recorded result. A job whose result was purged, or cannot be decoded, has ended all the same: its status
-    comes from the columns, and a succeeded one becomes a failure that names the reason.
+    """Return the recorded result of a job.
+
+    A job whose result was purged or cannot be decoded takes its status from the columns; a
+    succeeded one becomes a failure that names the reason.
     """
     missing = PURGED
     if row["result"] is not None:

@@ -1,7 +1,7 @@
-"""Where batches are written down: SQL when a database is given, else Redis. What both can do, and nothing of how.
+"""The interface of stores for batches: SQL if a database is given, else Redis.
 
-One process submits a batch's lines; any other may look at it, or ask for its end. So the state changes only from a
-state that is expected, and progress never touches the state.
+One process submits a batch's lines, while others may read or cancel it. So the state changes only
+from an expected state, and writing progress never changes the state.
 """
 
 from __future__ import annotations
@@ -23,20 +23,22 @@ class BatchNotFound(TokenmillError, LookupError):
 
 
 class BatchStore(Protocol):
-    """Every call is one transaction and may be repeated."""
+    """A store for batches. Every call is one transaction and may be repeated."""
 
     def create(self, batch: Batch) -> None: ...
 
     def get(self, batch_id: str) -> Batch:
-        """Raises BatchNotFound."""
+        """Return a batch. Raises BatchNotFound."""
         ...
 
     def newest(self, limit: int = 20, after: str | None = None) -> Sequence[Batch]:
-        """`after`: those older than this one."""
+        """List batches, the newest first. `after`: list only batches older than this one."""
         ...
 
     def move(self, batch_id: str, state: BatchState, expected: Sequence[BatchState]) -> bool:
-        """To another state, noting when; False when it is in none of the expected ones."""
+        """Move a batch to another state and record the time. Return False if it is in none of the
+        expected states.
+        """
         ...
 
     def describe(self, batch: Batch) -> None:
@@ -46,28 +48,28 @@ class BatchStore(Protocol):
     def progress(self, batch_id: str, *, submitted: int, over_line: int, totals: Totals) -> None: ...
 
     def refuse(self, batch_id: str, lines: Sequence[BadLine]) -> None:
-        """Keep what is said of lines that become no job."""
+        """Store the errors of lines that have no job."""
         ...
 
     def refused(self, batch_id: str) -> Iterator[BadLine]: ...
 
     def results(self, batch_id: str) -> Iterator[JobResult]:
-        """Of jobs that have ended, as far as this store keeps results at all."""
+        """Yield the results of ended jobs, if this store keeps results."""
         ...
 
     def recorded(self, job_ids: Sequence[str]) -> dict[str, JobResult]:
-        """Those of them that the store has."""
+        """Return the results that this store has of these jobs, by job id."""
         ...
 
     def totals(self, batch: Batch, *, with_tokens: bool) -> Totals | None:
-        """Counted anew; None when this store keeps no results."""
+        """Count the results again; None if this store keeps no results."""
         ...
 
     def close(self) -> None: ...
 
 
 def open_store(client: Client) -> BatchStore:
-    """SQL when the client has a database, else its Redis."""
+    """Open the store in SQL if the client has a database, else the one in its Redis."""
     if client.database is not None:
         from api_client.bulk.sql_store import SqlBatchStore
 

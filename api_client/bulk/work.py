@@ -1,9 +1,9 @@
-"""Bulk files as one uses them: run one to its answers, or import one and leave the answers where jobs' results are.
+"""Runs bulk files. The commands and the tasks call these two functions:
 
-    run_batch      in this process: file in, files out, continued where it stopped when it is called again
-    import_batch   file in; export_batch of outcome.py fetches the answers, whenever and wherever
+    run_batch      in this process: file in, files out; continues where it stopped when it is called again
+    import_batch   file in; export_batch of outcome.py fetches the answers later, from anywhere
 
-Both may be interrupted at any moment and called again. They are what the commands and the tasks call.
+Both may be interrupted at any time and called again.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ from schemas.openai import BatchError
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What is asked of a batch as a whole. `any_model`: whatever model the queue serves, not the lines'."""
+    """Options of a whole batch. `any_model`: use the model that the queue serves instead of those
+    that the lines name.
+    """
 
     completion_window: str = DEFAULT_WINDOW
     tenant: str = ""
@@ -49,7 +51,9 @@ class Terms:
 
 
 def new_batch(client: Client, path: Path, terms: Terms | None = None) -> Batch:
-    """Not stored yet. Raises ConfigurationError, also for a file that cannot be read."""
+    """Build a batch that is not stored yet. Raises ConfigurationError, also for a file that cannot
+    be read.
+    """
     terms = terms or Terms()
     check_readable(path)
     now = now_ms()
@@ -67,7 +71,9 @@ def new_batch(client: Client, path: Path, terms: Terms | None = None) -> Batch:
 
 
 def _checked_tenant(tenant: str) -> str:
-    """Every line's job bears it: what no job may be called is no line's fault."""
+    """Return the tenant's name. A name that no job may have is an error of the whole batch, not of
+    its lines. Raises ConfigurationError.
+    """
     try:
         return build_request({"prompt": "x", "tenant": tenant}).tenant
     except InvalidRequest as error:
@@ -83,7 +89,10 @@ def run_batch(
     terms: Terms | None = None,
     pacing: Pacing | None = None,
 ) -> Batch:
-    """Raises ConfigurationError when the output is not this input's, or was begun on other terms than those given."""
+    """Run a file to its end and return the batch.
+
+    Raises ConfigurationError if the output belongs to another input, or was begun with other terms.
+    """
     pacing = pacing or Pacing()
     client.depth()  # patience is for a queue that goes away, not for one that never was there
     with OutputFiles(paths) as files:
@@ -139,7 +148,9 @@ def _ended(store: BatchStore, files: OutputFiles, batch_id: str, totals: Totals)
 
 
 def _refuse_another(before: Batch, found: Survey, terms: Terms | None, paths: Paths) -> None:
-    """Another input, or the same asked for on other terms: what is in the files already answers neither."""
+    """Raise ConfigurationError if the input or the terms differ from those with which the output
+    was begun.
+    """
     if before.digest != found.digest:
         raise ConfigurationError(
             f"{paths.output} belongs to batch {before.id}, whose input was another: name another output, "
@@ -169,7 +180,11 @@ def import_batch(
     terms: Terms | None = None,
     pacing: Pacing | None = None,
 ) -> Batch:
-    """Returns when every line is handed in. `batch`: one of `new_batch`, or one that was begun with this file."""
+    """Submit every line of a file and return the batch.
+
+    `batch` is one from `new_batch`, or one that was begun with this file. None builds one from
+    `terms`.
+    """
     pacing = pacing or Pacing()
     client.depth()
     is_resumed = batch is not None and batch.state is not BatchState.VALIDATING
@@ -215,7 +230,7 @@ def _described(batch: Batch, found: Survey) -> Batch:
 
 
 def _stored(store: BatchStore, batch: Batch) -> Batch:
-    """In the store, and in progress; failed when there is nothing in it."""
+    """Store the batch, start it (or fail it if the file has no requests), and return it."""
     store.create(batch)
     store.describe(batch)
     store.move(batch.id, BatchState.IN_PROGRESS if batch.total else BatchState.FAILED, [BatchState.VALIDATING])

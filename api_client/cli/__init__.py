@@ -1,4 +1,4 @@
-"""The `tokenmill` command. Commands that need the worker come from whoever registers them, see plugins.py."""
+"""The `tokenmill` command. Plugins register the commands that need the worker; see plugins.py."""
 
 from importlib.metadata import version
 from typing import Annotated

@@ -204,7 +204,7 @@ def _interruptible(how_to_go_on: str) -> Iterator[None]:
 
 @contextmanager
 def _stoppable() -> Iterator[None]:
-    """SIGTERM as Ctrl-C."""
+    """Handle SIGTERM like Ctrl-C inside the block."""
 
     def interrupt(*_: object) -> NoReturn:
         raise KeyboardInterrupt
@@ -241,7 +241,9 @@ def _show_end(batch: Batch, json: bool) -> None:
 
 
 def _complain_of_failure(batch: Batch) -> None:
-    """A batch that is not what was asked for is a status; lines that failed are in the error file."""
+    """Exit with 1 for a batch that ended in another state than completed. Failed lines are no
+    failure: they are in the error file.
+    """
     if batch.state is BatchState.FAILED:
         complain(batch.errors[0].message if batch.errors else "the batch failed")
     if batch.state.is_final and batch.state is not BatchState.COMPLETED:

@@ -1,4 +1,6 @@
-"""How a bulk file goes on, on stderr: a bar in a terminal, a line every ten seconds elsewhere."""
+"""Shows the progress of a bulk file on stderr: a bar in a terminal, else a line every ten
+seconds.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ Watch = Callable[[Stand], None]
 
 
 class Rate:
-    """Tokens per second over the last quarter of a minute."""
+    """Tokens per second over the last 15 seconds."""
 
     def __init__(self) -> None:
         self._samples: deque[tuple[float, int]] = deque()
@@ -45,7 +47,7 @@ class Rate:
 
 
 class _Note(ProgressColumn):
-    """What is waited for; it may be long."""
+    """The column that names what the run waits for; its text may be long."""
 
     max_refresh = 0.5
 

@@ -1,4 +1,4 @@
-"""`dead list` and `dead redrive`: jobs that were set aside, with what they failed of, and their way back."""
+"""`dead list` and `dead redrive`: dead jobs with their errors, and their return to the queue."""
 
 from __future__ import annotations
 

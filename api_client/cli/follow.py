@@ -1,4 +1,4 @@
-"""Follows one job in the terminal, to an exit status that tells whether there is an answer."""
+"""Follows one job in the terminal. The exit status shows whether there is an answer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ def follow(
     as_json: bool = False,
     timeout: float | None = None,
 ) -> None:
-    """Streams the text, or with `quiet` prints the whole answer at the end. Exits with 1 when the job failed."""
+    """Print a job's text as it arrives, or with `quiet` the whole answer at the end. Exits with 1
+    if the job failed.
+    """
     try:
         if quiet:
             _wait(client, job_id, as_json, timeout)
@@ -60,7 +62,7 @@ def _wait(client: Client, job_id: str, as_json: bool, timeout: float | None) -> 
 
 
 def show_answer(result: JobResult) -> None:
-    """Each choice's text, numbered when there are several."""
+    """Print the text of each choice, numbered if there are several."""
     for choice in result.choices:
         say((f"[{choice.index}] " if len(result.choices) > 1 else "") + choice.text + "\n")
 

@@ -24,7 +24,7 @@ Listed = JobInfo | JobRow
 
 
 class State(StrEnum):
-    """JobStatus, and the two groups that one asks for most."""
+    """The states of JobStatus, and the two groups of states that are asked for most."""
 
     OPEN = "open"
     ENDED = "ended"
@@ -106,7 +106,9 @@ def _cancel(client: Client, job_id: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """Which jobs to list. What only ended jobs have (`is_of_ended`) leaves out those that are not over."""
+    """The filters of a list of jobs. A filter on a value that only ended jobs have (`is_of_ended`)
+    leaves out all other jobs.
+    """
 
     state: State | None
     tenant: str | None
@@ -170,7 +172,9 @@ def jobs(
 
 
 def _is_open(what: _Wanted) -> bool:
-    """Dead jobs count: they are Redis's to keep until they are redriven."""
+    """Return whether open jobs are wanted. Dead jobs are among them, because Redis keeps them until
+    they are redriven.
+    """
     if what.state is None:
         return not what.is_of_ended
     return what.state in (State.OPEN, State.SCHEDULED, State.QUEUED, State.RUNNING) or (

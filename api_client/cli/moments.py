@@ -1,4 +1,6 @@
-"""Moments as people type them: `2h` (ago), `7d`, `2026-01-31`, `2026-01-31T12:30`, with or without a zone."""
+"""Parses times as people type them: `2h` (ago), `7d`, `2026-01-31`, `2026-01-31T12:30`, with or
+without a zone.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ _UNITS_S: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
 
 
 def moment_ms(text: str | None) -> int | None:
-    """Unix milliseconds; local time where no zone is named."""
+    """Return a time in Unix milliseconds; None without a text. A time without a zone is local.
+    Raises ConfigurationError.
+    """
     if text is None:
         return None
     span = re.fullmatch(r"(\d{1,9})([smhdw])", text.strip())

@@ -1,4 +1,6 @@
-"""What commands print: answers on stdout, everything else on stderr; tables for people, JSON for programs."""
+"""The output of commands: answers on stdout, everything else on stderr; tables for people, JSON for
+programs.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,14 @@ STATE_STYLES = {
 
 
 def out() -> Console:
-    """Made anew each time, since stdout may have been replaced (tests, pipes)."""
+    """Return a console on stdout, a new one each time, because tests and pipes may have replaced
+    stdout.
+    """
     return Console(highlight=False, soft_wrap=True)
 
 
 def count(number: int, noun: str) -> str:
-    """`1 job`, `2 jobs`."""
+    """Return a number with its noun: `1 job`, `2 jobs`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
@@ -39,20 +43,22 @@ def err() -> Console:
 
 
 def complain(sentence: str, kind: str = "error") -> None:
-    """`Error: …` on stderr, in one line."""
+    """Print `Error: …` on stderr, in one line."""
     line = Text(f"{kind.capitalize()}: ", style="bold red" if kind == "error" else "bold yellow")
     err().print(line.append(sentence, style="not bold default"))
 
 
 def emit(value: object, *, line: bool = False) -> None:
-    """As JSON on stdout: indented for one answer, `line` for one of many. Bytes leave as they are."""
+    """Print JSON on stdout: indented for one answer; with `line`, one line for one of many
+    answers.
+    """
     data = msgspec.json.encode(value)
     sys.stdout.write((data if line else msgspec.json.format(data, indent=2)).decode() + "\n")
     sys.stdout.flush()
 
 
 def say(text: str) -> None:
-    """Plain text on stdout, uninterpreted."""
+    """Print plain text on stdout, without markup."""
     sys.stdout.write(text)
     sys.stdout.flush()
 
@@ -62,8 +68,10 @@ def state(value: str) -> Text:
 
 
 def table(columns: Sequence[str | tuple[str, str]], rows: Iterable[Sequence[Any]], *, notes: bool = False) -> None:
-    """Columns are titles, or (title, justification). Nothing is cut, ids can be copied; a line that is too long
-    wraps. With `notes`, the last column is prose: in a terminal, its first 60 characters.
+    """Print a table. Columns are titles, or (title, justification).
+
+    Nothing is cut, so that ids can be copied; a long line wraps. With `notes`, the last column is
+    prose, of which a terminal shows the first 60 characters.
     """
     is_terminal = out().is_terminal
     grid = Table(box=None, header_style="bold", pad_edge=False)
@@ -82,12 +90,12 @@ def table(columns: Sequence[str | tuple[str, str]], rows: Iterable[Sequence[Any]
 
 
 def ago(moment_ms: int) -> str:
-    """`12 s ago`."""
+    """Return a past time such as `12 s ago`."""
     return f"{seconds(time.time() * 1000 - moment_ms)} ago" if moment_ms else "–"
 
 
 def seconds(milliseconds: float) -> str:
-    """`0.35 s`, `12.0 s`, `3 min`, `2 h`, `5 d`."""
+    """Return a duration such as `0.35 s`, `12.0 s`, `3 min`, `2 h` or `5 d`."""
     value = max(0.0, milliseconds / 1000)
     for limit, unit in ((120.0, "s"), (120.0, "min"), (48.0, "h")):
         if value < limit:
@@ -97,12 +105,14 @@ def seconds(milliseconds: float) -> str:
 
 
 def clock(moment_ms: int) -> str:
-    """Local time, to the second."""
+    """Return a time in the local zone, to the second."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment_ms / 1000)) if moment_ms else "–"
 
 
 def show_redriven(revived: Sequence[str], asked: Sequence[str], noun: str, *, json: bool) -> bool:
-    """What went back, and what was asked for and did not. Returns whether all that were asked for went."""
+    """Print what was redriven, and which of the ids asked for was not. Return whether all of them
+    were.
+    """
     missing = [name for name in asked if name not in revived]
     if json:
         emit({"redriven": revived, "not_dead": missing})

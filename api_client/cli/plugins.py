@@ -1,8 +1,9 @@
-"""The command group: our own commands, others' by entry point, and one sentence for each error.
+"""The command group: the client's commands, the commands of plugins, and one sentence for each
+error.
 
-A package that has commands names a typer application in the entry-point group `tokenmill.commands`. It is
-imported only when one of its commands, or the list of all, is asked for: `tokenmill submit` stays quick, and
-works where only the client is installed.
+A package with commands names a typer application in the entry-point group `tokenmill.commands`. The
+application is imported only for one of its commands or for the list of all. So `tokenmill submit`
+starts quickly, and works where only the client is installed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _NEEDS_WORKER: Final = ("worker", "tasks", "dev", "db", "doctor", "exporter")
 
 
 class CommandGroup(TyperGroup):
-    """Looks in the plugins for what it does not have itself."""
+    """Looks up a command in the plugins if the group does not have it."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         own = list(super().list_commands(ctx))

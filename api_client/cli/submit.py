@@ -1,4 +1,4 @@
-"""`submit` and `tail`: a job goes in, its tokens come out."""
+"""`submit` and `tail`: submit a job, and print its tokens."""
 
 from __future__ import annotations
 
@@ -121,14 +121,18 @@ def submit(
 
 
 def _note_idle_queue(client: Client) -> None:
-    """The job is stored whatever comes of this question."""
+    """Print a note if no live worker serves the queue. The job is stored already, so errors are
+    ignored.
+    """
     with contextlib.suppress(TokenmillError):
         if not client.workers():
             complain(f"no worker serves the queue {client.queue!r} now; the job waits for one", "note")
 
 
 def _is_given(value: object) -> bool:
-    """Zero is a value: a temperature of 0 is greedy, and max_tokens of 0 is refused by name."""
+    """Return whether an option was given. Zero counts as given: temperature 0 is greedy, and
+    max_tokens 0 is rejected by its name.
+    """
     return value is not None and value is not False and value != []
 
 
@@ -178,14 +182,16 @@ def _stdin() -> str:
 
 
 def _within_bounds(text: str, what: str) -> str:
-    """No queue takes a larger request, and what has no end would fill the memory."""
+    """Return the text. Raises InvalidRequest above the largest request of any queue; an endless
+    input would fill the memory.
+    """
     if len(text) > MAX_PAYLOAD_BYTES:
         raise InvalidRequest([f"{what} has more than {MAX_PAYLOAD_BYTES} characters"])
     return text
 
 
 def _response_format(json_schema: str | None, regex: str | None, grammar: str | None, whole: str | None) -> Any:
-    """`whole` is OpenAI's object; the client reads it."""
+    """Return the response format in the form that the client reads. `whole` is OpenAI's object."""
     parts: dict[str, Any] = {}
     if json_schema is not None:
         parts["json_schema"] = _from_json(json_schema, "--json-schema")
@@ -201,7 +207,7 @@ def _response_format(json_schema: str | None, regex: str | None, grammar: str | 
 
 
 def _text(value: str, option: str) -> str:
-    """Itself, or with @ the contents of the file it names."""
+    """Return the value, or after `@` the contents of the file that it names."""
     if not value.startswith("@"):
         return value
     try:

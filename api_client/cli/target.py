@@ -1,9 +1,10 @@
-"""Which queue and which database: the options that every command has, as one value.
+"""The options that every command has, as one value: which queue and which database.
 
     @connected
     def status(target: Target, job: Job) -> None: ...
 
-gives the command `status` the options of Target beside its own. Flags win over TOKENMILL_* variables.
+gives the command `status` the options of Target beside its own. Flags override TOKENMILL_*
+variables.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ class Target:
 
     @contextmanager
     def client(self) -> Iterator[Client]:
-        """Looks results up in SQL as well, when a database was named."""
+        """Open a client. It looks up results in SQL too, if a database was named or the default one
+        exists.
+        """
         database = self.database_url if self.database_url != DEFAULT_DATABASE or not why_no_database() else None
         options = ClientOptions(on_trouble=_tell_trouble)
         client = Client(
@@ -85,7 +88,7 @@ class Target:
 
 
 def was_typed(context: typer.Context, option: str) -> bool:
-    """On the command line, and not in a variable."""
+    """Return whether an option was given on the command line, not by a variable."""
     source = context.get_parameter_source(option)
     return source is not None and source.name == "COMMANDLINE"
 
@@ -98,7 +101,9 @@ def _tell_trouble(trouble: TokenmillError) -> None:
 
 
 def why_no_database() -> str:
-    """Why the default database is not used, or "" when it is: a client without the extra `sql` works all the same."""
+    """Return why the default database is not used; "" if it is. A client without the extra `sql`
+    works without it.
+    """
     from importlib.util import find_spec
     from pathlib import Path
 
@@ -109,7 +114,7 @@ def why_no_database() -> str:
 
 
 def connected(command: Callable[..., None]) -> Callable[..., None]:
-    """The same command, with Target's fields as options in place of its first parameter."""
+    """Return the command with the fields of Target as options, in place of its first parameter."""
     hints = typing.get_type_hints(command, include_extras=True)
     target_hints = typing.get_type_hints(Target, include_extras=True)
     own = list(inspect.signature(command).parameters.values())[1:]

@@ -1,5 +1,6 @@
-"""`top`: queues, their workers and tenants as they are now, until `q` or Ctrl-C. How it looks is in top_view.py and
-top_queues.py."""
+"""`top`: queues, their workers and tenants, refreshed until `q` or Ctrl-C. top_view.py and
+top_queues.py draw them.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +96,9 @@ def _wait(seconds: float) -> bool:
 
 @contextmanager
 def _quit_key() -> Iterator[Callable[[float], bool]]:
-    """A wait of some seconds that tells whether `q` was typed meanwhile; where no terminal is read, it only waits."""
+    """Yield a function that waits some seconds and returns whether `q` was typed meanwhile. Without
+    a terminal on stdin it only waits.
+    """
     if not sys.stdin.isatty():
         yield _wait
         return
@@ -125,7 +128,7 @@ def _look(client: Client, rows: int) -> Look:
 
 
 def _room(console: Console, last: Sequence[Look]) -> int:
-    """Lines that are left for jobs."""
+    """Return the number of lines that are left for jobs."""
     if not last:
         return 0
     others = len(last[0].queue.workers) + min(len(last[0].queue.tenants), 9)

@@ -1,4 +1,6 @@
-"""`tokenmill top` of several queues: a line for each, then the workers and tenants of each. One is shown in full."""
+"""The view of several queues in `tokenmill top`: one line for each, then the workers and tenants of
+each. A single queue is shown in full.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def draw_all(looks: Sequence[Look], width: int) -> RenderableType:
 
 
 def trouble(message: str, since: str, last: Sequence[Look], width: int) -> Group:
-    """The server does not answer: say so, and keep the last look, marked as old."""
+    """Draw the state in which the server does not answer: the error, and the last state that was
+    read, marked as old.
+    """
     head = Text.assemble((" NO CONNECTION ", "bold white on red"), f"  since {since}, trying again")
     words = Text(message, style="red", overflow="fold")
     if not last:

@@ -1,6 +1,7 @@
-"""What `tokenmill top` shows, drawn from values: fits any width from 80 columns on, and says plainly what is wrong.
+"""Draws the view of `tokenmill top` from values. It fits any width from 80 columns on, and names
+every problem.
 
-Knows no connection and no clock; a test, or a picture, can have any state drawn.
+It reads no connection and no clock, so that a test can draw any state.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ CLASS_STYLES = {"interactive": "bold cyan", "standard": "default", "bulk": "dim"
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """One look at the queue. `submitted_per_s` and `finished_per_s` need two; None until then."""
+    """One state of the queue. `submitted_per_s` and `finished_per_s` need two states; until then
+    they are None.
+    """
 
     now_ms: int
     clock: str
@@ -44,7 +47,7 @@ def draw(look: Look, width: int) -> Group:
 
 
 def legend(width: int) -> Text:
-    """What the short headings of the workers' table mean."""
+    """Return the meaning of the short headings in the table of workers."""
     words = "TTFT time to first token · ITL time between tokens · HITS prompt share in cache"
     return Text(words + " · q quits" if width >= WIDE else words, style="dim", overflow="ellipsis", no_wrap=True)
 
@@ -74,7 +77,9 @@ def _head(look: Look, width: int) -> RenderableType:
 
 
 def alarm(queue: QueueState) -> list[tuple[str, str] | str]:
-    """The one thing to know first."""
+    """Return the most important fact about a queue: no live worker, a worker in trouble, or the
+    number of workers; then dead jobs.
+    """
     marks: list[tuple[str, str] | str] = []
     if not queue.workers:
         words = "and jobs are waiting" if queue.waiting else "nothing is waiting either"
@@ -92,8 +97,10 @@ def alarm(queue: QueueState) -> list[tuple[str, str] | str]:
 
 
 def grid(width: int, *columns: tuple[str, str], gives_way: str = "") -> Table:
-    """Columns are (title, justification). Where they do not fit, the one that `gives_way` is cut before any other; its
-    cells must not wrap."""
+    """Return an empty table. Columns are (title, justification).
+
+    If they do not fit, the column `gives_way` is cut before any other; its cells must not wrap.
+    """
     table = Table(box=None, header_style="bold dim", pad_edge=False, padding=(0, 2 if width >= WIDE else 1, 0, 0))
     for title, justify in columns:
         stays = title != gives_way
@@ -116,7 +123,7 @@ def _classes(look: Look, width: int) -> RenderableType:
 
 
 def age_style(name: str, one: ClassState) -> str:
-    """Red where the alert of this class would fire."""
+    """Return red if the oldest job's age would fire the alert of this class."""
     limit_ms = {"interactive": 15_000, "standard": 600_000, "bulk": 43_200_000}.get(name)
     return "bold red" if limit_ms is not None and one.oldest_ms > limit_ms else ""
 
@@ -140,7 +147,9 @@ def workers(look: Look, width: int) -> list[RenderableType]:
 
 
 def _worker(worker: WorkerStatus, now_ms: int, is_wide: bool) -> list[RenderableType]:
-    """Latencies are the median and, where there is room, the 95th percentile."""
+    """Return the row of a worker. Latencies are the median and, if there is room, the 95th
+    percentile.
+    """
     used = worker.total_blocks - worker.free_blocks
     share = used / worker.total_blocks if worker.total_blocks else 0.0
     size = 10 if is_wide else 5
@@ -157,7 +166,7 @@ def _worker(worker: WorkerStatus, now_ms: int, is_wide: bool) -> list[Renderable
 
 
 def _notes(worker: WorkerStatus) -> list[tuple[str, str]]:
-    """What is to be said of a worker beside its numbers: state first, then trouble."""
+    """Return the remarks on a worker beside its numbers: its state first, then its problems."""
     notes = []
     if worker.draining:
         notes.append(("draining, claims nothing more", "yellow"))
@@ -201,13 +210,13 @@ def _jobs(look: Look, width: int) -> RenderableType:
 
 
 def _bar(value: float, most: float, size: int, style: str) -> Text:
-    """Something that is not nothing has a mark, however small."""
+    """Draw a bar. A value above 0 has at least one mark."""
     full = min(size, max(1, round(size * value / most))) if value > 0 and most > 0 else 0
     return Text.assemble(("━" * full, style), ("─" * (size - full), "bright_black"))
 
 
 def _tail(name: str, size: int) -> str:
-    """Of workers' names the ends differ."""
+    """Return the end of a worker's name, since names of workers differ at their ends."""
     return name if len(name) <= size else f"…{name[1 - size :]}"
 
 
@@ -226,7 +235,7 @@ def _rate(value: float) -> str:
 
 
 def _short(value: float) -> str:
-    """`950`, `12.3 k`, `4.1 M`."""
+    """Return a number such as `950`, `12.3 k` or `4.1 M`."""
     for limit, unit in ((1e3, ""), (1e6, " k"), (1e9, " M")):
         if value < limit:
             return (

@@ -64,7 +64,7 @@ def usage(
 
 
 def _is_day(text: str) -> bool:
-    """One that the calendar has, in the one spelling that days have in SQL."""
+    """Return whether the text is a day of the calendar, written as days are in SQL."""
     try:
         return date.fromisoformat(text).isoformat() == text
     except ValueError:

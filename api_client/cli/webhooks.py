@@ -1,4 +1,6 @@
-"""`webhooks list`, `redrive` and `secret`: notices on their way, those that were set aside, and what signs them."""
+"""`webhooks list`, `redrive` and `secret`: pending and dead webhooks, and the secret that signs
+them.
+"""
 
 from __future__ import annotations
 
