@@ -85,7 +85,7 @@ class Pump:
 
     @property
     def goes_on(self) -> bool:
-        """Whether more lines may be submitted."""
+        """True while more lines may be submitted."""
         return self._state is BatchState.IN_PROGRESS and not self.is_late
 
     @property
@@ -190,8 +190,8 @@ class Pump:
         return [job for job in jobs if job.job_id not in known]
 
     def _jobless(self, lines: list[BadLine]) -> list[BadLine]:
-        """Return the lines that have no job. An earlier run may have submitted some, whose jobs end
-        by themselves."""
+        """Return the lines without a job. An earlier run may have submitted some; those jobs end
+        alone."""
         if not self._is_resumed or self._collector.keeps_answers:
             return lines
         names = [job_id(self._batch.id, bad.line) for bad in lines]
@@ -223,7 +223,7 @@ class Pump:
                 jobs = rest
 
     def _submit_one_by_one(self, jobs: Sequence[JobRequest], error: Exception) -> None:
-        """Submit jobs singly after a call failed because of one of them."""
+        """Submit jobs singly, after one of them made their call fail."""
         if len(jobs) == 1:
             self._refuse(jobs[0], error)
             return
@@ -260,8 +260,8 @@ class Pump:
         self._tell()
 
     def _collect(self) -> None:
-        """Collect ended jobs, the oldest groups first, until a group has mostly open jobs; every
-        SWEEP_S look at all groups."""
+        """Collect ended jobs, oldest group first, up to a mostly open group; every SWEEP_S look at
+        all."""
         is_sweep = time.monotonic() - self._swept_at >= SWEEP_S
         if is_sweep:
             self._swept_at = time.monotonic()
@@ -284,8 +284,8 @@ class Pump:
             self._in_files = []
 
     def _in_time(self, result: JobResult) -> JobResult:
-        """Return the result; as expired if the job was cancelled by this run because its deadline
-        had passed."""
+        """Return the result, as expired if this run cancelled the job because its deadline had
+        passed."""
         if self._has_given_up and result.status is JobStatus.CANCELLED and self._state is not BatchState.CANCELLING:
             return msgspec.structs.replace(result, status=JobStatus.EXPIRED)
         return result
