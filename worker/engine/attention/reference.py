@@ -237,7 +237,7 @@ def _attend_by_hand(
         logits = torch.tanh(logits / shape.softcap) * shape.softcap
     if mask is not None:
         logits = logits.masked_fill(~mask, -math.inf)
-    if sinks is not None:  # one more column that takes weight and gives nothing
+    if sinks is not None:  # one more column that takes weight but has no value
         logits = torch.cat([logits, sinks.to(logits.dtype).expand(*logits.shape[:-1], 1)], dim=-1)
     weights = torch.softmax(logits, dim=-1, dtype=torch.float32).to(values.dtype)
     if sinks is not None:

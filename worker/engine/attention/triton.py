@@ -1,9 +1,9 @@
-"""Paged attention by a Triton kernel of this package: any block size, prefill and decode in one launch.
+"""Paged attention by this package's Triton kernel: any block size, prefill and decode in one launch.
 
-The launch depends only on maxima that the host has (padded tokens, sequences, the longest context).
-The kernel reads the lengths on the device, so a captured CUDA graph stays right for every batch
-that fits it. Blocks are `[kv_head, token, head_dim]`: the part of a block that one program reads is
-contiguous.
+It needs no wheel beside Triton. The launch depends only on maxima that the host has (padded tokens,
+sequences, the longest context). The kernel reads the lengths on the device, so a captured CUDA
+graph stays right for every batch that fits it. Blocks are `[kv_head, token, head_dim]`: the part of
+a block that one program reads is contiguous.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def find_sequence(query_start, num_seqs, program, BLOCK_TOKENS: tl.constexpr):
 @triton.jit
 def place_of(query_start, num_seqs, BLOCK_TOKENS: tl.constexpr, IS_DECODE: tl.constexpr):
     """Return a program's sequence, its first query row, its number of queries, and the program's first query."""
-    program = tl.num_programs(0) - 1 - tl.program_id(0)  # a prompt's last tokens see most: they start first
+    program = tl.num_programs(0) - 1 - tl.program_id(0)  # a prompt's last tokens see the most keys, so they start first
     seq = program if IS_DECODE else find_sequence(query_start, num_seqs, program, BLOCK_TOKENS)
     start = tl.load(query_start + seq)
     query_len = tl.load(query_start + seq + 1) - start

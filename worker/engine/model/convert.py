@@ -25,7 +25,7 @@ def gguf_to_folder(source: Path, folder: Path, report: Callable[[float], None]) 
 
     `report` is called with the share that is done, from 0 to 1.
     """
-    with contextlib.redirect_stderr(_Bars(lambda share: report(0.1 + 0.7 * share))):  # their progress bars
+    with contextlib.redirect_stderr(_Bars(lambda share: report(0.1 + 0.7 * share))):  # Transformers' progress bars
         _convert(source, folder, report)
 
 

@@ -28,7 +28,7 @@ from worker.engine.model.probe import OWN, attending_with, failed
 TOLERANCE = 1e-3  # share of a row's largest distance from its mean; float32 sums reordered differ by about 1e-5
 _NARROW_TOLERANCE = 0.1  # in 16 bits, where float32 would take too much memory
 _LENGTHS = (7, 18, 11)
-_MAX_WINDOW = 64  # smaller windows are crossed; prompts as long as larger ones would take too long
+_MAX_WINDOW = 64  # prompts are longer than smaller windows; longer ones would take too much time
 _MAX_WEIGHTS = 600_000_000  # beyond this, a model is compared by its first layers
 _MAX_FLOAT32_WEIGHTS = 3_000_000_000  # beyond this, the model is compared in its own type
 _SEEDS = (11, 12)  # a router may decide a near tie otherwise, so a difference counts only with both seeds

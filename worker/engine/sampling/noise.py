@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 _CACHED_ELEMENTS = 1 << 18  # on CPU a chunk and its scratch stay in the second-level cache: 5 times faster
-_DEVICE_ELEMENTS = 1 << 24  # on a device it bounds the scratch memory
+_DEVICE_ELEMENTS = 1 << 24  # on an accelerator; bounds the scratch memory
 _LARGEST_BELOW_ONE = 1.0 - 2.0**-24
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)

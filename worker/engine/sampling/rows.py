@@ -15,7 +15,7 @@ import numpy.typing as npt
 from schemas.generation import SamplingParams
 from worker.engine.sequence import Sequence
 
-GREEDY_BELOW = 1e-5  # a lower temperature would only overflow
+GREEDY_BELOW = 1e-5  # a lower temperature would overflow
 
 
 class Trait(IntFlag):

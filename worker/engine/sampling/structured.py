@@ -55,7 +55,7 @@ class Masks:
 class _State:
     matcher: Any
     epoch: int
-    num_read: int = 0  # output tokens that the matcher has seen: within an epoch they stay as they are
+    num_read: int = 0  # output tokens that the matcher has read; they do not change within an epoch
 
 
 class Grammars:

@@ -40,7 +40,7 @@ _NAMES = {
     "lora_bias": "biases (lora_bias)",
     "alora_invocation_tokens": "activation by tokens (alora_invocation_tokens)",
 }
-_INITS = {"none", "true", "false", "gaussian", "orthogonal", "eva"}  # the others train against a changed base model
+_INITS = {"none", "true", "false", "gaussian", "orthogonal", "eva"}  # other methods change the base model
 _TENSORS = {
     "lora_embedding_": "adapted embeddings",
     "lora_magnitude_vector": "DoRA (lora_magnitude_vector)",
