@@ -1,4 +1,6 @@
-"""What a worker shows of itself: log, metrics, traces, health. Nothing here knows the parts that it watches."""
+"""A worker's logs, metrics, traces and health pages. The parts that they report on do not appear
+here.
+"""
 
 from worker.telemetry.health import Check, Pulse, WatchServer
 from worker.telemetry.logs import configure_logging

@@ -1,8 +1,9 @@
-"""What prometheus_client lacks: constant labels, numbers read at the scrape, and a histogram for hot paths.
+"""Adds to prometheus_client: constant labels, values read at the scrape, and a histogram for hot
+paths.
 
-`Tally` is that histogram: many equal observations are one call, and summing up is left to the scrape. `Watched`
-turns what a part counts anyway into metrics. `Labelled` puts the same labels on everything that a registry
-holds. None of them knows what is measured.
+`Tally` is that histogram: one call records many equal observations, and buckets are summed at the
+scrape. `Watched` turns numbers that a part counts anyway into metrics. `Labelled` adds the same
+labels to everything in a registry. None of them depends on what is measured.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ PREFIX: Final = "tokenmill:"
 
 @dataclass(slots=True)
 class Tally:
-    """Counts per bucket; `bounds` are upper limits, ascending."""
+    """A histogram: counts per bucket. `bounds` are upper limits, ascending."""
 
     bounds: Sequence[float]
     total: float = 0.0
@@ -37,7 +38,9 @@ class Tally:
         self.total += value * times
 
     def buckets(self) -> list[tuple[str, float]]:
-        """As the exposition wants them: cumulative, the last one unbounded."""
+        """Return (upper bound, count) pairs as Prometheus expects them: cumulative, the last one
+        unbounded.
+        """
         running = 0
         pairs = []
         for bound, count in zip([*self.bounds, inf], self.counts, strict=True):
@@ -47,7 +50,9 @@ class Tally:
 
 
 class Tallies(Collector):
-    """One tally per value of a label (none: a single one), made when first asked for."""
+    """A metric of one tally per value of a label, each created at its first use; without a label, a
+    single tally.
+    """
 
     def __init__(self, name: str, words: str, bounds: Sequence[float], label: str | None = None) -> None:
         self._name, self._words, self._bounds, self._label = PREFIX + name, words, tuple(bounds), label
@@ -71,7 +76,7 @@ class Tallies(Collector):
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One metric as it stands at a scrape: a value per combination of labels. None leaves a value out."""
+    """One metric's values at a scrape, per combination of labels. A value of None is left out."""
 
     name: str
     words: str
@@ -93,7 +98,7 @@ def by_label(name: str, words: str, label: str, values: Mapping[str, float], *, 
 
 
 class Watched(Collector):
-    """`source()` is asked at each scrape."""
+    """Calls `source()` at each scrape and exports its readings."""
 
     def __init__(self, source: Callable[[], Iterable[Reading]]) -> None:
         self._source = source
@@ -109,11 +114,11 @@ class Watched(Collector):
                 yield family
 
     def describe(self) -> list[Metric]:
-        return []  # the names are known at the scrape only
+        return []  # names are known only at the scrape
 
 
 class Labelled(Collector):
-    """Everything in `inner`, with these labels first."""
+    """Exports everything in `inner`, with these labels first."""
 
     def __init__(self, inner: CollectorRegistry, labels: Mapping[str, str]) -> None:
         self._inner, self._labels = inner, dict(labels)

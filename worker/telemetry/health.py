@@ -1,11 +1,12 @@
-"""/metrics, /healthz, /readyz and /livez of one worker, on a small HTTP server in its event loop.
+"""Serves /metrics, /healthz, /readyz and /livez of one worker, on a small HTTP server in its event
+loop.
 
 /livez    503 when a restart is the remedy: the loop or the engine stands still. For liveness probes.
 /healthz  503 when any check fails, a dependency that is away included. For people and alerts.
 /readyz   503 also while it drains, which is no fault: does it take jobs now? For readiness probes.
 
-All answer with JSON that names each check. That they answer at all shows that the event loop turns; that
-claims and steps are being made, the checks must show. It knows nothing of what is checked.
+The health pages answer with JSON that names each check. Any answer shows that the event loop runs;
+the checks must show that claims and steps are being made.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ _REASONS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """`problem()` is one sentence, or None when all is well. `vital`: a restart is the remedy. `ready`: it says
-    only that no jobs are taken, for good reason.
+    """One health check. `problem()` returns one sentence, or None when all is well. `vital`: a
+    restart is the remedy. `ready`: the problem only means that no jobs are taken, for a good
+    reason.
     """
 
     name: str
@@ -49,7 +51,9 @@ class Check:
 
 @dataclass(slots=True)
 class Pulse:
-    """Something that has to happen again and again: beat() each time, and a problem when it is overdue."""
+    """A watchdog for something that must happen repeatedly: `beat()` resets it, and it reports a
+    problem when overdue.
+    """
 
     name: str
     limit_s: float
@@ -68,7 +72,7 @@ class Pulse:
 
 
 class WatchServer:
-    """GET only, one request per connection."""
+    """Answers GET and HEAD, one request per connection."""
 
     def __init__(self, host: str, port: int, registry: CollectorRegistry, checks: Sequence[Check]) -> None:
         self._host = host
@@ -79,17 +83,17 @@ class WatchServer:
 
     @property
     def port(self) -> int:
-        """The real one, also when 0 was asked for."""
+        """The port that is open, also if port 0 was asked for."""
         if self._server is None:
             raise RuntimeError("the server has not started")
         return int(self._server.sockets[0].getsockname()[1])
 
     async def start(self) -> Self:
-        """Raises PortTaken."""
+        """Open the port. Raises PortTaken."""
         try:
             self._server = await asyncio.start_server(self._serve, self._host, self._port, limit=_MAX_REQUEST_BYTES)
         except OSError as error:
-            reason = os.strerror(error.errno) if error.errno else str(error)  # asyncio repeats the address in it
+            reason = os.strerror(error.errno) if error.errno else str(error)  # asyncio's message repeats the address
             raise PortTaken(f"/metrics cannot be served on {self._host}:{self._port}: {reason}") from error
         return self
 
@@ -99,7 +103,9 @@ class WatchServer:
             await self._server.wait_closed()
 
     def report(self, path: str = "/healthz") -> tuple[bool, dict[str, str]]:
-        """Whether all is well, and each check's state. A check that raises has failed."""
+        """Return whether all checks of the page are well, and each check's state. A check that
+        raises has failed.
+        """
         states = {}
         for check in self._checks:
             if (path == "/livez" and not check.vital) or (path != "/readyz" and check.ready):
@@ -112,7 +118,7 @@ class WatchServer:
         return all(state == "ok" for state in states.values()), states
 
     def answer(self, method: str, path: str) -> tuple[int, str, bytes]:
-        """Status, content type and body."""
+        """Return status, content type and body."""
         if method not in ("GET", "HEAD"):
             return 405, "text/plain", b"only GET\n"
         if path == "/metrics":

@@ -1,9 +1,10 @@
-"""Log lines for people (`text`) or for machines (`json`), with fields instead of sentences full of values.
+"""Formats log lines for people (`text`) or machines (`json`). Values are fields and not part of the
+sentence.
 
     log.info("job finished", extra={"job_id": job_id, "tokens": 64, "private": {"text": text}})
 
-Fields under `private` (prompts and answers) are left out unless the settings let them in: users' text does
-not belong in a log that operators, collectors and backups read. It knows nothing of who logs.
+Fields under `private` (prompts and answers) are left out unless the settings allow them: users'
+text does not belong in a log that operators, collectors and backups read.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ class _Formatter(logging.Formatter):
 
 
 class TextFormatter(_Formatter):
-    """`12:00:01.234 INFO  consume  claimed jobs=4`; on one line, unless there is a traceback."""
+    """Writes `12:00:01.234 INFO consume claimed jobs=4` on one line, unless there is a
+    traceback.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
@@ -53,7 +56,7 @@ class TextFormatter(_Formatter):
 
 
 class JsonFormatter(_Formatter):
-    """One JSON object a line: time (UTC), level, logger, message, then the fields."""
+    """Writes one JSON object per line: time (UTC), level, logger, message, then the fields."""
 
     def format(self, record: logging.LogRecord) -> str:
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
@@ -77,7 +80,7 @@ def configure_logging(
     context: Mapping[str, str] | None = None,
     stream: TextIO | None = None,
 ) -> logging.Handler:
-    """Takes over the root logger; returns the handler. `context` fields stand on every line."""
+    """Take over the root logger; returns the handler. `context` fields are on every line."""
     formatter = (JsonFormatter if form == "json" else TextFormatter)(with_private=with_private, context=context or {})
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(formatter)
@@ -102,6 +105,6 @@ def _value(value: object) -> str:
 
 
 def log_progress(what: str, fraction: float) -> None:
-    """A step that cannot say how far it is says that it has begun, and that it is done."""
+    """Log loading progress. A stage without a percentage logs only its start and its end."""
     how_far = "" if fraction <= 0 else ": done" if fraction >= 1 else f" ({100 * fraction:.0f} %)"
     logging.getLogger(__name__).info("engine: %s%s", what, how_far)

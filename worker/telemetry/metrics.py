@@ -1,9 +1,10 @@
-"""A worker's Prometheus metrics, in a registry of their own that is handed to whoever needs it.
+"""A worker's Prometheus metrics, in a registry of their own.
 
-Names are vLLM's where they mean the same, with the prefix `tokenmill:` for `vllm:`, so that its dashboards need
-only that replaced; each carries `queue` and `model_name`. What happens once is counted here; what parts count
-already is read at each scrape (`watch`). Labels are only those that stay few: no job ids, and no tenants, whose
-number a service does not control.
+A metric with vLLM's meaning has vLLM's name, with the prefix `tokenmill:` for `vllm:`, so that
+vLLM's dashboards need only the prefix replaced. Each metric carries `queue` and `model_name`.
+Single events are counted here; numbers that parts count already are read at each scrape (`watch`).
+Only labels with few values are used: no job ids, and no tenants, whose number a service does not
+control.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _BATCH: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 
 
 
 class Metrics:
-    """One worker's. Times in seconds."""
+    """The metrics of one worker. Times are seconds."""
 
     def __init__(self, queue: str = "", model_name: str = "") -> None:
         self._inner = CollectorRegistry(auto_describe=False)
@@ -63,7 +64,7 @@ class Metrics:
             "deliveries_total", "Jobs that came into this worker's hands", ("verdict", "redelivered")
         )
         self.left = self._counter("jobs_left_total", "Jobs that left this worker unfinished, by why", ("reason",))
-        for reason in ("handed_over", "crash", "retry", "lost"):  # there from the start, so that a first one is a rise
+        for reason in ("handed_over", "crash", "retry", "lost"):  # exist from the start: the first one is an increase
             self.left.labels(reason)
         self.refusals = self._counter(
             "fencing_refusals_total", "Writes refused because another worker held the job", ("call",)
@@ -74,7 +75,7 @@ class Metrics:
         self.call_seconds = self._tallies("redis_call_seconds", "One script call, retries included", _CALL, "script")
 
     def request_finished(self, result: JobResult, priority: str) -> None:
-        """From what the result says of itself, whichever workers it went through."""
+        """Record a result from its own values, which cover every worker that ran the job."""
         usage, tokens = result.usage, result.usage.completion_tokens
         reason = result.finish_reason.value if result.finish_reason is not None else result.status.value
         self.success.labels(reason).inc()
@@ -91,11 +92,11 @@ class Metrics:
             self.per_token.labels(priority).observe(rest_ms / 1000 / (tokens - 1))
 
     def watch(self, source: Callable[[], Iterable[Reading]]) -> None:
-        """`source()` gives a part's numbers at each scrape."""
+        """Export `source()`'s readings at each scrape."""
         self._inner.register(Watched(source))
 
     def watch_queues(self, source: Callable[[], Iterable[Reading]]) -> None:
-        """As `watch`, for readings that name their queue themselves."""
+        """Export readings that name their queue themselves; else like `watch`."""
         self.registry.register(Watched(source))
 
     def _counter(self, name: str, words: str, labels: tuple[str, ...]) -> Counter:

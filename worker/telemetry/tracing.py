@@ -1,10 +1,11 @@
-"""OpenTelemetry: one job in one worker becomes a span with its phases inside, under the producer's span.
+"""OpenTelemetry: one job in one worker becomes a span with its phases inside, under the producer's
+span.
 
     (producer: send QUEUE) ─▶ job QUEUE ─┬─ queue wait ─┬─ prefill ─┬─ decode ─┬─ record
 
-Spans are made when the job leaves this worker, from moments noted on its way, so that nothing is done on the way.
-Needs the extra `otel`, and is off without an endpoint. Attributes follow the conventions for messaging and for
-generative AI; prompts and answers are in none of them.
+Spans are made from recorded timestamps when the job leaves this worker, so tracing costs nothing
+while the job runs. It needs the extra `otel` and is off without an endpoint. Attributes follow the
+conventions for messaging and for generative AI; none of them holds a prompt or an answer.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _FLUSH_MS = 5_000
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Moments are Unix nanoseconds."""
+    """A part of a job's span; times are Unix nanoseconds."""
 
     name: str
     start_ns: int
@@ -33,7 +34,9 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """What one worker knows of one job. `traceparent` is the producer's, as the job carried it."""
+    """The span of one job in one worker, with its phases. `traceparent` is the producer's, as the
+    job carried it.
+    """
 
     name: str
     traceparent: str | None
@@ -51,7 +54,7 @@ class Story:
 
 
 class Tracing:
-    """Hands stories to a tracer provider, which it shuts down at the end."""
+    """Exports spans through a tracer provider, which `close` shuts down."""
 
     def __init__(self, provider: TracerProvider) -> None:
         self._provider = provider
@@ -59,8 +62,8 @@ class Tracing:
 
     @classmethod
     def open(cls, endpoint: str, *, sample_ratio: float, resource: Mapping[str, str]) -> Self:
-        """Export by OTLP over HTTP to `endpoint`/v1/traces. A producer's decision to sample is kept; the ratio is
-        for jobs that come without one. Raises MissingPackage.
+        """Export by OTLP over HTTP to `endpoint`/v1/traces. A producer's sampling decision is kept;
+        the ratio applies to jobs that come without one. Raises MissingPackage.
         """
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -82,7 +85,9 @@ class Tracing:
         return cls(provider)
 
     def tell(self, story: Story) -> str | None:
-        """The trace's id in hexadecimal, or None when it is not sampled."""
+        """Export one job's span. Returns the trace id in hexadecimal, or None if the trace is not
+        sampled.
+        """
         from opentelemetry import trace
         from opentelemetry.context import Context
         from opentelemetry.trace import SpanKind, Status, StatusCode
@@ -103,13 +108,15 @@ class Tracing:
         return format(span.get_span_context().trace_id, "032x")
 
     def close(self) -> None:
-        """Send what waits, for five seconds at most."""
+        """Send the waiting spans within five seconds, and shut down."""
         self._provider.force_flush(_FLUSH_MS)
         self._provider.shutdown()
 
 
 def _context_of(traceparent: str | None) -> Any:
-    """Malformed ones count as none: a job is not refused for its trace."""
+    """Return the context of a traceparent. A malformed one counts as none: a job is not refused for
+    its trace.
+    """
     from opentelemetry.context import Context
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
