@@ -1,1 +1,3 @@
-"""Text on both sides of the engine: tokenizer, chat template, incremental detokenisation, stop strings."""
+"""Text before and after the engine: tokenizer, chat template, incremental detokenisation, stop
+strings.
+"""

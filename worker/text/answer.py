@@ -1,7 +1,7 @@
-"""A job's answer as it grows: n choices, and what is to be billed.
+"""A job's answer as it grows: n choices, and the numbers for billing.
 
-The same value is filled by the engine's events, by the log of an earlier attempt, or by both in turn.
-It knows no delivery, no chunk and no queue.
+The answer is filled by the engine's events, by the log of an earlier attempt, or by the log first
+and then by events. Deliveries, chunks and queues do not appear here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from schemas.result import ChoiceResult, JobStatus, Usage
 from worker.text.stream import TextStream
 from worker.text.tokenizer import Tokenizer
 
-# The job's status where its choices ended differently: the gravest counts.
+# The job's status if its choices ended differently: the first match counts.
 _STATUS_OF_END = (
     (FinishReason.ERROR, JobStatus.FAILED),
     (FinishReason.CANCELLED, JobStatus.CANCELLED),
@@ -38,7 +38,7 @@ class Choice:
 
 @dataclass(slots=True)
 class Answer:
-    """Times are milliseconds after the job's creation."""
+    """The choices of one job. Times are milliseconds after the job's creation."""
 
     choices: tuple[Choice, ...]
     prompt_tokens: int = 0
@@ -48,7 +48,7 @@ class Answer:
 
     @classmethod
     def start(cls, tokenizer: Tokenizer, params: SamplingParams) -> Answer:
-        """An empty one, with a fresh text stream for each choice."""
+        """Create an empty answer, with a new text stream for each choice."""
         return cls(
             tuple(
                 Choice(
@@ -62,7 +62,9 @@ class Answer:
     # ── growing ──
 
     def push(self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None = None) -> bool:
-        """Add tokens to a choice; True if a stop string ended it now. What follows a choice's end is dropped."""
+        """Add tokens to a choice; returns True if a stop string ended it in this call. Tokens after
+        a choice's end are dropped.
+        """
         choice = self.choices[index]
         if choice.finish_reason is not None:
             return False
@@ -77,14 +79,14 @@ class Answer:
         return False
 
     def end(self, index: int, reason: FinishReason, *, with_last_token: bool) -> None:
-        """The choice ends; text that was held back comes out. Ending it again changes nothing."""
+        """End the choice and add the text that was held back. Ending it again changes nothing."""
         choice = self.choices[index]
         if choice.finish_reason is None:
             choice.stream.close(with_last_token=with_last_token)
             choice.finish_reason = FinishReason.STOP if choice.stream.stopped else reason
 
     def end_all(self, reason: FinishReason) -> None:
-        """Break off every choice that has not ended."""
+        """End every choice that has not ended."""
         for index in range(len(self.choices)):
             self.end(index, reason, with_last_token=False)
 
@@ -92,12 +94,12 @@ class Answer:
 
     @property
     def num_tokens(self) -> int:
-        """All choices together."""
+        """The tokens of all choices together."""
         return sum(choice.num_tokens for choice in self.choices)
 
     @property
     def is_finished(self) -> bool:
-        if len(self.choices) == 1:  # asked for every token
+        if len(self.choices) == 1:  # the usual case, checked for every token
             return self.choices[0].finish_reason is not None
         return all(choice.finish_reason is not None for choice in self.choices)
 
@@ -111,11 +113,15 @@ class Answer:
 
     @property
     def rest(self) -> str:
-        """Text after the last token's chunk, for the final chunk; with several choices each tells its own."""
+        """The text after the last token's chunk, for the final chunk. Empty with several choices:
+        each has a chunk for its own.
+        """
         return self.choices[0].stream.rest if len(self.choices) == 1 else ""
 
     def usage_at_start(self) -> Usage:
-        """What is known when the first token comes; logged with it, for whoever resumes the job."""
+        """Return the usage that is known at the first token. It is logged with that token, for the
+        worker that resumes the job.
+        """
         return Usage(
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached_tokens,
@@ -124,7 +130,7 @@ class Answer:
         )
 
     def usage(self, total_ms: int) -> Usage:
-        """The prompt is billed once the answer has begun."""
+        """Return the usage so far. The prompt is billed once the answer has begun."""
         prompt_tokens = self.prompt_tokens if self.num_tokens else 0
         return Usage(
             prompt_tokens=prompt_tokens,

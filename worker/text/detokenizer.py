@@ -1,8 +1,9 @@
-"""Tokens to text, one at a time: each push returns the text that no later token can change.
+"""Turns tokens into text, one at a time: each push returns the text that no later token can change.
 
-All pushes and the flush together give exactly what the tokenizer makes of all tokens at once, without
-its special tokens. The two families of decoders in use are followed in state machines that hold a few
-bytes; any other decoder is asked about a short window of tokens. It knows no stop strings.
+All pushes and the flush together give exactly what the tokenizer makes of all tokens at once,
+without its special tokens. The two common families of decoders are reproduced by state machines
+that hold a few bytes. For any other decoder, a short window of tokens is decoded at each push. Stop
+strings are handled elsewhere.
 """
 
 from __future__ import annotations
@@ -12,30 +13,36 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 REPLACEMENT = "\ufffd"
-MAX_WINDOW = 32  # tokens that the window detokenizer waits for a character to become whole
+MAX_WINDOW = 32  # tokens that a window waits for a character to become complete
 
 
 class Detokenizer(Protocol):
-    """One per sequence; it is told every output token, in order."""
+    """One sequence's detokenizer. It must get every output token, in order."""
 
     def push(self, token_id: int) -> str: ...
 
     def flush(self) -> str:
-        """The rest, after the last token: half characters become U+FFFD, as in the tokenizer's own decoding."""
+        """Return the text after the last token. Incomplete characters become U+FFFD, as in the
+        tokenizer's own decoding.
+        """
         ...
 
 
 class ByteLevelDetokenizer:
-    """For byte-level BPE (GPT-2, Llama 3, Qwen, SmolLM2): tokens are byte strings, together they are UTF-8."""
+    """Decodes byte-level BPE (GPT-2, Llama 3, Qwen, SmolLM2): tokens are byte strings, which
+    together are UTF-8.
+    """
 
     __slots__ = ("_decoder", "_is_between", "_piece", "_plain")
 
     def __init__(self, piece: Callable[[int], bytes], plain: Mapping[int, str] | None = None) -> None:
-        """`plain`: the text of tokens known to be ASCII. Most are, and the decoder is dear."""
+        """`plain`: the text of tokens that are known to be ASCII. Most tokens are, and the decoder
+        is slow.
+        """
         self._piece = piece
         self._plain = plain if plain is not None else {}
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._is_between = True  # two characters, not within one
+        self._is_between = True  # not within a multi-byte character
 
     def push(self, token_id: int) -> str:
         if self._is_between and (plain := self._plain.get(token_id)) is not None:
@@ -49,18 +56,19 @@ class ByteLevelDetokenizer:
 
 
 class ByteFallbackDetokenizer:
-    """For SentencePiece-like BPE (Llama 2, Mistral, Gemma): tokens are text, rare characters come as byte tokens.
+    """Decodes SentencePiece-like BPE (Llama 2, Mistral, Gemma): tokens are text, and rare
+    characters come as byte tokens.
 
-    A run of byte tokens is text if the whole run is UTF-8, else one U+FFFD per byte. So nothing of a run
-    is certain before it has ended, except that it is broken.
+    A run of byte tokens is text if the whole run is UTF-8, else one U+FFFD per byte. So no text of
+    a run is certain before the run has ended or has become invalid.
     """
 
     def __init__(self, piece: Callable[[int], str | int | None], strip: str = "", max_stripped: int = 0) -> None:
         self._piece = piece
         self._strip = strip  # the character that may be cut from the beginning
         self._to_strip = max_stripped
-        self._run = bytearray()  # UTF-8 so far
-        self._broken = False  # is the current run?
+        self._run = bytearray()  # bytes of the current run
+        self._broken = False  # is the current run invalid UTF-8?
         self._checker = codecs.getincrementaldecoder("utf-8")()
 
     def push(self, token_id: int) -> str:
@@ -91,7 +99,7 @@ class ByteFallbackDetokenizer:
         self._run.clear()
         self._broken = False
         self._checker.reset()
-        if broken:  # told already
+        if broken:  # returned already
             return ""
         try:
             return run.decode()
@@ -109,18 +117,19 @@ class ByteFallbackDetokenizer:
 
 
 class WindowDetokenizer:
-    """For any other decoder: compares what it makes of the last tokens with and without the new one.
+    """Works with any other decoder: compares the decoded window of last tokens with and without the
+    new token.
 
-    Right wherever a token's text depends on the tokens just before it only; the window moves on with
-    every piece of text that does not end in half a character.
+    The result is right if a token's text depends only on the tokens just before it. The window
+    moves on with every piece of text that does not end in an incomplete character.
     """
 
     def __init__(self, decode: Callable[[list[int]], str], skipped: frozenset[int] = frozenset()) -> None:
         self._decode = decode
         self._skipped = skipped  # special tokens, which would only fill the window
         self._window: list[int] = []
-        self._told = ""  # of the window's text
-        self._num_told = 0  # tokens of the window that are told
+        self._told = ""  # text of the window that was returned
+        self._num_told = 0  # tokens of the window whose text was returned
 
     def push(self, token_id: int) -> str:
         if token_id in self._skipped:
@@ -141,5 +150,5 @@ class WindowDetokenizer:
 
 
 def decode_all(detokenizer: Detokenizer, token_ids: Iterable[int]) -> str:
-    """The text of a whole output, by a fresh detokenizer."""
+    """Return the text of a whole output, by a new detokenizer."""
     return "".join([*(detokenizer.push(token_id) for token_id in token_ids), detokenizer.flush()])

@@ -1,7 +1,7 @@
-"""What each token contributes to the text, read off a fast tokenizer's decoder.
+"""Reads from a fast tokenizer's decoder what each token contributes to the text.
 
-Recognises the two families of decoders in use and picks the detokenizer that follows them exactly;
-anything else is left to the window detokenizer. It keeps no text and no sequence.
+The module recognises the two common families of decoders and picks the detokenizer that reproduces
+them exactly. Any other decoder is left to the window detokenizer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from worker.text.detokenizer import ByteFallbackDetokenizer, ByteLevelDetokenize
 
 
 def _byte_letters() -> dict[str, int]:
-    """GPT-2's alphabet: printable Latin-1 stands for itself, the other bytes for the letters from U+0100 on."""
+    """Return GPT-2's alphabet: printable Latin-1 stands for itself, the other bytes for the letters
+    from U+0100 on.
+    """
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [byte for byte in range(256) if byte not in set(plain)]
     return {chr(byte): byte for byte in plain} | {chr(0x100 + i): byte for i, byte in enumerate(rest)}
@@ -25,7 +27,9 @@ _BYTE_OF_LETTER = _byte_letters()
 
 
 def token_bytes(token: str) -> bytes:
-    """Of a byte-level token; one with a letter outside the alphabet (an added token) stands for itself."""
+    """Return the bytes of a byte-level token. A token with a letter outside the alphabet (an added
+    token) stands for itself.
+    """
     try:
         return bytes([_BYTE_OF_LETTER[letter] for letter in token])
     except KeyError:
@@ -33,7 +37,7 @@ def token_bytes(token: str) -> bytes:
 
 
 def byte_of(token: str) -> int | None:
-    """The byte of a fallback token like `<0x0A>`."""
+    """Return the byte of a fallback token like `<0x0A>`; None for another token."""
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
         try:
             return int(token[3:5], 16)
@@ -44,12 +48,12 @@ def byte_of(token: str) -> int | None:
 
 @dataclass(slots=True)
 class ByteLevelPieces:
-    """Token id → bytes, looked up once per id."""
+    """Maps token ids to bytes; each id is looked up once."""
 
     token_of: Callable[[int], str | None]
     special: frozenset[int]
     _known: dict[int, bytes] = field(default_factory=dict)
-    _plain: dict[int, str] = field(default_factory=dict)  # those of the known that are ASCII
+    _plain: dict[int, str] = field(default_factory=dict)  # the known ones that are ASCII
 
     def piece(self, token_id: int) -> bytes:
         found = self._known.get(token_id)
@@ -69,7 +73,9 @@ class ByteLevelPieces:
 
 @dataclass(slots=True)
 class FallbackPieces:
-    """Token id → text, or the byte of a byte token, or None for what is skipped."""
+    """Maps token ids to text, to the byte of a byte token, or to None for a token that is
+    skipped.
+    """
 
     token_of: Callable[[int], str | None]
     special: frozenset[int]
@@ -106,7 +112,7 @@ Pieces = ByteLevelPieces | FallbackPieces
 
 
 def read_pieces(backend: Any, special: frozenset[int]) -> Pieces | None:
-    """From a `tokenizers.Tokenizer`; None where its decoder is of neither family."""
+    """Read the decoder of a `tokenizers.Tokenizer`. Returns None if it is of neither family."""
     decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else None
     steps = _steps(decoder)
     kinds = [step.get("type") for step in steps]
@@ -133,13 +139,17 @@ def _steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _replacement(step: dict[str, Any]) -> tuple[str, str] | None:
-    """Only replacing one letter by text is the same token by token as in the whole."""
+    """Return the (old, new) pair of a replacing step, else None. Only replacing one letter by text
+    gives the same result token by token as on the whole text.
+    """
     old = step.get("pattern", {}).get("String") if step.get("type") == "Replace" else None
     return (old, step["content"]) if old else None
 
 
 def _strip(steps: list[dict[str, Any]]) -> tuple[str, int] | None:
-    """The steps after the byte fallback: nothing, Fuse, or Fuse and a Strip at the beginning."""
+    """Read the steps after the byte fallback: nothing, Fuse, or Fuse and a Strip at the beginning.
+    Returns (letter, most letters to strip); None for other steps.
+    """
     kinds = [step.get("type") for step in steps]
     if kinds in ([], ["Fuse"]):
         return "", 0

@@ -1,7 +1,7 @@
-"""The log of earlier attempts becomes the answer so far, as if this worker had generated it itself.
+"""Rebuilds the answer so far from the log of earlier attempts, as if this worker had generated it.
 
-It knows the chunks' order and the rules by which an answer ends on its tokens; not why the job came
-back.
+The module checks the order of the chunks, and applies the rules by which tokens end an answer. The
+reason for the redelivery does not matter here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ class LogCorrupt(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class EndRules:
-    """When tokens alone end a choice: the engine's rules, needed where it died before it could say so."""
+    """The engine's rules by which tokens alone end a choice. They are needed if the engine died
+    before it could report the end.
+    """
 
     max_tokens: int
     min_tokens: int = 0
@@ -40,7 +42,9 @@ class EndRules:
 
 
 def read_log(entries: Iterable[bytes], vocab_size: int = 1 << 31) -> list[Chunk]:
-    """The chunks, checked to be one unbroken run of tokens for each choice. Raises LogCorrupt."""
+    """Decode the chunks, and check that they are one unbroken run of tokens for each choice. Raises
+    LogCorrupt.
+    """
     chunks: list[Chunk] = []
     ends: defaultdict[int, int] = defaultdict(int)
     for entry in entries:
@@ -63,7 +67,9 @@ def read_log(entries: Iterable[bytes], vocab_size: int = 1 << 31) -> list[Chunk]
 
 
 def replay(answer: Answer, chunks: Iterable[Chunk], rules: EndRules) -> None:
-    """Feed what was delivered into a fresh answer, and end the choices that had ended. Raises LogCorrupt."""
+    """Add the logged tokens to a new answer, and end the choices that had ended. Raises
+    LogCorrupt.
+    """
     for chunk in chunks:
         if not 0 <= chunk.choice < len(answer.choices):
             raise LogCorrupt(f"the log of earlier attempts has a choice {chunk.choice} of {len(answer.choices)}")

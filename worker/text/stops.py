@@ -1,16 +1,16 @@
-"""Stop strings in text that arrives piece by piece.
+"""Finds stop strings in text that arrives piece by piece.
 
-The answer ends at the stop string that is complete first, wherever the pieces were cut; of several that
-are complete at the same character, the longest. Text that may yet turn out to be the beginning of a
-stop string is held back, and nothing more than that. One pass over the text: the automaton of Knuth,
-Morris and Pratt for each stop string. It knows no tokens.
+The answer ends at the stop string that is complete first, wherever the pieces were cut; if several
+are complete at the same character, the longest counts. Only text that may be the beginning of a
+stop string is held back. The text is read once, by the automaton of Knuth, Morris and Pratt for
+each stop string. Tokens do not appear here.
 """
 
 from collections.abc import Iterable
 
 
 class _Matcher:
-    """How much of one stop string the text seen so far ends with."""
+    """Tracks how many characters of one stop string the text so far ends with."""
 
     def __init__(self, stop: str) -> None:
         self.stop = stop
@@ -18,7 +18,9 @@ class _Matcher:
         self._fallback = _borders(stop)
 
     def scan(self, text: str) -> int | None:
-        """The end, in `text`, of the first occurrence that is complete in it. Without one, remembers how far it got."""
+        """Return the end, in `text`, of the first occurrence that is complete in it; None without
+        one, and the partial match is remembered.
+        """
         stop, matched = self.stop, self.matched
         position, length = 0, len(text)
         while position < length:
@@ -39,7 +41,7 @@ class _Matcher:
 
 
 def _borders(stop: str) -> list[int]:
-    """For each prefix, the length of its longest proper prefix that is also its suffix."""
+    """Return, for each prefix, the length of its longest proper prefix that is also its suffix."""
     borders = [0] * len(stop)
     length = 0
     for i in range(1, len(stop)):
@@ -61,11 +63,13 @@ class StopFinder:
 
     @property
     def is_idle(self) -> bool:
-        """There is nothing to look for."""
+        """Are there no stop strings?"""
         return not self._matchers
 
     def push(self, text: str) -> str:
-        """What is certain now. After a stop string was found: nothing more, ever."""
+        """Return the text that is certain now. After a stop string was found, the text is always
+        empty.
+        """
         if self.stopped or not text:
             return ""
         if not self._matchers:
@@ -83,7 +87,7 @@ class StopFinder:
         return buffered[:keep]
 
     def flush(self) -> str:
-        """The text ends here: what was held back was no stop string."""
+        """Return the text that was held back: the text has ended, so it was no stop string."""
         held, self._held = self._held, ""
         for matcher in self._matchers:
             matcher.matched = 0

@@ -1,7 +1,8 @@
-"""The text of one choice as its tokens come: detokenised, cut at the first stop string, kept per token.
+"""Builds the text of one choice from its tokens: detokenised, cut at the first stop string, kept
+per token.
 
-Feeding the same tokens to a fresh stream gives the same state; that is all that resuming needs. It
-knows no chunks and no engine.
+A new stream that gets the same tokens reaches the same state, which is all that resuming needs.
+Chunks and the engine do not appear here.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from worker.text.stops import StopFinder
 
 
 class TextStream:
-    """`min_tokens`: stop strings are not looked for before the answer has as many tokens.
+    """The tokens and the text of one choice.
 
-    `token_ids` is what is delivered and billed: up to the token that completed a stop string. `pieces`
-    has the text that each of them made certain; `rest` is text after the last token's piece, which only
-    an answer that was broken off has. `stopped`: a stop string was found, so the text is complete and further tokens
-    are nothing to it; `has_stops`: one may be found.
+    `min_tokens`: stop strings count only once the answer has this many tokens. `token_ids` are the
+    tokens that are delivered and billed, up to the one that completed a stop string. `pieces` holds
+    the text that each of them made certain. `rest` is text after the last token's piece; only an
+    answer that was broken off has one. `stopped`: a stop string was found, so the text is complete
+    and further tokens are ignored. `has_stops`: there are stop strings to look for.
     """
 
     __slots__ = (
@@ -47,7 +49,7 @@ class TextStream:
         return tuple(accumulate(map(len, self.pieces)))
 
     def push(self, token_id: int) -> str:
-        """The text that this token makes certain. Ignored once stopped or closed."""
+        """Add a token and return the text that it makes certain. Ignored once stopped or closed."""
         if self.stopped or self._is_closed:
             return ""
         self.token_ids.append(token_id)
@@ -58,10 +60,12 @@ class TextStream:
         return text
 
     def close(self, *, with_last_token: bool = True) -> str:
-        """No token comes any more: the text that was held back. It may complete a stop string.
+        """End the stream and return the text that was held back. That text may complete a stop
+        string.
 
-        It belongs to the last token where that token ended the answer; where the answer was broken off
-        (cancelled, expired) the last token may be told already, and the text becomes the rest.
+        It belongs to the last token if that token ended the answer. If the answer was broken off
+        (cancelled, expired), the last token may have been delivered already, and the text becomes
+        the rest.
         """
         if self._is_closed or self.stopped:
             self._is_closed = True
@@ -82,6 +86,6 @@ class TextStream:
         return certain
 
     def replay(self, token_ids: Iterable[int]) -> None:
-        """Catch up with tokens that an earlier attempt delivered."""
+        """Add tokens that an earlier attempt delivered."""
         for token_id in token_ids:
             self.push(token_id)

@@ -1,7 +1,8 @@
-"""Text and chats to token ids, token ids to text: one model's tokenizer, loaded from its folder, offline.
+"""Converts texts and chats to token ids, and token ids to text, with one model's tokenizer, loaded
+offline from its folder.
 
-Long texts are tokenised in a thread, so that the event loop goes on. It knows no job and no length
-limit: whoever admits a job compares the number of tokens with the model's length.
+Long texts are tokenised in a thread, so that the event loop goes on. The tokenizer checks no
+length: admission compares the number of tokens with the model's length.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from schemas.job import Message
 from worker.text.detokenizer import Detokenizer, WindowDetokenizer
 from worker.text.pieces import Pieces, read_pieces
 
-THREAD_CHARS = 4_000  # longer texts leave the event loop
+THREAD_CHARS = 4_000  # longer texts are encoded in a thread
 _GENERIC: Final = frozenset({"PreTrainedTokenizer", "TokenizersBackend"})  # a tokenizer.json that needs no other class
 # By the model's type ("": a tokenizer alone), the classes that AutoTokenizer takes as they are named. For other types
 # and names it has rules of its own: Qwen2's folders, say, get Qwen2's class whatever they name.
@@ -56,23 +57,27 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | Path, chat_template: str | None = None, trust_remote_code: bool = False) -> Tokenizer:
-        """From a model's folder; never asks the network. Raises OSError if there is none, ValueError where it has
-        code of its own that is not trusted.
+        """Load from a model's folder, without network access. Raises OSError if there is no
+        tokenizer, ValueError if it has code of its own that is not trusted.
         """
         return cls(_load(Path(folder), trust_remote_code), chat_template)
 
     # ── encoding ──
 
     async def encode_prompt(self, text: str) -> tuple[int, ...]:
-        """With the model's special tokens around it (a beginning-of-sequence token, where it has one)."""
+        """Encode a prompt with the model's special tokens around it (a beginning-of-sequence token,
+        if it has one).
+        """
         return await self._encode_apart(text, special=True)
 
     async def encode_rendered(self, chat: str) -> tuple[int, ...]:
-        """What `render_chat` gave; the template has written the special tokens already."""
+        """Encode the text of `render_chat`; the template has written the special tokens already."""
         return await self._encode_apart(chat, special=False)
 
     async def encode_chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Through the chat template, up to where the assistant's answer begins. Raises TemplateError."""
+        """Encode messages through the chat template, up to where the assistant's answer begins.
+        Raises TemplateError.
+        """
         return await self.encode_rendered(self.render_chat(messages))
 
     async def _encode_apart(self, text: str, special: bool) -> tuple[int, ...]:
@@ -81,13 +86,15 @@ class Tokenizer:
         return self.encode(text, special)
 
     def encode(self, text: str, special: bool = False) -> tuple[int, ...]:
-        """On the caller's thread; `special` adds the model's special tokens around it."""
+        """Encode on the caller's thread; `special` adds the model's special tokens around the
+        text.
+        """
         if self._encoder is not None:
             return tuple(self._encoder.encode(text, add_special_tokens=special).ids)
         return tuple(self._tokenizer.encode(text, add_special_tokens=special))
 
     def render_chat(self, messages: Sequence[Message]) -> str:
-        """The chat as the model reads it. Raises TemplateError."""
+        """Return the chat as the model reads it. Raises TemplateError."""
         if not self._template:
             raise TemplateError("the model has no chat template: send a prompt instead of messages")
         turns = [{"role": message.role, "content": message.content} for message in messages]
@@ -97,21 +104,23 @@ class Tokenizer:
                     turns, chat_template=self._template, add_generation_prompt=True, tokenize=False
                 )
             )
-        except Exception as error:  # templates are programs: they may raise anything
+        except Exception as error:  # templates are programs and may raise any error
             raise TemplateError(f"the model's chat template refuses the messages: {_first_line(error)}") from error
 
     def least_tokens(self, text: str) -> int:
-        """No encoding of this text is shorter; cheap, so that absurdly long texts need not be tokenised."""
+        """Return a lower bound on the text's number of tokens; 0 if there is none. It is cheap, so
+        that absurdly long texts need not be tokenised.
+        """
         return math.ceil(len(text) / self._longest_token) if self._longest_token else 0
 
     # ── decoding ──
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Of a whole output, without special tokens."""
+        """Decode a whole output, without special tokens."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def detokenizer(self) -> Detokenizer:
-        """A fresh one, for one sequence."""
+        """Create a detokenizer for one sequence."""
         if self._pieces is not None:
             return self._pieces.detokenizer()
         return WindowDetokenizer(self.decode, self._special)
@@ -124,20 +133,23 @@ class Tokenizer:
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """Of the tokenizer alone; a model's generation config may name more."""
+        """The tokenizer's own end-of-sequence ids; a model's generation config may name more."""
         eos = self._tokenizer.eos_token_id
         return frozenset() if eos is None else frozenset(eos if isinstance(eos, list | tuple) else (eos,))
 
     def vocabulary(self) -> list[bytes]:
-        """The bytes that each token id stands for, special tokens as nothing: what grammars are compiled against."""
+        """Return the bytes of each token id, empty for special tokens. Grammars are compiled
+        against them.
+        """
         if self._pieces is not None:
             return [self._pieces.token_bytes(token_id) for token_id in range(self.vocab_size)]
         return [self.decode([token_id]).encode() for token_id in range(self.vocab_size)]
 
 
 def _load(folder: Path, trust_remote_code: bool) -> Any:
-    """AutoTokenizer reads the model's settings for the class, and so imports torch: seconds of work, and 300 MiB that
-    this process has no use for. Where the class is known to be the one that the files name, it is loaded by name.
+    """Load the tokenizer by its class name if the class is known to be the one that the files name.
+    AutoTokenizer would read the model's settings for the class, and so import torch: seconds of
+    work, and 300 MiB that this process has no use for.
     """
     import transformers
 
@@ -160,7 +172,9 @@ def _has_own_code(folder: Path) -> bool:
 
 
 def _settings(path: Path) -> dict[str, Any]:
-    """Empty where there are none to read: then AutoTokenizer says what is wrong, or finds another way."""
+    """Read a JSON object from a file. Returns an empty dictionary if the file cannot be read:
+    AutoTokenizer then says what is wrong, or finds another way.
+    """
     try:
         found = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError):
@@ -169,8 +183,9 @@ def _settings(path: Path) -> dict[str, Any]:
 
 
 def _plain_encoder(tokenizer: Any) -> Any:
-    """The library beneath, for tokenizers to which Transformers adds nothing but time: its wrapping of a short text
-    takes ten times as long as the text. None for those with an encoding of their own.
+    """Return the underlying `tokenizers` object if Transformers adds nothing to it: Transformers'
+    wrapping of a short text takes ten times as long as the encoding. Returns None for tokenizers
+    with an encoding of their own.
     """
     import transformers
 
@@ -179,7 +194,7 @@ def _plain_encoder(tokenizer: Any) -> Any:
         return None
     if any(getattr(kind, name) is not getattr(base, name) for name in ("encode", "_encode_plus", "__call__")):
         return None
-    tokenizer.encode("")  # lifts what the files say of truncation and padding
+    tokenizer.encode("")  # resets truncation and padding settings of the files
     return tokenizer.backend_tokenizer
 
 
@@ -190,7 +205,9 @@ def _special_ids(tokenizer: Any, backend: Any) -> frozenset[int]:
 
 
 def _cleans_up(tokenizer: Any, backend: Any) -> bool:
-    """Does decoding end with a pass over the text ("do n't" → "don't")? BPE tokenizers are spared it."""
+    """Does decoding end with a pass over the text ("do n't" → "don't")? BPE tokenizers skip it
+    unless their settings force it.
+    """
     return bool(getattr(tokenizer, "clean_up_tokenization_spaces", False)) and (
         type(backend.model).__name__ != "BPE"
         or bool(getattr(tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False))
@@ -198,7 +215,9 @@ def _cleans_up(tokenizer: Any, backend: Any) -> bool:
 
 
 def _longest_token(backend: Any) -> int:
-    """In characters; 0 where a normaliser or a token that swallows spaces makes that no bound."""
+    """Return the longest token's length in characters. 0 if that is no bound, because of a
+    normaliser or a token that swallows spaces.
+    """
     if backend is None or backend.normalizer is not None:
         return 0
     if any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values()):
