@@ -1,4 +1,4 @@
-"""Finished answers against the JSON schemas they were asked to keep, in a process of its own."""
+"""Checks finished answers against the JSON schemas of their requests, in a process of its own."""
 
 from worker.checking.checker import VIOLATION, AnswerChecker
 from worker.checking.checks import Checks

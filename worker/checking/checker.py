@@ -1,7 +1,7 @@
 """Asks the checking process whether an answer keeps its schema.
 
-The process starts with the first answer that has a schema. One that ends (an answer took too long, the memory was
-short) fails that answer's check and is started again for the next. It knows no queue and no engine.
+The process starts with the first answer that has a schema. If it ends (an answer took too long, or
+memory was short), that answer's check fails, and the next check starts a new process.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _CHILD = Path(__file__).with_name("child.py")
 
 
 class AnswerChecker:
-    """One per worker."""
+    """Runs the checking process of one worker."""
 
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
         self._asking = asyncio.Lock()
 
     async def violation(self, schema: dict[str, object], text: str) -> str | None:
-        """What is wrong with an answer, in a few words; None: nothing."""
+        """Return a short description of how the answer breaks its schema; None if it does not."""
         async with self._asking:
             process = self._process
             try:
@@ -40,11 +40,11 @@ class AnswerChecker:
             except (OSError, asyncio.IncompleteReadError):
                 self._kill()
                 return "it could not be checked: the check took too long, or needed too much memory"
-            except Exception as error:  # whatever it is, the job must end
+            except Exception as error:  # of any kind: the job must end
                 log.exception("an answer cannot be validated")
                 self._kill()
                 return f"it could not be checked: {type(error).__name__}"
-            except BaseException:  # cut off between question and answer
+            except BaseException:  # interrupted between request and reply: the pipe is out of step
                 self._kill()
                 raise
 

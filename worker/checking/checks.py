@@ -1,4 +1,6 @@
-"""The answers under validation: each ends as it would have, or with an error that says what breaks its schema."""
+"""The answers that are being validated. Each ends as it would have, or with an error that says how
+it breaks its schema.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,13 @@ from schemas.result import ChoiceResult, JobError, JobStatus
 from worker.checking.checker import VIOLATION, AnswerChecker
 from worker.jobs import Finished
 
-MAX_WAITING = 256  # from which on no job should be claimed
+MAX_WAITING = 256  # from this number on no job should be claimed
 
 
 class Checks:
-    """`then` is called with every job that was taken, in the end."""
+    """Validates answers in tasks. `then` is called once with every job that `take` accepted, after
+    its check.
+    """
 
     def __init__(self, then: Callable[[Finished], Awaitable[None]], checker: AnswerChecker | None = None) -> None:
         self._then = then
@@ -28,7 +32,7 @@ class Checks:
         return len(self._tasks) >= MAX_WAITING
 
     def take(self, finished: Finished) -> bool:
-        """False: there is nothing to validate."""
+        """Start validating a job's answer. Returns False if there is nothing to validate."""
         if not has_schema(finished):
             return False
         task = asyncio.create_task(self._check(finished))
@@ -46,7 +50,7 @@ class Checks:
 
 
 def has_schema(finished: Finished) -> bool:
-    """Is there a complete answer that a JSON schema was asked for?"""
+    """Does the job have a complete answer for which a JSON schema was requested?"""
     wanted = None if finished.request is None else finished.request.params.response_format
     if wanted is None or wanted.json_schema is None or finished.is_recorded or finished.result.error is not None:
         return False
@@ -54,7 +58,9 @@ def has_schema(finished: Finished) -> bool:
 
 
 async def checked(finished: Finished, checker: AnswerChecker) -> Finished:
-    """With an error where a complete answer breaks its schema: the job fails, or, not strict, only says so."""
+    """Return the job, with an error if a complete answer breaks its schema: a strict schema makes
+    the job fail, any other only adds the error.
+    """
     wanted = None if finished.request is None else finished.request.params.response_format
     if wanted is None or wanted.json_schema is None:
         return finished

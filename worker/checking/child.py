@@ -1,8 +1,10 @@
-"""The process that validates answers: reads (schema, text) from stdin, writes what is wrong, or nil, to stdout.
+"""The process that validates answers: reads (schema, text) from stdin, and writes the problem, or
+nil, to stdout.
 
-A schema and an answer may take any amount of time. The kernel ends the process after CPU_LIMIT_S of one check, which
-the worker sees. jsonschema-rs validates: it knows draft 2020-12 whole, reads patterns as ECMA-262 does, limits their
-backtracking, and takes microseconds where jsonschema takes milliseconds. Started by path: imports nothing of ours.
+Checking an answer against a schema may take any amount of time. The kernel ends the process after
+CPU_LIMIT_S of one check, and the worker notices. jsonschema-rs validates: it supports all of draft
+2020-12, reads patterns as ECMA-262 does, limits their backtracking, and takes microseconds where
+jsonschema takes milliseconds. The file is started by path and imports nothing of this package.
 """
 
 import json
@@ -21,7 +23,7 @@ MAX_CHARS = 300
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the worker's business, which then closes our stdin
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the worker handles it, and then closes this stdin
     source, target = sys.stdin.buffer, sys.stdout.buffer
     validators: OrderedDict[bytes, Any] = OrderedDict()
     while header := source.read(4):
