@@ -1,4 +1,6 @@
-"""Checks of the addresses among the settings: one sentence for each that cannot be used, else None."""
+"""Checks the addresses among the settings. Each check returns one sentence for an address that
+cannot be used, else None.
+"""
 
 from __future__ import annotations
 

@@ -50,15 +50,15 @@ RESIGN_S = 5.0
 
 
 def run(settings: Settings) -> int:
-    """Serve until a signal; the exit status. Raises SettingsError, SchemaOutdated, EngineDied."""
+    """Serve until a signal; returns the exit status. Raises SettingsError, SchemaOutdated, EngineDied."""
     context = {"worker": settings.worker_name, "queue": settings.queue_name} if settings.log_format == "json" else {}
     configure_logging(settings.log_level, settings.log_format, with_private=settings.log_prompts, context=context)
     return asyncio.run(Worker(settings, has_process=True).serve())
 
 
 class Worker:
-    """One worker. `host_factory` replaces the engine process (tests run the engine in a thread); the types of queue
-    and store can be replaced by ones that fail on purpose; `has_process`: nothing else runs in this process."""
+    """One worker. `host_factory` replaces the engine process (tests run the engine in a thread). `stream_type` and
+    `store_type` may be types that fail on purpose. `has_process`: nothing else runs in this process."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Worker:
         self.settings = settings
         self._has_process = has_process
         self.ready = asyncio.Event()
-        self.watch_port: int | None = None  # of /metrics, once it is served
+        self.watch_port: int | None = None  # the port of /metrics, once it is served
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
         self._host_factory = host_factory or self._engine_host
@@ -148,20 +148,20 @@ class Worker:
     # ── life ──
 
     def drain(self) -> None:
-        """As SIGTERM: once to drain, twice to hand everything over now."""
+        """Act as on SIGTERM: the first call drains, the second hands over at once."""
         if self._stop.is_set():
             self._hurry.set()
         self._stop.set()
 
     def end_now(self) -> None:
-        """As SIGINT."""
+        """Act as on SIGINT: hand every job over at once."""
         self._stop.set()
         self._hurry.set()
 
     async def serve(self) -> int:
-        """Until drained. Raises what makes a start pointless: wrong settings, an old schema, a model that fails."""
+        """Serve until drained. Raises errors that make a start pointless: wrong settings, old schema, broken model."""
         loop = asyncio.get_running_loop()
-        with contextlib.suppress(NotImplementedError, RuntimeError):  # not on the main thread: tests
+        with contextlib.suppress(NotImplementedError, RuntimeError):  # not on the main thread (tests)
             loop.add_signal_handler(signal.SIGTERM, self.drain)
             loop.add_signal_handler(signal.SIGINT, self.end_now)
         async with contextlib.AsyncExitStack() as undo:
@@ -178,7 +178,7 @@ class Worker:
 
     async def _run_stages(self) -> None:
         engine = asyncio.create_task(self.service.run_engine(), name="engine")
-        engine.add_done_callback(lambda _task: self.end_now())  # what is in hand has nothing to wait for
+        engine.add_done_callback(lambda _task: self.end_now())  # no owned job can go on
         async with (
             background(self._finalizer.run(), self._stop),
             background(self._lease.run(), self._stop),
@@ -193,21 +193,21 @@ class Worker:
             await self.service.drain(self.settings.drain_seconds, self._hurry)
             await self.service.stop()
             await self._finalizer.drain(self.settings.record_drain_seconds)
-        with contextlib.suppress(Unavailable, TimeoutError):  # then the lease runs out by itself
+        with contextlib.suppress(Unavailable, TimeoutError):  # the lease expires by itself
             async with asyncio.timeout(RESIGN_S):
                 await self.stream.resign()
-        await engine  # raises what ended it, if it was not us
+        await engine  # raises the engine's error, if it failed
 
     async def _claim(self) -> None:
         if self._has_process:
             gc.collect()
-            gc.freeze()  # or each full collection goes through all that was loaded: 0.2 s in which no token is told
-            gc.set_threshold(10_000, 20, 20)  # nor one of the young every few steps
+            gc.freeze()  # else each full collection scans all loaded objects: 0.2 s without tokens
+            gc.set_threshold(10_000, 20, 20)  # else young objects are scanned every few steps
         self.ready.set()
         await self._consumer.run()
 
     async def _patiently(self, what: Callable[[], Coroutine[Any, Any, None]]) -> bool:
-        """A dependency may start later than we do. False: a signal came first."""
+        """Retry while a dependency is not up yet, for a limited time. Returns False if a signal came first."""
         deadline, said = time.monotonic() + STARTUP_PATIENCE_S, ""
         while not self._stop.is_set():
             trying, stopped = asyncio.create_task(what()), asyncio.create_task(self._stop.wait())
@@ -316,7 +316,7 @@ def stream_options(settings: Settings) -> StreamOptions:
 
 
 def open_tracing(settings: Settings) -> Tracing | None:
-    """Raises MissingPackage when it is asked for and cannot be."""
+    """Open tracing if an endpoint is set. Raises MissingPackage if OpenTelemetry is not installed."""
     if not settings.otel_endpoint:
         return None
     resource = {
@@ -328,7 +328,7 @@ def open_tracing(settings: Settings) -> Tracing | None:
 
 
 async def _first(*events: asyncio.Event) -> None:
-    """Until one of them is set."""
+    """Wait until one of the events is set."""
     waits = [asyncio.create_task(event.wait()) for event in events]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     for task in waits:
@@ -337,8 +337,8 @@ async def _first(*events: asyncio.Event) -> None:
 
 @contextlib.asynccontextmanager
 async def background(work: Coroutine[Any, Any, None], stop: asyncio.Event) -> AsyncIterator[None]:
-    """Runs beside the body, which ends at `stop`, and is cancelled after it. Work that ends by itself sets `stop`, and
-    what it failed with is raised behind the body: a worker without one of its stages would hold jobs and do nothing.
+    """Run work beside the body, which ends at `stop`, then cancel it. Work that ends by itself sets `stop`; its error
+    is raised after the body: a worker without one of its stages would hold jobs and do nothing.
     """
     task = asyncio.create_task(work)
     task.add_done_callback(lambda _task: stop.set())

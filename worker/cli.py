@@ -1,7 +1,8 @@
-"""The commands that need the worker: worker, tasks, exporter, dev, db, doctor. Registered under `tokenmill.commands`.
+"""The commands that need the worker: worker, tasks, exporter, dev, db, doctor. Registered under
+`tokenmill.commands`.
 
-Imports what a command needs when it runs, so that `--help` is quick. Exit status: 0 in order, 1 for what
-went wrong outside, 2 for settings.
+A command imports what it needs when it runs, so that `--help` is quick. Exit status: 0 in order, 1
+for errors outside the settings, 2 for settings.
 """
 
 from __future__ import annotations
@@ -198,7 +199,9 @@ def exporter(
 
 @contextmanager
 def _sentences() -> Iterator[None]:
-    """Every error that is somebody's to repair becomes one line; the others keep their traceback."""
+    """Print an error that a person can repair as one line and exit; other errors keep their
+    traceback.
+    """
     from worker.embedded import EmbeddedServerError
     from worker.engine.config import EngineConfigError
     from worker.engine.host import EngineDied
@@ -226,7 +229,9 @@ def _complain_of_settings(problems: tuple[str, ...] | list[str]) -> None:
 
 
 def _place(settings: Settings) -> str:
-    """Where the database is: an SQLite file by its whole path, since its URL may be relative to this folder."""
+    """Return the database's place. An SQLite file is given by its absolute path, since its URL may
+    be relative to the current folder.
+    """
     from worker.record.connection import sqlite_file
 
     return str(sqlite_file(settings.database_url) or settings.public()["database_url"])

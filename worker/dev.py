@@ -1,8 +1,8 @@
 """`tokenmill dev`: a private Valkey, SQLite and a worker in one command; Ctrl-C ends them in order.
 
-The server takes the usual port when it is free, so that other terminals need no settings; its data stays
-under .tokenmill/ of the current folder, where the next `tokenmill dev` finds it. The worker is a process
-of its own, as in production.
+The server takes the usual port when it is free, so that other terminals need no settings. Its data
+stays under .tokenmill/ of the current folder, where the next `tokenmill dev` finds it. The worker
+is a process of its own, as in production.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ _DRAIN_MARGIN_S: Final = 10.0
 
 
 def run(settings: Settings, port: int | None = None) -> int:
-    """Until Ctrl-C, or until the worker ends by itself; its exit status. `port`: the server's, and no other."""
+    """Run until Ctrl-C, or until the worker ends by itself; returns its exit status. `port`: the
+    only port that the server may take.
+    """
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     stop = threading.Event()
     with contextlib.ExitStack() as undo:
@@ -59,7 +61,9 @@ def run(settings: Settings, port: int | None = None) -> int:
 
 
 def _start_server(port: int | None) -> EmbeddedValkey:
-    """On `port`; without one on the usual port, or any other when that is taken."""
+    """Start the server on `port`. Without one, use the usual port, or any other if that is
+    taken.
+    """
     if port is not None:
         return EmbeddedValkey(Path.cwd() / DATA, port=port).start()
     try:
@@ -69,7 +73,9 @@ def _start_server(port: int | None) -> EmbeddedValkey:
 
 
 def _start_worker(settings: Settings) -> subprocess.Popen[bytes]:
-    """Its log is ours. In a session of its own: Ctrl-C is for us, who then end it in order."""
+    """Start the worker, which writes to our terminal. It gets a session of its own, so that Ctrl-C
+    reaches only us, and we end it in order.
+    """
     command = [sys.executable, "-m", "api_client.cli", "worker"]
     environment = child_environment(settings)
     return subprocess.Popen(
@@ -90,7 +96,9 @@ def _wait_until_ready(settings: Settings, worker: subprocess.Popen[bytes], stop:
 
 
 def _explain(settings: Settings, console: Console, *, is_usual: bool) -> None:
-    """`is_usual`: another terminal finds the server by itself; it does not where TOKENMILL_REDIS_URL names another."""
+    """Print how to use the service from another terminal. `is_usual`: another terminal finds the
+    server without settings, which does not hold if TOKENMILL_REDIS_URL names another.
+    """
     lines = []
     if not is_usual:
         lines.append(f"export TOKENMILL_REDIS_URL={settings.redis_url}")
@@ -111,7 +119,7 @@ def _explain(settings: Settings, console: Console, *, is_usual: bool) -> None:
 
 
 def _end(worker: subprocess.Popen[bytes], drain_s: float, console: Console) -> None:
-    """SIGTERM and the grace period; a second Ctrl-C meanwhile: at once."""
+    """Send SIGTERM and wait for the grace period; a second Ctrl-C ends the worker at once."""
     if worker.poll() is not None:
         return
     console.print(Text("stopping: running jobs may finish (Ctrl-C again: now)", style="dim"))
@@ -129,14 +137,14 @@ def _end(worker: subprocess.Popen[bytes], drain_s: float, console: Console) -> N
 
 
 def _status_of(worker: subprocess.Popen[bytes]) -> int:
-    """0 when it was we who ended it."""
+    """Return the worker's exit status; 0 if it is still running, because we end it."""
     status = worker.poll()
     return 0 if status is None else abs(status)
 
 
 @contextlib.contextmanager
 def _signals(event: threading.Event) -> Iterator[None]:
-    """SIGINT and SIGTERM set the event instead of interrupting what is being started or stopped."""
+    """Make SIGINT and SIGTERM set the event, so that they do not interrupt a start or a stop."""
 
     def note(_number: int, _frame: FrameType | None) -> None:
         event.set()

@@ -1,7 +1,8 @@
-"""Looks at everything a worker needs and says what is missing and how to get it. Changes nothing.
+"""Checks everything that a worker needs, and says what is missing and how to get it. Changes
+nothing.
 
-Each check gives findings: "ok", "warning" (works, but not as well or as safely as it could), "error" (a
-worker would not start, or would lose what it promises).
+Each check gives findings: "ok", "warning" (works, but not as well or as safely as it could),
+"error" (a worker would not start, or would break a promise).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ MAX_SKEW_S = 1.0
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """`hint` is the remedy."""
+    """The result of a check. `hint` is the remedy."""
 
     subject: str
     verdict: Verdict
@@ -35,7 +36,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def examine(settings: Settings, *, servers_only: bool = False) -> list[Finding]:
-    """Each check on its own: one that breaks is a finding, and the others are still made."""
+    """Run each check on its own. A check that fails becomes a finding, and the others still run."""
     checks: list[Callable[[Settings], Iterator[Finding]]] = [_redis, _sql]
     if not servers_only:
         checks += [_model, _machine, _packages]
@@ -162,7 +163,7 @@ def _sql(settings: Settings) -> Iterator[Finding]:
 
 
 def _model(settings: Settings) -> Iterator[Finding]:
-    """Without converting or fetching anything."""
+    """Check the model without converting or fetching anything."""
     from worker.engine.model import store
     from worker.engine.synthetic import is_synthetic
 
@@ -191,7 +192,7 @@ def _model(settings: Settings) -> Iterator[Finding]:
 
 
 def _trouble_with_file(path: Path) -> str:
-    """Empty for what begins as a GGUF file does."""
+    """Return what is wrong with a GGUF file; empty if it begins as one."""
     try:
         with path.open("rb") as file:
             return "" if file.read(4) == b"GGUF" else " is no GGUF file"

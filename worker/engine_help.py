@@ -1,4 +1,4 @@
-"""What each engine setting is for, in one line: the help texts of the flags. The values live in EngineConfig."""
+"""The help text of each engine setting's flag, in one line. The values are in EngineConfig."""
 
 from __future__ import annotations
 

@@ -1,18 +1,19 @@
-"""Our own errors, by who must act. Library errors are translated into these at the edge where they appear.
+"""Our own errors, by the person who must act. Library errors are translated into these where they
+appear.
 
     TokenmillError
-    ├── SettingsError       whoever set it: nothing starts until every listed problem is solved
+    ├── SettingsError       the user: nothing starts until every listed problem is solved
     ├── SchemaOutdated      the operator: `tokenmill db upgrade`; a worker refuses to start without it
-    ├── MissingPackage      whoever installed it: the message names the extra
+    ├── MissingPackage      the installer: the message names the extra
     ├── PortTaken           the operator: something else serves there
     ├── Replaced            the operator: two workers have one name; the first of them ends
     └── Unavailable         nobody yet: the caller waits and tries again, for ever where a job depends on it
         ├── RedisUnavailable
         └── StoreUnavailable    the SQL store: down, locked, full, in failover, too slow
 
-Beside the tree, because they cross a border as values or belong to a part that knows nothing of this one:
-`schemas.JobError` (answers one job), `RequestError` (the engine refuses a request), `EngineDied` (the worker
-restarts the engine), `DecodeError` (bytes are not what they should be).
+Some errors are outside the tree, because they are values, or belong to a part that does not import
+this one: `schemas.JobError` (answers one job), `RequestError` (the engine refuses a request),
+`EngineDied` (the worker restarts the engine), `DecodeError` (bytes are not what they should be).
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from collections.abc import Iterable
 
 
 class TokenmillError(Exception):
-    """The message is one clear sentence for the person who must act."""
+    """Base class. The message is one clear sentence for the person who must act."""
 
 
 class SettingsError(TokenmillError):
-    """`problems` has one line for each setting that is wrong, all of them at once."""
+    """Settings are wrong. `problems` has one line for each, all of them at once."""
 
     def __init__(self, problems: Iterable[str]) -> None:
         self.problems = tuple(problems)
@@ -45,7 +46,9 @@ class PortTaken(TokenmillError):
 
 
 class Replaced(TokenmillError):
-    """Another process beats under this worker's name, and started later: what is held under the name is its own."""
+    """Raised when a process that started later sends heartbeats under this worker's name: it owns
+    the jobs held under that name.
+    """
 
     def __init__(self) -> None:
         super().__init__("a worker that started later has this one's name: each that runs needs a worker_id of its own")
@@ -54,8 +57,8 @@ class Replaced(TokenmillError):
 class Unavailable(TokenmillError):
     """Something outside is away for now; trying again later is the right answer.
 
-    `is_misconfigured`: only a person can repair it (a wrong password, a database that does not exist). A start ends
-    with it at once; a running worker keeps its jobs and tries again.
+    `is_misconfigured`: only a person can repair it (a wrong password, a database that does not
+    exist). A start ends with it at once; a running worker keeps its jobs and tries again.
     """
 
     def __init__(self, message: str, *, is_misconfigured: bool = False) -> None:

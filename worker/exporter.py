@@ -1,6 +1,8 @@
-"""`tokenmill exporter`: /metrics of queues, for when no worker is there to tell. Reads Redis, and nothing else.
+"""`tokenmill exporter`: serves the /metrics of queues when no worker runs. It reads Redis and
+nothing else.
 
-One is enough for any number of queues; it needs no model, no database and no rights but the `reader`'s.
+One exporter is enough for any number of queues. It needs no model, no database, and only the rights
+of the `reader`.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class Exporter:
-    """Serves from `start` to `stop`; port 0 is any."""
+    """Serves from `start` to `stop`; port 0 means any free port."""
 
     def __init__(
         self, redis_url: str, queues: Sequence[str], prefix: str, host: str, port: int, every_s: float = INTERVAL_S
@@ -40,7 +42,7 @@ class Exporter:
         return self._server.port
 
     async def start(self) -> None:
-        """Raises PortTaken."""
+        """Start serving and reading. Raises PortTaken."""
         await self._server.start()
         self._tasks = [asyncio.create_task(watch.run()) for watch in self._watches]
 
@@ -53,7 +55,7 @@ class Exporter:
             await client.close()
 
     async def serve(self) -> None:
-        """Until SIGTERM or SIGINT."""
+        """Serve until SIGTERM or SIGINT."""
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -1,7 +1,7 @@
-"""Every setting as a flag: builds a command whose options are the fields of Settings.
+"""Builds a command whose options are the fields of Settings: every setting is a flag.
 
-Values stay text here; `load_settings` reads them all, so that flags and variables are judged by one rule
-and every problem is told at once.
+Values stay text here. `load_settings` reads them all, so that flags and variables follow one rule
+and every problem is reported at once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ Command = Callable[[dict[str, object]], None]
 
 
 class SettingsCommand(TyperCommand):
-    """Its help says `--[no-]fuse`: a column of noes would leave no room for the others' names in 80 columns."""
+    """A command whose help writes `--[no-]fuse`: a column of no-flags would leave no room for the
+    other names in 80 columns.
+    """
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         shown: Any = copy.copy(self)
@@ -42,8 +44,10 @@ def _with_its_no(parameter: Any) -> Any:
 
 
 def with_settings(command: Command, others: Mapping[str, str] = MappingProxyType({})) -> Callable[..., None]:
-    """`command` gets the flags that were given, by the names of their settings. `others`: further flags, which are no
-    settings, with their help texts."""
+    """Return a command with a flag for each setting. `command` gets the flags that were given, by
+    the names of their settings. `others`: names and help texts of further flags that are no
+    settings.
+    """
 
     def run(**flags: object) -> None:
         command({name: value for name, value in flags.items() if value is not None})
@@ -79,13 +83,15 @@ def _annotation(name: str, field: FieldInfo) -> Any:
 
 
 def _capitalised(words: str) -> str:
-    """But for a list of values, which are written as they are said."""
+    """Capitalise a help text, unless it begins with a list of values."""
     first = words.split(" ")[0]
     return words if first.endswith(",") or words.startswith(f"{first} or ") else words[:1].upper() + words[1:]
 
 
 def panel_of(name: str) -> str:
-    """Which part of the service a setting is for, as the help and the settings page group them."""
+    """Return the part of the service that a setting belongs to. The help and the settings page
+    group settings by it.
+    """
     return "Engine" if name in ENGINE_FIELDS else "Tasks" if name.startswith(_TASKS) else "Worker"
 
 

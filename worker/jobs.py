@@ -1,6 +1,6 @@
-"""A job on its way through the worker: what each stage hands to the next.
+"""A job on its way through the worker: the values that one stage passes to the next.
 
-`consume`, `publish` and `record` know these values and not one another.
+`consume`, `publish` and `record` share these values and do not import one another.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from worker.text.answer import Answer
 class Delivery:
     """A claimed job. `token` is the fencing token: every write for the job must carry it.
 
-    `verdict` other than "run" means that the claim script found the job at its end (cancelled while
-    queued, past its deadline, crashed too often): it only has to be recorded.
+    A `verdict` other than "run" means that the claim script found the job ended (cancelled while
+    queued, past its deadline, crashed too often). It only has to be recorded.
     """
 
     job_id: str
@@ -38,23 +38,24 @@ class Delivery:
     created_ms: int
     started_ms: int  # first claim ever
     attempt: int
-    alone: bool = False  # suspected of crashing the engine: to be run by itself
-    is_redriven: bool = False  # it was dead before: its deadline counts no more
+    alone: bool = False  # suspected of crashing the engine: must run alone
+    is_redriven: bool = False  # it was a dead letter: its deadline no longer counts
     log_end: int = 0  # the number of the log's last entry; see Append
 
     @property
     def request_id(self) -> str:
-        """What the engine calls it. A job that was lost and claimed again is another request: what the engine still
-        says of the first is nothing to the second.
+        """The request's id in the engine. A job that was lost and claimed again is another request,
+        so late events of the first delivery do not reach the second.
         """
         return f"{self.job_id}/{self.token}"
 
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A job that may run: what the engine gets, and the answer so far (with the log of earlier attempts in it).
+    """A job that may run: the request for the engine, and the answer so far, with the log of
+    earlier attempts in it.
 
-    The publisher owns `answer` from here on.
+    From here on the publisher owns `answer`.
     """
 
     delivery: Delivery
@@ -71,11 +72,13 @@ class Admitted:
         return self.generation.request_id
 
 
-class Append(msgspec.Struct, frozen=True, gc=False):  # one for every token: a dataclass takes ten times as long to make
-    """One chunk to log and publish, under a fencing token. `checkpoint` chunks are logged, not published.
+class Append(msgspec.Struct, frozen=True, gc=False):  # made for every token: a dataclass takes ten times as long
+    """One chunk to log and publish, under a fencing token. `checkpoint` chunks are logged and not
+    published.
 
-    `start` is the number of the log entry before it, 0 at the log's beginning. An entry's number grows by the chunk's
-    tokens, or by one for a chunk that only ends a choice: with one choice it is the number of tokens that the log has.
+    `start` is the number of the log entry before it, 0 at the log's beginning. An entry's number is
+    larger by the chunk's tokens, or by one for a chunk that only ends a choice. With one choice it
+    is the number of tokens in the log.
     """
 
     token: int
@@ -85,7 +88,7 @@ class Append(msgspec.Struct, frozen=True, gc=False):  # one for every token: a d
 
     @property
     def end(self) -> int:
-        """The number of its own entry."""
+        """The number of this chunk's own entry."""
         return self.start + (len(self.chunk.token_ids) or 1)
 
 
@@ -97,58 +100,62 @@ class AppendReply(StrEnum):
     GAP = "gap"  # the log is shorter than this worker believed (Redis lost its tail): send again from its end
 
 
-# What became of the chunks of one call that are not simply logged, by place in it, with the number of the log's last
-# entry after the call. As a rule there are none, and nothing is said of each.
+# The chunks of one call that were not simply logged: index in the call → reply, and the number of the log's last entry
+# after the call. Usually there are none.
 Exceptions: TypeAlias = Mapping[int, tuple[AppendReply, int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A job at its end: to be committed to SQL, then acknowledged."""
+    """A job that has ended: to be committed to SQL, then acknowledged."""
 
     token: int
     result: JobResult
     final_chunk: Chunk
-    request: JobRequest | None = None  # what the record says of it beside the result; None: undecodable
-    is_recorded: bool = False  # it came back, and SQL had its end: only to be acknowledged
+    request: JobRequest | None = None  # recorded beside the result; None if it could not be decoded
+    is_recorded: bool = False  # SQL has its end already: it only has to be acknowledged
 
 
 class ChunkLog(Protocol):
-    """Where chunks go; `consume.job_stream` implements it, `publish` uses it."""
+    """Writes chunks to the log; implemented by `consume.job_stream`, used by `publish`."""
 
     async def append(self, items: list[Append]) -> Exceptions:
-        """One round trip for all."""
+        """Append all chunks in one round trip."""
         ...
 
 
 class Acknowledger(Protocol):
-    """Where finished jobs are acknowledged; `consume.job_stream` implements it, `record` uses it."""
+    """Acknowledges finished jobs; implemented by `consume.job_stream`, used by `record`."""
 
     async def finish(self, jobs: list[Finished]) -> list[bool]:
-        """After SQL has committed. False where the fencing token was outdated (the job is another's now)."""
+        """Acknowledge jobs whose rows SQL has committed. Returns one flag per job; False if the
+        fencing token was outdated, because the job is another worker's now.
+        """
         ...
 
 
 class Watcher(Protocol):
-    """Hears what becomes of jobs between claim and record; `worker.observer` is one. Must not raise."""
+    """Observes jobs between claim and record; implemented by `worker.observer`. Must not raise."""
 
     def claimed(self, deliveries: Sequence[Delivery]) -> None: ...
 
     def started(self, jobs: Sequence[Admitted]) -> None:
-        """The engine has them."""
+        """The jobs were submitted to the engine."""
         ...
 
     def stepped(self, frame: Frame) -> None:
-        """A frame's tokens are published."""
+        """The tokens of a frame were published."""
         ...
 
     def left(self, job_ids: Iterable[str], reason: str) -> None:
-        """They go on elsewhere: "handed_over", "crash", "retry", "lost"."""
+        """The jobs left this worker to go on elsewhere. `reason`: "handed_over", "crash", "retry",
+        "lost".
+        """
         ...
 
 
 class Unwatched:
-    """A watcher that does not care."""
+    """A watcher that does nothing."""
 
     def claimed(self, deliveries: Sequence[Delivery]) -> None: ...
 

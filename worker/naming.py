@@ -1,6 +1,7 @@
-"""By which names jobs may call what a worker serves, and the chat template that replaces the model's own.
+"""The names by which jobs may call what a worker serves, and the chat template that replaces the
+model's own.
 
-Checked at the start, so that a job meets no surprise. It reads no settings itself.
+Both are checked at the start, so that no job fails because of them.
 """
 
 from __future__ import annotations
@@ -12,21 +13,21 @@ from worker.engine.config import read_table
 
 
 def read_aliases(text: str) -> dict[str, str]:
-    """Raises ValueError."""
+    """Parse `name=target` pairs. Raises ValueError."""
     return read_table(text, "name=target")
 
 
 def read_template(path: str | None) -> str | None:
-    """Raises OSError, UnicodeDecodeError."""
+    """Read the chat template, None without a path. Raises OSError, UnicodeDecodeError."""
     return None if path is None else Path(path).expanduser().read_text("utf-8")
 
 
 def naming_problems(names: set[str], adapters: str, aliases: str, template: str | None) -> Iterator[tuple[str, str]]:
-    """(setting, what is wrong with it); `names` are the model's own."""
+    """Yield (setting, problem) for each problem; `names` are the model's own."""
     yield from _template_problems(template)
     try:
         named = set(read_table(adapters, "name=folder"))
-    except ValueError:  # told with the engine's settings
+    except ValueError:  # reported with the engine's settings
         return
     yield from (("adapters", f"must not take the model's own name {name!r}") for name in sorted(named & names))
     try:

@@ -1,8 +1,8 @@
-"""Follows every job through this worker, and gives what it saw to metrics, log, traces and the heartbeat.
+"""Follows every job through this worker, and feeds metrics, log, traces and the heartbeat.
 
-The stages tell it what they do (`jobs.Watcher`) and know nothing of what becomes of it. On the path of each step it
-notes the time. Tokens are counted some ten times a second, when the engine tells its figures, and before anybody asks;
-everything else waits until the job has left.
+The stages report to it through `jobs.Watcher` and depend on nothing else of it. In each step it
+only stores the frame with its time. Tokens are counted about ten times a second, when the engine
+sends its figures, and before the numbers are read. Everything else waits until the job has left.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from worker.timeline import Timeline
 
 log = logging.getLogger("worker.jobs")
 
-MAX_TENANTS = 20  # in a heartbeat: those with the most tokens
+MAX_TENANTS = 20  # in a heartbeat: the tenants with the most tokens
 
 
 class Observer:
-    """One per worker. Nothing here raises for what a job can be."""
+    """Observes the jobs of one worker. No job can make its methods raise."""
 
     def __init__(
         self,
@@ -42,9 +42,9 @@ class Observer:
         self._tracing = tracing
         self._queue, self._worker_id = queue, worker_id
         self._clock_ns = clock_ns
-        self._timelines: dict[str, Timeline] = {}  # by job
-        self._running: dict[str, Timeline] = {}  # of these, by what the engine calls it
-        self._frames: list[tuple[int, Frame]] = []  # those whose tokens are not counted yet, and when they came
+        self._timelines: dict[str, Timeline] = {}  # by job id
+        self._running: dict[str, Timeline] = {}  # the running ones, by request id
+        self._frames: list[tuple[int, Frame]] = []  # (time, frame) of frames whose tokens are not counted yet
         self._stats = EngineStats()
         self.tokens = Rate()
         self.first_token_s, self.token_s, self.queue_s = Recent(), Recent(), Recent()
@@ -75,21 +75,23 @@ class Observer:
                 rate.add(self._tenant_tokens[job.request.tenant])
 
     def stepped(self, frame: Frame) -> None:
-        """After the frame's tokens have been published."""
+        """Store a frame whose tokens have been published."""
         self._frames.append((self._clock_ns(), frame))
         if frame.stats is not None:
             self._count()
             self._count_steps(frame.stats)
 
     def _count(self) -> None:
-        """What is done seldom finds nothing in the caches: six steps together cost little more than each alone."""
+        """Count the tokens of the stored frames. Code that runs rarely finds cold CPU caches, so
+        six frames together cost little more than one.
+        """
         frames, self._frames = self._frames, []
         for now, frame in frames:
             self._count_tokens(now, frame.events)
 
     def _count_tokens(self, now: int, events: Sequence[TokenEvent]) -> None:
         alike: Counter[tuple[tuple[str, str], int, int]] = Counter()  # (kind, token before, tokens at once): events
-        kind, before, each, in_row = ("", ""), 0, 0, 0  # neighbours are alike as a rule
+        kind, before, each, in_row = ("", ""), 0, 0, 0  # neighbouring events are usually alike
         running = self._running
         for event in events:
             count = len(event.token_ids)
@@ -122,7 +124,7 @@ class Observer:
         self.tokens.add(self.tokens.total + in_all)
 
     def left(self, job_ids: Iterable[str], reason: str) -> None:
-        """These jobs are out of this worker's hands, without an end: why, in a word."""
+        """Record that jobs left this worker without an end; `reason` is one word."""
         for job_id in job_ids:
             timeline = self._take_out(job_id)
             if timeline is not None:
@@ -130,7 +132,9 @@ class Observer:
                 self._tell(timeline, None, reason)
 
     def recorded(self, finished: Sequence[Finished]) -> None:
-        """Their rows are committed. Of a batch's lines, which come by the million, only the failed are named."""
+        """Record jobs whose rows are committed. Of the lines of batches, which come by the million,
+        only failed ones are logged by name.
+        """
         num_lines = 0
         for item in finished:
             result = item.result
@@ -163,13 +167,15 @@ class Observer:
     # ── what the heartbeat says ──
 
     def forget_all_but(self, held: Container[str]) -> None:
-        """Jobs that SQL knew already end without being recorded: their timelines go here."""
+        """Drop the timelines of jobs that are not in `held`. Jobs whose end SQL had already leave
+        without being recorded.
+        """
         self._count()
         for job_id in [job_id for job_id in self._timelines if job_id not in held]:
             self._take_out(job_id)
 
     def tenants(self) -> dict[str, TenantLoad]:
-        """Of those that have jobs here or had tokens a moment ago; the busiest."""
+        """Return the load of the busiest tenants that have jobs here or had tokens a moment ago."""
         self._count()
         running = Counter(timeline.kind[1] for timeline in self._timelines.values() if timeline.started_ns)
         for name, rate in self._tenant_rates.items():
@@ -206,7 +212,7 @@ class Observer:
     def _count_steps(self, stats: EngineStats) -> None:
         before, self._stats = self._stats, stats
         steps = stats.steps - before.steps
-        if steps < 0:  # another engine process
+        if steps < 0:  # a new engine process
             before, steps = EngineStats(), stats.steps
         if steps:
             self._metrics.step_seconds.of().observe((stats.busy_s - before.busy_s) / steps, steps)
@@ -227,7 +233,9 @@ def _is_good_line(item: Finished) -> bool:
 
 
 def _fields(item: Finished, trace_id: str | None) -> dict[str, object]:
-    """Of a log line: who, what became of it, how much and how long. Text only where the settings let it in."""
+    """Return the fields of a job's log line: names, outcome, sizes and times. Prompt and text are
+    under `private`, which the settings must allow.
+    """
     result, usage = item.result, item.result.usage
     fields: dict[str, object] = {
         "job_id": result.job_id,

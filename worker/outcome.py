@@ -1,7 +1,7 @@
-"""The end of a job as one value: result and final chunk from what is known of it when it ends.
+"""Builds the end of a job: result and final chunk, from what is known when it ends.
 
-A job may end before it has a request (undecodable bytes), before it has an answer (refused) or with
-one. It decides no status; it only writes it down.
+A job may end before it has a request (undecodable bytes), before it has an answer (refused), or
+with one. The caller decides the status.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ def conclude(
     error: JobError | None = None,
     model: str = "",
 ) -> Finished:
-    """Build the result and the final chunk. Partial answers are kept, and an expired job always carries its error.
+    """Build the result and the final chunk. Partial answers are kept, and an expired job always
+    carries its error.
 
-    `model` is what the worker serves, for requests that name none.
+    `model` is the served model, for requests that name none.
     """
     if status is JobStatus.EXPIRED and error is None:
         error = _deadline_error(request)
@@ -51,7 +52,7 @@ def conclude(
 
 
 def _deadline_error(request: JobRequest | None) -> JobError:
-    """The error of a job whose deadline passed after a worker had claimed it."""
+    """Return the error of a job whose deadline passed after a worker had claimed it."""
     when = f" ({request.deadline_ms} ms)" if request is not None and request.deadline_ms is not None else ""
     return JobError("deadline_exceeded", f"the deadline{when} passed before the answer was complete")
 

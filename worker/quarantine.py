@@ -1,9 +1,11 @@
-"""Who may run together after an engine crash: suspects in ever smaller groups, the guilty one alone at last.
+"""Decides which jobs may run together after an engine crash: suspects run in ever smaller groups,
+until the job that causes the crash runs alone.
 
-A job that was in the engine when it died carries a crash count. One with c crashes may only run in a
-batch of at most max_num_seqs / 2^c jobs, so that log2(max_num_seqs) crashes leave it alone; one that
-has crashed alone stays alone. Without a suspect among them any number may be in the engine: some wait there,
-and the urgent take others' places. It knows neither queue nor engine: it says which deliveries may start now.
+A job that was in the engine when it died has a crash count. A job with c crashes may only run in a
+batch of at most max_num_seqs / 2^c jobs, so that log2(max_num_seqs) crashes leave it alone. A job
+that crashed alone stays alone. Without a suspect among them, any number of jobs may be in the
+engine: some wait there, and urgent jobs take the places of others. The module returns the
+deliveries that may start now, and calls neither queue nor engine.
 """
 
 from __future__ import annotations
@@ -30,13 +32,15 @@ class Quarantine:
         return len(self._held)
 
     def limit(self, delivery: Delivery) -> int:
-        """The largest batch that this job may be in."""
+        """Return the size of the largest batch that this job may be in."""
         if delivery.alone:
             return 1
         return max(1, self.max_num_seqs >> delivery.crashes) if delivery.crashes else _ANY
 
     def admit(self, deliveries: list[Delivery]) -> list[Delivery]:
-        """Of these and those held, the ones that may start now; the rest is held in order."""
+        """Add deliveries to those held. Returns the ones that may start now; the others are held in
+        order.
+        """
         self._held.extend(deliveries)
         started: list[Delivery] = []
         while self._held and self._fits(self._held[0]):
@@ -51,12 +55,12 @@ class Quarantine:
         return size <= min(tightest, self.limit(delivery))
 
     def ended(self, job_id: str) -> None:
-        """It is out of this worker's hands, whether it ran or was still held back."""
+        """Forget a job that has left this worker, whether it ran or was held."""
         if self._running.pop(job_id, None) is None and self._held:
             self._held = deque(delivery for delivery in self._held if delivery.job_id != job_id)
 
     def clear(self) -> list[Delivery]:
-        """Forget all; returns what was held (to be released)."""
+        """Forget all jobs; returns those that were held, to be released."""
         held = list(self._held)
         self._held.clear()
         self._running.clear()

@@ -1,8 +1,9 @@
-"""The queue's numbers as metrics, read from Redis every few seconds: by each worker, and by the exporter.
+"""Reads the queue's numbers from Redis every few seconds, and exports them as metrics: in each
+worker, and in the exporter.
 
-They are the same wherever they are read, so a query takes the `max` over instances. The exporter exists because no
-worker does when there are none: what scales workers from zero, and what complains that there are none, must not
-depend on them.
+The numbers are the same wherever they are read, so a query takes the `max` over instances. The
+exporter exists because without workers no worker reports: autoscaling from zero, and an alert about
+missing workers, must not depend on them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ Values = dict[tuple[str, ...], float | None]
 
 
 class QueueWatch:
-    """Of one queue. `state` is None until it has been read, and again while it cannot be."""
+    """Watches one queue. `state` is None until it has been read, and again while it cannot be
+    read.
+    """
 
     def __init__(self, client: AsyncClient, interval_s: float = INTERVAL_S) -> None:
         self.queue = client.queue
@@ -33,7 +36,7 @@ class QueueWatch:
         self._failing = False
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Read the queue until cancelled."""
         while True:
             await self.read()
             await asyncio.sleep(self._interval_s)
@@ -46,7 +49,7 @@ class QueueWatch:
             if not self._failing:
                 log.warning("the queue %s cannot be looked at: %s", self.queue, error)
             self.state, self._failing = None, True
-        except Exception:  # whatever it is: numbers that stand still without a word are worse than none
+        except Exception:  # of any kind: no numbers are better than outdated ones
             if not self._failing:
                 log.exception("the queue %s cannot be looked at", self.queue)
             self.state, self._failing = None, True
@@ -56,7 +59,7 @@ class QueueWatch:
 
 
 def queue_readings(watches: Sequence[QueueWatch]) -> Iterator[Reading]:
-    """One metric for all queues, with the queue as a label."""
+    """Yield one metric for all queues, with the queue as a label."""
     states = {watch.queue: watch.state for watch in watches}
     known = {queue: state for queue, state in states.items() if state is not None}
     up: Values = {(queue,): float(state is not None) for queue, state in states.items()}

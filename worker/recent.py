@@ -1,6 +1,7 @@
-"""Numbers of the last while, for people: rates over ten seconds, percentiles over a minute or 512 values.
+"""Numbers of the recent past, for people: rates over ten seconds, percentiles over a minute or 512
+values.
 
-What lasts longer is Prometheus' business.
+Prometheus covers longer times.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ VALUES_WINDOW_S: Final = 60.0
 
 @dataclass(slots=True)
 class Rate:
-    """Of a total that only grows: what it grew by a second, lately."""
+    """The recent growth per second of a total that only grows."""
 
     clock: Callable[[], float] = time.monotonic
     total: float = 0.0
     _points: deque[tuple[float, float]] = field(default_factory=deque)
 
     def add(self, total: float) -> None:
-        """The total as it is now; a point is kept about every tenth of a second."""
+        """Record the total as it is now. A point is kept about every tenth of a second."""
         self.total = total
         now = self.clock()
         if not self._points or now - self._points[-1][0] >= 0.1:
@@ -55,7 +56,7 @@ class Recent:
         self._values.append((self.clock(), value))
 
     def percentiles(self, *ranks: float) -> tuple[float | None, ...]:
-        """By nearest rank; None where there is nothing."""
+        """Return percentiles by nearest rank; None for each if there are no values."""
         since = self.clock() - VALUES_WINDOW_S
         while self._values and self._values[0][0] < since:
             self._values.popleft()

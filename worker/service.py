@@ -1,9 +1,9 @@
-"""The running worker: hands each job from stage to stage, and decides what happens when a part fails.
+"""The running worker: passes each job from stage to stage, and decides what happens when a part fails.
 
     consumer ──Delivery──▶ admission ──▶ engine ──frames──▶ publisher ──Finished──▶ finalizer
 
-It owns the list of jobs in hand and nothing else: how a stage works is the stage's business. A lost
-engine is restarted and its jobs go back to the queue as suspects; a lost lease drops every job.
+The service owns the list of claimed jobs and nothing else; each stage does its own work. A lost engine is restarted and
+its jobs go back to the queue as suspects. A lost lease drops every job.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from worker.turns import EVENTS_AT_ONCE, in_turn
 
 log = logging.getLogger(__name__)
 
-LOOKAHEAD = 4  # jobs claimed beyond the free places, so that a freed place is filled at the very next step
-HAND_OVER_S = 10.0  # a server that stands still must not hold up the end
+LOOKAHEAD = 4  # jobs claimed beyond the free places, so that the next step fills a place that becomes free
+HAND_OVER_S = 10.0  # limits the wait for a server that does not answer
 RESTART_PAUSE_S = (0.0, 1.0, 5.0, 15.0, 30.0)
 
 
 @dataclass(slots=True)
 class Health:
-    """What /healthz and the metrics look at."""
+    """The state that /healthz and the metrics read."""
 
     engine_ready: bool = False
     engine_restarts: int = 0
@@ -49,7 +49,7 @@ class Health:
 
 
 class Service:
-    """One worker's jobs between claim and record."""
+    """The jobs of one worker, from the claim to the record."""
 
     def __init__(
         self,
@@ -71,11 +71,11 @@ class Service:
         self._finalizer = finalizer
         self._checks = Checks(self._record)
         self._quarantine = Quarantine(max_num_seqs)
-        self._events_at_once = max(EVENTS_AT_ONCE, max_num_seqs)  # one step's are never parted
-        self._held: dict[str, Delivery] = {}  # every job in hand: claimed and not yet finished or given back
+        self._events_at_once = max(EVENTS_AT_ONCE, max_num_seqs)  # the events of one step are never split
+        self._held: dict[str, Delivery] = {}  # owned jobs: claimed, and not yet finished or given back
         self._in_engine: set[str] = set()  # request ids
-        self._deaths = 0  # of engines, in a row
-        self._urgent: set[str] = set()  # of these, the most urgent class's
+        self._deaths = 0  # consecutive deaths of engines
+        self._urgent: set[str] = set()  # the request ids of the most urgent class
         self._retries: list[RetryOrder] = []
         self._host: EngineHost | None = None
         self._admission: Admission | None = None
@@ -93,7 +93,7 @@ class Service:
         return len(self._held)
 
     def credits(self) -> Credits:
-        """How many more jobs could start soon. None while anything is full, suspects wait, or the engine is away."""
+        """Return how many more jobs could start soon: none if a buffer is full, suspects wait, or no engine is up."""
         if (
             not self.health.engine_ready
             or self._host is None
@@ -109,12 +109,12 @@ class Service:
         return Credits(free, max(0, capacity.free_urgent - free - min(in_flight, len(self._urgent))))
 
     async def take(self, deliveries: list[Delivery]) -> None:
-        """Called by the consumer with what it claimed."""
+        """Start the jobs that the consumer claimed."""
         for delivery in deliveries:
             self._held[delivery.job_id] = delivery
         self._watcher.claimed(deliveries)
         self._idle.clear()
-        ended = [delivery for delivery in deliveries if delivery.verdict != "run"]  # these only want recording
+        ended = [delivery for delivery in deliveries if delivery.verdict != "run"]  # they only have to be recorded
         try:
             await self._start([*ended, *self._quarantine.admit([d for d in deliveries if d.verdict == "run"])])
         except Exception:  # the consumer gives them back to the queue
@@ -126,7 +126,7 @@ class Service:
             raise
 
     async def _start(self, deliveries: list[Delivery]) -> None:
-        """Admit all together and submit those that can run; a bad job is answered, never dropped."""
+        """Admit all jobs together and submit those that can run. A bad job gets an answer."""
         if self._admission is None or self._host is None:
             raise RuntimeError("jobs were claimed before the engine was there")
         admitted: list[Admitted] = []
@@ -136,7 +136,7 @@ class Service:
                 await self._finish(outcome)
             elif self._is_held(outcome.delivery):
                 admitted.append(outcome)
-        if not self.health.engine_ready:  # it died meanwhile; these never reached it
+        if not self.health.engine_ready:  # the engine died during admission; these jobs never reached it
             await self._release([job.delivery for job in admitted], crash=False)
             return
         for job in admitted:
@@ -149,7 +149,7 @@ class Service:
             self._host.submit(job.generation for job in admitted)
 
     async def _finish(self, finished: Finished) -> None:
-        """An answer with a schema is validated first, beside all else; the job stays in hand meanwhile."""
+        """Record a job's end. An answer with a schema is validated first; the job stays owned meanwhile."""
         if not self._checks.take(finished):
             await self._record(finished)
         elif (delivery := self._held.get(finished.result.job_id)) is not None and delivery.token == finished.token:
@@ -162,7 +162,7 @@ class Service:
         await self._finalizer.submit(finished)
 
     def _is_held(self, delivery: Delivery) -> bool:
-        """Not lost or given back meanwhile, also not to be claimed again."""
+        """Is this delivery still owned: not lost, not given back, and not replaced by a later claim?"""
         return self._held.get(delivery.job_id) is delivery
 
     def _forget(self, delivery: Delivery) -> None:
@@ -181,14 +181,14 @@ class Service:
     # ── frames ──
 
     async def run_engine(self) -> None:
-        """Keep an engine running until stop(); replace one that dies or hangs. Raises EngineDied if none can load."""
+        """Keep an engine running until stop(); replace one that dies or hangs. Raises EngineDied if none loads."""
         while not self._stopping.is_set():
             try:
                 await self._start_engine()
                 await self._pump()
             except EngineDied as death:
                 self.health.engine_ready = False
-                if self._in_engine and not death.any_step:  # they are soon tried in smaller groups
+                if self._in_engine and not death.any_step:  # the suspects soon run in smaller groups
                     self._deaths = min(self._deaths, 1)
                 self.health.stats = EngineStats()
                 if self._host is not None:
@@ -209,7 +209,7 @@ class Service:
         if self._admission is None:
             try:
                 self._admission = await self._admission_factory(ready)
-            except OSError as error:  # its files are unreadable, or gone since the engine read them
+            except OSError as error:  # files are unreadable, or were removed after the engine read them
                 raise EngineDied(f"the tokenizer cannot be loaded: {error}", at_start=True) from error
         log.info("engine ready: %s", ready.description)
         self.health.engine_ready = True
@@ -243,7 +243,7 @@ class Service:
         self._retries += report.retry
 
     async def _give_back_retries(self) -> None:
-        """Failed jobs that may run again; while Redis is away they stay in hand."""
+        """Give back failed jobs that may run again. While Redis is away they stay owned."""
         with contextlib.suppress(RedisUnavailable):
             while self._retries:
                 order = self._retries[0]
@@ -256,7 +256,7 @@ class Service:
     # ── ends that come from outside ──
 
     def cancel(self, job_id: str) -> None:
-        """Stop generating; the job ends through its last event, with the text that it has."""
+        """Stop generating. The job ends through its last event, with the text that it has."""
         if (delivery := self._held.get(job_id)) is not None:
             self._stop_generating(delivery.request_id)
 
@@ -265,7 +265,7 @@ class Service:
             self.cancel(job_id)
 
     def drop(self, job_ids: Iterable[str]) -> None:
-        """These jobs are another worker's now: stop at once and write nothing more."""
+        """Stop jobs that another worker owns now, and write nothing more for them."""
         for job_id in job_ids:
             if (delivery := self._held.get(job_id)) is not None:
                 self._drop(delivery)
@@ -284,17 +284,17 @@ class Service:
             self._host.cancel(request_id, reason, choice)
 
     def _leave(self, deliveries: Sequence[Delivery], reason: str) -> None:
-        """They go on elsewhere."""
+        """Forget jobs that another worker may continue."""
         for delivery in deliveries:
             self._forget(delivery)
         self._watcher.left([delivery.job_id for delivery in deliveries], reason)
 
     def drop_all(self) -> None:
-        """The lease ran out (the process was frozen): nothing in hand is ours any more."""
+        """Drop every job, because the lease ran out while the process was frozen."""
         self.drop(list(self._held))
 
     async def _give_back_suspects(self) -> None:
-        """After the engine's death: what was in it is suspected, what waited is not."""
+        """Give back all jobs after an engine's death; jobs that were in the engine are suspects."""
         self._quarantine.clear()
         suspects = [d for d in self._held.values() if d.request_id in self._in_engine]
         innocents = [d for d in self._held.values() if d.request_id not in self._in_engine]
@@ -317,7 +317,7 @@ class Service:
     # ── the end ──
 
     async def drain(self, grace_s: float, hurry: asyncio.Event) -> None:
-        """Let running jobs end within the grace period (or until `hurry`); hand the rest over mid-sentence."""
+        """Let running jobs end within the grace period (or until `hurry`); hand the rest over as they are."""
         waits = [asyncio.create_task(self._idle.wait()), asyncio.create_task(hurry.wait())]
         await asyncio.wait(waits, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
         for task in waits:
@@ -325,8 +325,8 @@ class Service:
         await self._hand_over()
 
     async def _hand_over(self) -> None:
-        """What is known is logged, then nobody listens to the engine any more, and only then it is told to stop: else
-        the end that it reports would become the job's."""
+        """Append all pending chunks, ignore further events, then stop the jobs in the engine. In another order the
+        engine's end events would end the jobs."""
         if not self._held:
             return
         log.info("handing over %d running jobs", len(self._held))
@@ -342,7 +342,7 @@ class Service:
             log.warning("the jobs are free when the lease has run out, for Redis does not answer: %s", error)
 
     async def stop(self) -> None:
-        """End the engine; `run_engine` returns."""
+        """Stop the engine; `run_engine` returns."""
         self._stopping.set()
         await self._checks.close(HAND_OVER_S)
         if self._host is not None:

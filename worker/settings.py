@@ -1,9 +1,8 @@
 """Every setting of a worker: the only reader of the environment.
 
-A setting is a field below or a field of EngineConfig; each is the variable TOKENMILL_<NAME> and the flag
---<name>. Flags win over the environment, the environment over the defaults; there is no settings file.
-`load_settings` reports every problem at once, misspelt variables included, so that a bad start is repaired
-in one go. It knows nothing of what the values do.
+A setting is a field below or a field of EngineConfig; each is the variable TOKENMILL_<NAME> and the flag --<name>.
+Flags win over the environment, the environment over the defaults; there is no settings file. `load_settings` reports
+every problem at once, misspelt variables included, so that one correction repairs a start.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ from worker.naming import naming_problems
 
 PREFIX = "TOKENMILL_"
 DEFAULT_MODEL = "smollm2-135m-instruct"
-# Where a service differs from an engine used alone: its jobs have classes and tenants.
+# Defaults that differ from those of an engine used alone, because a service's jobs have classes and tenants.
 _DEFAULTS: dict[str, Any] = {"model": DEFAULT_MODEL, "policy": SchedulingPolicy.PRIORITY}
-# Variables that ops/ scripts and the command line read, and that are no settings of a worker.
+# Variables for ops/ scripts and the command line; a worker ignores them.
 _OTHERS_VARIABLES = frozenset({"TOKENMILL_BENCH_SETUP"})
 ENGINE_FIELDS = tuple(field.name for field in dataclasses.fields(EngineConfig))
 _CONFIG = SettingsConfigDict(
@@ -52,7 +51,7 @@ Days = Annotated[float, Field(le=36_500)]
 
 if TYPE_CHECKING:
     _EngineFields = BaseSettings
-else:  # one field for each of EngineConfig's, so that the two can never drift apart
+else:  # one field for each field of EngineConfig, so that the two cannot differ
     _hints = typing.get_type_hints(EngineConfig)
     _EngineFields = create_model(
         "_EngineFields",
@@ -68,7 +67,7 @@ else:  # one field for each of EngineConfig's, so that the two can never drift a
 
 
 class Settings(_EngineFields):
-    """Durations are seconds. A field's description is its help text on the command line."""
+    """The settings of a worker. Durations are seconds. A field's description is its help text on the command line."""
 
     model_config = _CONFIG
 
@@ -161,33 +160,35 @@ class Settings(_EngineFields):
 
     @property
     def networks(self) -> tuple[IPv4Network | IPv6Network, ...]:
-        """Of `webhook_networks`. Raises ValueError with the word that is none."""
+        """Parse `webhook_networks`. Raises ValueError with the word that is no network."""
         return tuple(ip_network(word.strip()) for word in self.webhook_networks.split(",") if word.strip())
 
     def public(self) -> dict[str, object]:
-        """Every value, for people and logs, passwords masked."""
+        """Return every value with passwords masked, for people and logs."""
         values = {name: _masked(getattr(self, name)) for name in type(self).model_fields}
         return values | {"webhook_secret": "***" if self.webhook_secret else ""}
 
     def variables(self) -> dict[str, str]:
-        """The environment under which `load_settings` gives these settings again: for child processes."""
+        """Return the environment from which `load_settings` reads these settings again, for child processes."""
         return {_variable(name): _text(value) for name, value in self.model_dump(exclude_defaults=True).items()}
 
 
 def _text(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
-    return "none" if value in (None, "") else str(value)  # an empty variable counts as none at all
+    return "none" if value in (None, "") else str(value)  # an empty variable counts as unset
 
 
 def child_environment(settings: Settings) -> dict[str, str]:
-    """Our environment, with these settings in place of ours: for a child that loads them again."""
+    """Return our environment with these settings in place of ours, for a child that loads them again."""
     rest = {name: value for name, value in os.environ.items() if not name.upper().startswith(PREFIX)}
     return rest | settings.variables()
 
 
 def load_settings(overrides: Mapping[str, object] | None = None, *, strict: bool = True) -> Settings:
-    """Flags over environment over defaults. Raises SettingsError; `strict`: unknown variables are problems too."""
+    """Load the settings: flags over environment over defaults. Raises SettingsError; `strict`: unknown variables are
+    problems.
+    """
     given = {name: _flag_value(value) for name, value in (overrides or {}).items() if value is not None}
     problems = _unknown_variables(os.environ) if strict else []
     try:
@@ -198,7 +199,7 @@ def load_settings(overrides: Mapping[str, object] | None = None, *, strict: bool
         fields = Settings.model_fields
         repaired = {item.name: fields[item.name].default for item in wrong if item.name in fields}
         known = {name: value for name, value in given.items() if name in fields}
-        settings = Settings(**{**known, **repaired})  # the rest can still be checked
+        settings = Settings(**{**known, **repaired})  # so the other settings can still be checked
     problems += _semantic_problems(settings, given)
     if problems:
         raise SettingsError(problems)
@@ -235,7 +236,7 @@ class _Wrong:
 
 
 def _spelling(name: str, given: Mapping[str, object]) -> str:
-    """As the user wrote it: a flag, or a variable."""
+    """Return a setting's name as the user wrote it: as a flag or as a variable."""
     return "--" + name.replace("_", "-") if name in given else _variable(name)
 
 
@@ -296,9 +297,9 @@ def _semantic_problems(settings: Settings, given: Mapping[str, object]) -> list[
 
 
 def _model_problems(settings: Settings) -> Iterator[tuple[str, str]]:
-    """Settings of the engine that do nothing beside the others."""
+    """Yield (setting, problem) for engine settings that contradict each other or have no effect."""
     tokens, seqs, longest, graphs, device = (
-        getattr(settings, name)  # fields made from EngineConfig's, which a type checker does not see
+        getattr(settings, name)  # fields made from EngineConfig, which type checkers do not see
         for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "cuda_graphs", "device")
     )
     if 1 <= tokens < seqs:
@@ -333,7 +334,7 @@ _HOSTS = re.compile(
 
 
 def _masked(value: object) -> object:
-    """A URL without its password; where it is not clear what is what, only the scheme is shown."""
+    """Return a URL without its password. If its parts cannot be told apart, only the scheme is shown."""
     if not isinstance(value, str) or "://" not in value:
         return value
     scheme, _, rest = value.partition("://")

@@ -1,9 +1,10 @@
-"""Child servers that cannot outlive us: a command is started so that the kernel ends it when we die, however we die.
+"""Starts child processes that end when this process ends, even if this process is killed.
 
-`tethered(argv)` gives the command line to spawn. It runs this very file in a bare interpreter, which
-(optionally) gives up root, asks Linux for a signal at its parent's death, and becomes the command by
-exec: same process id, no process in between. Elsewhere it stays as a parent that watches for ours.
-It knows nothing of what it starts. No preexec function: those deadlock in processes with threads.
+`tethered(argv)` returns the command line to run. It runs this file in a bare interpreter, which
+gives up root if asked, asks Linux for a signal at its parent's death, and becomes the command by
+exec: the process id stays the same, with no process in between. On other systems it stays as a
+parent that watches for our end. A preexec function is not used, because it can deadlock in
+processes with threads.
 """
 
 import ctypes
@@ -22,7 +23,9 @@ _WATCH_INTERVAL_S = 0.2
 
 
 def tethered(argv: Sequence[str], *, at_death: int = signal.SIGTERM, uid: int | None = None) -> list[str]:
-    """The command line that runs `argv` under our life, as user `uid` when given (needs root)."""
+    """Return the command line that runs `argv` as a child that ends with us, as user `uid` if given
+    (needs root).
+    """
     launcher = [sys.executable, "-I", "-S", str(Path(__file__).resolve())]
     return [*launcher, str(os.getpid()), str(int(at_death)), str(-1 if uid is None else uid), *argv]
 
@@ -30,8 +33,8 @@ def tethered(argv: Sequence[str], *, at_death: int = signal.SIGTERM, uid: int | 
 class Tether:
     """One running child. Its parent is a thread that waits for it to end.
 
-    Linux ties a child's death signal to the *thread* that started it, so the start must not happen on a
-    pool's thread that ends before the child does.
+    Linux ties a child's death signal to the *thread* that started it, so the child must not be
+    started on a pool's thread that ends before the child does.
     """
 
     def __init__(
@@ -67,11 +70,13 @@ class Tether:
         return self.process.poll() is None
 
     def end(self, with_signal: int, timeout_s: float = 10.0) -> int:
-        """Send the signal, then SIGKILL if it did not help in time; returns the exit status."""
+        """Send the signal, then SIGKILL if the child has not ended in time; returns the exit
+        status.
+        """
         if self.is_alive:
             self.process.send_signal(with_signal)
             if with_signal != signal.SIGKILL:
-                self.process.send_signal(signal.SIGCONT)  # a frozen child cannot act on the first one
+                self.process.send_signal(signal.SIGCONT)  # a stopped child cannot handle the first signal
         try:
             status = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -89,7 +94,7 @@ class Tether:
                 stderr=subprocess.STDOUT,
                 cwd=self._cwd,
                 env=self._env,
-                start_new_session=True,  # a terminal's Ctrl-C is for us: we stop the child in our own order
+                start_new_session=True,  # a terminal's Ctrl-C reaches only us: we stop children in order
             )
         except OSError as error:
             self._error = error
@@ -104,14 +109,14 @@ def _main(arguments: list[str]) -> None:
     argv = arguments[3:]
     if sys.platform != "linux":
         _watch(parent, at_death, argv)
-    libc = ctypes.CDLL(None, use_errno=True)  # loaded before root is given up: its file may be private to root
+    libc = ctypes.CDLL(None, use_errno=True)  # before root is given up: the library may be readable by root only
     if uid >= 0:
         os.setgroups([])
         os.setgid(uid)
         os.setuid(uid)
     libc.prctl(_PR_SET_PDEATHSIG, at_death, 0, 0, 0)  # after setuid, which would clear it
     if os.getppid() != parent:
-        sys.exit(1)  # it died before the request was made
+        sys.exit(1)  # the parent died before prctl took effect
     os.execvp(argv[0], argv)
 
 

@@ -1,6 +1,7 @@
-"""When things happened to one job in this worker: a few moments, noted as it passes, told when it has left.
+"""Records when things happened to one job in this worker, and makes its span when it has left.
 
-The story is for a trace, and holds no prompt and no answer. It knows neither OpenTelemetry nor Prometheus.
+The span is for a trace, and holds no prompt and no answer. OpenTelemetry and Prometheus are used
+elsewhere.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ NS_PER_MS = 1_000_000
 
 @dataclass(slots=True)
 class Timeline:
-    """Unix nanoseconds; 0: did not happen. `last_ns` is per choice, since each has its own pace."""
+    """Timestamps of one job in Unix nanoseconds; 0 means that it did not happen. `last_ns` is per
+    choice, since choices differ in pace.
+    """
 
     delivery: Delivery
     claimed_ns: int
     request: JobRequest | None = None
-    kind: tuple[str, str] = ("", "")  # priority and tenant: what its tokens are counted by
+    kind: tuple[str, str] = ("", "")  # priority and tenant, by which its tokens are counted
     started_ns: int = 0
     first_ns: int = 0
     last_ns: dict[int, int] = field(default_factory=dict)
@@ -33,9 +36,11 @@ class Timeline:
         return max(self.last_ns.values(), default=self.first_ns)
 
     def phases(self, end_ns: int, finished_ns: int = 0) -> list[Phase]:
-        """In order and without gaps from the queue to the end; `finished_ns`: where recording began."""
+        """Return the phases in order and without gaps, from the queue to the end. `finished_ns`:
+        when recording began.
+        """
         phases = []
-        if self.delivery.deliveries == 1:  # later ones waited for a worker to be missed, which nobody has timed
+        if self.delivery.deliveries == 1:  # later deliveries also waited for the sweep, for a time that is not known
             created_ns = min(self.delivery.created_ms * NS_PER_MS, self.claimed_ns)
             phases.append(Phase("queue wait", created_ns, self.claimed_ns))
         generated = self.claimed_ns
@@ -51,7 +56,9 @@ class Timeline:
         return phases or [Phase("handed over", self.claimed_ns, end_ns)]
 
     def story(self, queue: str, worker_id: str, end_ns: int, result: JobResult | None, left: str) -> Story:
-        """`result` of a job that is recorded; `left` is why it left this worker otherwise."""
+        """Return the job's span. `result` is that of a recorded job; else `left` is the reason why
+        the job left this worker.
+        """
         request, delivery = self.request, self.delivery
         attributes: dict[str, str | int | float | bool | list[str]] = {
             "messaging.system": "tokenmill",
@@ -69,7 +76,7 @@ class Timeline:
             attributes |= _outcome(result)
             if result.error is not None:
                 attributes["error.type"] = result.error.code
-                error = result.error.code  # its message may quote the request
+                error = result.error.code  # the message may quote the request
         else:
             attributes["tokenmill.left"] = left
         # A result's times are whole milliseconds: never before the last token, which was noted more finely.

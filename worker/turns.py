@@ -1,4 +1,4 @@
-"""In which parts the events of steps that piled up are published. It knows neither jobs nor the log."""
+"""Splits the events of steps that piled up into parts, which are published one after the other."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 
 from worker.engine.types import TokenEvent
 
-EVENTS_AT_ONCE = 512  # a millisecond or two of the event loop
+EVENTS_AT_ONCE = 512  # they take the event loop a millisecond or two
 
 
 def in_turn(events: Sequence[TokenEvent], urgent: Container[str], at_once: int) -> Iterator[Sequence[TokenEvent]]:
-    """The urgent requests' events first, then the others' in parts of at most so many, between which whoever waits for
-    the event loop has a turn. What waits of a request goes in one part, and so shares chunks; one step goes as one.
+    """Yield the urgent requests' events first, then the others' in parts of at most `at_once`
+    events. Between two parts, other tasks of the event loop can run. All events of one request are
+    in one part, and so share chunks. At most `at_once` events are yielded as they are.
     """
     if len(events) <= at_once:
         yield events

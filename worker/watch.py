@@ -1,6 +1,8 @@
-"""A worker as it looks from outside: its checks, its numbers at a scrape, its heartbeat. It only reads.
+"""The state of a worker for its operators: health checks, metrics at a scrape, the heartbeat.
+Nothing here changes a part.
 
-Here stands what is called healthy, ready and alive, and which number of which part is which metric.
+This module defines what healthy, ready and alive mean, and which number of which part is which
+metric.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from worker.telemetry.families import Reading, by_label, counter, gauge
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What is looked at."""
+    """The parts that the checks and metrics read."""
 
     settings: Settings
     service: Service
@@ -38,7 +40,7 @@ class Parts:
 
 
 class Watch:
-    """One per worker. `is_stopping`: it has been told to end."""
+    """Reports on one worker. `is_stopping`: whether the worker was asked to stop."""
 
     def __init__(self, parts: Parts, model: str, *, max_running: int, is_stopping: Callable[[], bool]) -> None:
         self._parts = parts
@@ -66,7 +68,7 @@ class Watch:
         ]
 
     def _steps_problem(self) -> str | None:
-        """An engine that loads makes none."""
+        """Return a sentence if steps are overdue. An engine that is loading makes none."""
         return self.steps.problem() if self._parts.service.health.engine_ready else None
 
     def _sql_problem(self) -> str | None:
@@ -83,7 +85,7 @@ class Watch:
         observer.forget_all_but({*parts.stream.held, *parts.finalizer.held_ids})
         return WorkerStatus(
             worker_id=parts.settings.worker_name,
-            model=self._model if parts.service.started.is_set() else "",  # empty: it loads
+            model=self._model if parts.service.started.is_set() else "",  # empty while the model loads
             version=package_version(),
             started_ms=int(self._started_at * 1000),
             running=stats.num_running,
@@ -190,7 +192,9 @@ class Watch:
 
 @cache
 def package_version() -> str:
-    """Read once: the library goes through the package's whole description for it, and each heartbeat asks."""
+    """Return the installed version. It is read once: importlib parses the whole package
+    description, and each heartbeat needs it.
+    """
     try:
         return version("tokenmill")
     except PackageNotFoundError:

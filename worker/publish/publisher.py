@@ -31,8 +31,9 @@ RETRY_PAUSES_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0)
 
 @dataclass(frozen=True, slots=True)
 class PublishLimits:
-    """If `max_unlogged` tokens wait for the log, intake should stop. One call carries at most `max_appends` chunks. A
-    stream's chunk takes `chunk_tokens`; its first token waits at most `chunk_wait_s` for the others.
+    """Limits: intake should stop once `max_unlogged` tokens wait for the log, and one call carries at most
+    `max_appends` chunks. A stream's chunk takes `chunk_tokens`; its first token waits at most `chunk_wait_s` for the
+    others.
     """
 
     checkpoint_tokens: int = CHECKPOINT_TOKENS
