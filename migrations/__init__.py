@@ -1,1 +1,1 @@
-"""The database's revisions. `worker.record.migrate` runs them; see README.md for the rules of a change."""
+"""Schema revisions of the database. `worker.record.migrate` runs them; README.md has the rules."""

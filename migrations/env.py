@@ -1,7 +1,7 @@
-"""Alembic's entry: runs the revisions on the connection that it is handed.
+"""Entry point of Alembic: runs the revisions on the connection that it receives.
 
-`python -m alembic -c migrations/alembic.ini revision --autogenerate -m "…"` (from the checkout) writes a
-new revision against the database that `-x url=…` names.
+`python -m alembic -c migrations/alembic.ini revision --autogenerate -m "…"` (from the checkout)
+writes a new revision against the database that `-x url=…` names.
 """
 
 from alembic import context
@@ -16,7 +16,7 @@ def _run(connection: object) -> None:
         target_metadata=metadata,
         render_as_batch=True,  # SQLite changes a table by copying it
         compare_type=True,
-        transaction_per_migration=True,  # some must run outside of any; SQLite's stay in the caller's
+        transaction_per_migration=True,  # PostgreSQL: some revisions run outside a transaction; SQLite: the caller's
     )
     with context.begin_transaction():
         context.run_migrations()

@@ -1,4 +1,4 @@
-"""Finished jobs, their usage, and bulk batches with their lines.
+"""Adds finished jobs, their usage, and bulk batches with their lines.
 
 Revision: 0001, the first.
 """

@@ -1,4 +1,4 @@
-"""The outbox of webhook notices, and usage summed by day.
+"""Adds the outbox of webhook messages, and usage summed by day.
 
 Revision: 0002, after 0001. Only adds tables.
 """

@@ -1,7 +1,9 @@
-"""Indexes that end in the order of the lists, so that any page of them is one range; one for the purge of payloads.
+"""Adds indexes that end in the sort order of the lists, and one for the purge of payloads.
 
-Revision: 0003, after 0002. On PostgreSQL each is made beside running writers. An attempt that was broken off
-leaves an invalid index behind, so each is dropped first.
+Any page of a list is then one range of an index.
+
+Revision: 0003, after 0002. On PostgreSQL each index is built while other connections write. An
+interrupted attempt leaves an invalid index behind, so each index is dropped before it is created.
 """
 
 import contextlib
@@ -55,7 +57,7 @@ def downgrade() -> None:
 
 
 def _change(new: list[tuple[str, list[str]]], old: list[tuple[str, list[str]]]) -> None:
-    """The new ones first: no moment is without an index."""
+    """Create the new indexes before the old ones are dropped, so that an index exists at any time."""
     with _outside_a_transaction():
         for table, columns in new:
             _drop(_index(table, columns), table)
@@ -73,6 +75,9 @@ def _drop(name: str, table: str) -> None:
 
 
 def _outside_a_transaction() -> contextlib.AbstractContextManager[object]:
-    """As PostgreSQL's CONCURRENTLY demands; SQLite knows no such thing, and changes all or nothing."""
+    """Leave the transaction on PostgreSQL, because CREATE INDEX CONCURRENTLY cannot run inside one.
+
+    SQLite has no such statement and keeps all changes in one transaction.
+    """
     context = op.get_context()
     return context.autocommit_block() if context.dialect.name == "postgresql" else contextlib.nullcontext()

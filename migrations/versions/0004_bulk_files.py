@@ -1,7 +1,8 @@
-"""What a batch in OpenAI's format has beside its counts; lines that are answered without a job may lack a name.
+"""Adds the columns of batches in OpenAI's format; lines answered without a job may have no name.
 
-Revision: 0004, after 0003. Columns may be NULL or have a default. The uniqueness of a line's name goes: a line that
-repeats a name is one of those that are answered here. No earlier version writes these tables.
+Revision: 0004, after 0003. The new columns may be NULL or have a default. The unique constraint on
+a line's name is dropped, because a line that repeats a name is also answered without a job. No
+earlier version writes these tables.
 """
 
 import sqlalchemy as sa
@@ -33,7 +34,9 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Lines that the older tables cannot hold, nameless or of a name used before, are removed."""
+    """Remove the lines that the older tables cannot hold: lines without a name or with a repeated
+    name.
+    """
     op.execute("DELETE FROM batch_items WHERE custom_id IS NULL OR length(custom_id) > 255")
     op.execute(
         "DELETE FROM batch_items WHERE EXISTS (SELECT 1 FROM batch_items AS o WHERE o.batch_id = batch_items.batch_id"

@@ -1,6 +1,6 @@
-"""The command line of the benchmarks: finds the command's module, runs it, writes its JSON.
+"""Command line of the benchmarks: finds a command's module, runs it and writes its JSON.
 
-It knows no measurement. Modules are imported when chosen, so that listing them needs no torch.
+A module is imported only when its command is chosen, so that listing the commands needs no torch.
 """
 
 import argparse
@@ -69,7 +69,11 @@ def _load(name: str) -> ModuleType | None:
 
 
 class _Parser(argparse.ArgumentParser):
-    """What counts something counts at least 1 of it; where 0 says something (seeds, all threads), it is the default."""
+    """Rejects an `int` option below 1, unless its default is 0.
+
+    A default of 0 has a meaning of its own (a seed, all threads), so such an option accepts any
+    integer.
+    """
 
     def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
         if options.get("type") is int and options.get("default") != 0:
@@ -112,7 +116,7 @@ def _run(module: ModuleType, name: str, argv: list[str]) -> int:
 
 
 def _write(target: str | None, record: dict[str, object]) -> None:
-    """Replaces the file at once, so that an interrupted run leaves a whole one."""
+    """Replace the file atomically, so that an interrupted run leaves a complete earlier file."""
     if target is None or target == "-":
         return
     path = Path(target)
@@ -122,7 +126,7 @@ def _write(target: str | None, record: dict[str, object]) -> None:
 
 
 def _finite(value: Any) -> Any:
-    """JSON knows no infinity: what never came is null."""
+    """Replace NaN and infinity by None, since JSON has neither: a value that never came is null."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -131,7 +135,9 @@ def _finite(value: Any) -> Any:
 
 
 def machine() -> dict[str, object]:
-    """What a figure means nothing without."""
+    """Return the CPU, the number of cores, the Python version and the system, kept with all
+    figures.
+    """
     model = platform.processor()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():

@@ -1,7 +1,7 @@
-"""The attention backends beside one another: milliseconds a layer, bytes read and operations per second.
+"""Compares attention backends: milliseconds per layer, bytes read and operations per second.
 
-Backends take turns on the same problems; each call uses another layer of the pool, so that keys and values
-come from memory as in a model. It knows no model and no engine.
+Backends take turns on the same problems. Each call uses another layer of the pool, so that keys and
+values come from memory, as in a model.
 """
 
 import argparse
@@ -29,7 +29,7 @@ DEFAULT_BACKENDS = {"cpu": "reference,cpu", "cuda": "reference,triton,flash,torc
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """`lens`: (query tokens, tokens in the cache) of each sequence."""
+    """Batch of sequences; `lens` has (query tokens, tokens in the cache) of each."""
 
     name: str
     lens: tuple[tuple[int, int], ...]
@@ -40,7 +40,7 @@ class Problem:
 
     @property
     def num_pairs(self) -> int:
-        """(query, key) pairs within the causal mask."""
+        """Number of (query, key) pairs within the causal mask."""
         return sum(q * s - q * (q - 1) // 2 for q, s in self.lens)
 
 
@@ -98,7 +98,7 @@ def _is_usable(name: str, device: torch.device, dtype: torch.dtype, shape: Atten
 
 
 class Contender:
-    """One backend on one problem: a pool of its own layout, filled with random keys and values."""
+    """One backend on one problem, with a pool of its own layout that holds random keys and values."""
 
     def __init__(
         self,
@@ -138,7 +138,10 @@ class Contender:
         return 1e3 * (time.perf_counter() - started)
 
     def _on_device(self, calls: Sequence[Callable[[], object]]) -> list[float]:
-        """By the device's own clock, a layer's share of all: a look at the host's would cost more than a call."""
+        """Time all calls together by the device's clock, and return an equal share for each, in ms.
+
+        Reading the host's clock after each call would cost more than the call.
+        """
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
         for call in calls:

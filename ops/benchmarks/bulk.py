@@ -1,9 +1,10 @@
-"""`ops/bench bulk`: what a bulk file beside them costs interactive jobs, and what it leaves of the file's own speed.
+"""`ops/bench bulk`: how a bulk file slows down interactive jobs, and how they slow down the file.
 
-One worker, private servers. First interactive jobs alone, one after the other; then the same beside a file that
-`tokenmill bulk run` works on in a process of its own; then the file alone. Interactive jobs are streamed and measured
-at the client. The way to the first token is taken apart by what their results say: until a worker claimed the job
-(`queue_ms`), from there until it had a token (`engine_ms`), and the rest, submitting and being told (`wire_ms`).
+One worker and private servers run three phases: interactive jobs alone, one after the other; the
+same jobs while `tokenmill bulk run` works on a file in a process of its own; then the file alone.
+Interactive jobs are streamed and measured at the client. The time to the first token is split with
+the times in their results: `queue_ms` until a worker claimed the job, `engine_ms` from there until
+its first token, and `wire_ms`, the rest: submission and delivery.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
         return bulk_memory.run(arguments)
     with DemoStack(arguments.model, "bench") as stack:
         stack.start(lambda _: None)
-        _interactive(stack, arguments, count=5)  # warm
+        _interactive(stack, arguments, count=5)  # warm up
         alone = _interactive(stack, arguments)
         with _BulkFile(stack, arguments) as bulk:
             bulk.wait_for_answers()
@@ -76,7 +77,7 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
 
 
 class _BulkFile:
-    """`tokenmill bulk run` in a process of its own, as a user has it; killed at the end."""
+    """Runs `tokenmill bulk run` in a process of its own, as a user would; kills it at the end."""
 
     def __init__(self, stack: DemoStack, arguments: argparse.Namespace) -> None:
         source = stack.directory / "in.jsonl"
@@ -107,7 +108,7 @@ class _BulkFile:
 
     @property
     def tokens(self) -> int:
-        """Of the answers in the file; as of the last second."""
+        """Number of output tokens of the file so far; the count lags by up to a second."""
         batches = self._store.newest(1)
         return batches[0].totals.output_tokens if batches else 0
 

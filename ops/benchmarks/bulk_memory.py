@@ -1,8 +1,9 @@
-"""`ops/bench bulk --memory LINES`: a large file in constant memory, from its validation to its export.
+"""`ops/bench bulk --memory LINES`: memory use on a large file, from its validation to its export.
 
-Three passes, each by a process of its own, whose resident memory is sampled as it goes: the file alone (survey, and a
-job made of each line), the whole way through a model-free worker (`tokenmill bulk run`; the worker and Valkey are
-watched too), and the export of a batch that stands in SQL. Told at every tenth of the way: what grows shows.
+Memory must stay constant as the file grows. Three passes run, each in a process of its own whose
+resident memory is sampled: the file alone (survey, and a job built of each line); the file through
+a model-free worker (`tokenmill bulk run`; the worker and Valkey are sampled too); and the export of
+a batch that is complete in SQL. Memory is reported at every tenth of the way, to show growth.
 """
 
 from __future__ import annotations
@@ -42,10 +43,13 @@ _PAGE = 2_000
 
 
 class Meter:
-    """Resident MiB of a process, sampled until it is told to stop; `at` is the way done so far, 0 to 1."""
+    """Samples the resident MiB of a process until `stop`.
+
+    `at` returns the progress of the pass, 0 to 1.
+    """
 
     def __init__(self, pid: int, at: Callable[[], float]) -> None:
-        self.mib: dict[int, float] = {}  # by tenths of the way
+        self.mib: dict[int, float] = {}  # last sample by tenth of the pass
         self.peak = self.last = 0.0
         self._pid, self._at = pid, at
         self._over = threading.Event()
@@ -66,7 +70,7 @@ class Meter:
 
 
 class Counter:
-    """Lines of a file that grows; what was read once is not read again."""
+    """Counts the lines of a growing file; reads only what was appended since the last count."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._place, self._lines = path, 0, 0
@@ -81,7 +85,7 @@ class Counter:
 
 
 def resident_mib(pid: int) -> float:
-    """0 for a process that is gone."""
+    """Return the resident memory in MiB, or 0 if the process is gone."""
     try:
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     except (OSError, IndexError):
@@ -154,7 +158,7 @@ def _jobs(source: Path, count: int) -> dict[str, object]:
 
 
 def _export(source: Path, count: int, redis_url: str, database: str) -> dict[str, object]:
-    """Of a batch whose jobs have all ended; the rows are written here, as the worker would."""
+    """Export a batch whose jobs have all ended; its rows are written here in the worker's place."""
     told: dict[str, object] = {}
     paths = Paths.of(source.with_name("exported.jsonl"))
     with Client(redis_url, queue="bench", database=database) as client:
@@ -206,7 +210,7 @@ def _num_bytes(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-# ── the whole way ──
+# ── the whole service ──
 
 
 def _whole_way(stack: DemoStack, source: Path, count: int, limit_s: float) -> dict[str, object]:
@@ -245,7 +249,7 @@ def _whole_way(stack: DemoStack, source: Path, count: int, limit_s: float) -> di
 
 
 def worker_pids(stack: DemoStack) -> dict[str, int]:
-    """The worker's process, and its engine's."""
+    """Return the process ids of the worker and of its engine."""
     found: dict[str, int] = {}
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -261,7 +265,7 @@ def worker_pids(stack: DemoStack) -> dict[str, int]:
 
 
 def main(words: list[str]) -> None:
-    """One part, told as JSON."""
+    """Run one part and print its result as JSON."""
     part, source, count = words[0], Path(words[1]), int(words[2])
     if part == "export":
         told = _export(source, count, words[3], words[4])

@@ -1,7 +1,7 @@
-"""What `engine` and `service` share: the options, engines as children, rounds in turn, and whether the tokens agree.
+"""Shared part of `engine` and `service`: options, engines as child processes, rounds, equal tokens.
 
-Engines alternate round by round, each in its own process, so that a machine whose speed drifts treats
-all alike; what counts is the ratio. Greedy float32 answers must be equal, token for token.
+Engines alternate round by round, each in its own process, so that a drift of the machine's speed
+affects all alike; the ratio is the result. Greedy float32 answers must be equal token by token.
 """
 
 import argparse
@@ -28,7 +28,7 @@ OURS = "tokenmill"
 WHOLE_WAY = "whole way"
 VLLM, LLAMA_CPP = "vllm", "llamacpp"
 UNQUANTISED = "unquantised"  # our engine, whatever `--set quantization` says
-WIDE = "wide"  # … and with every weight as float32 in memory
+WIDE = "wide"  # ours, with every weight as float32 in memory
 _MODULES = {
     OURS: "ours",
     WHOLE_WAY: "whole_way",
@@ -39,7 +39,7 @@ _MODULES = {
     LLAMA_CPP: "llamacpp_engine",
 }
 QUANTIZATION = "quantization"
-FLOOR = "floor"  # with the kind of its linear layers after it
+FLOOR = "floor"  # followed by the kind of its linear layers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,8 +69,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def compare(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, object]:
-    """Measure these engines; the first is compared with each of the others. `arguments.keep` gets what there is after
-    every turn; an interrupted or broken run shows its finished rounds.
+    """Measure these engines and compare the first with each of the others.
+
+    `arguments.keep` receives the results so far after every turn. An interrupted or failed run
+    still shows its finished rounds.
     """
     console = Console()
     journal = Journal(console, arguments.keep, arguments.rounds)
@@ -90,7 +92,7 @@ def _workload(name: str, arguments: argparse.Namespace) -> Workload:
 
 
 def settings_of(assignments: Iterable[str]) -> dict[str, object]:
-    """NAME=VALUE each, the value as JSON or else as text."""
+    """Parse assignments NAME=VALUE; a value that is not JSON is text."""
     settings: dict[str, object] = {}
     for assignment in assignments:
         name, _, text = assignment.partition("=")
@@ -121,7 +123,7 @@ def _measure(
     console: Console,
 ) -> dict[str, object]:
     options = _options(arguments)
-    logs = Path(tempfile.mkdtemp(prefix="tokenmill-bench-"))  # stays where it helps: after an error
+    logs = Path(tempfile.mkdtemp(prefix="tokenmill-bench-"))  # removed at the end; an error leaves them
     with ExitStack() as stack, console.status("starting the engines") as status:
         children = []
         for name in names:
@@ -149,7 +151,7 @@ def is_floor(name: str) -> bool:
 
 
 def _kind(name: str, options: EngineOptions, waiting: Waiting) -> Kind:
-    """Builds the peer's environment when it needs one of its own."""
+    """Return how to run an engine; builds the peer's environment if it needs one of its own."""
     module = f"ops.benchmarks.peers.{FLOOR if is_floor(name) else _MODULES[name]}"
     if name == LLAMA_CPP:
         return Kind(name, module, PeerEnvironment(name).ensure_llamacpp(waiting))
@@ -165,7 +167,11 @@ def _kind(name: str, options: EngineOptions, waiting: Waiting) -> Kind:
 
 
 def options_for(name: str, options: EngineOptions, waiting: Waiting) -> EngineOptions:
-    """A peer in its own environment cannot resolve our names of models: it gets the folder, or its own kind of file."""
+    """Return the options for one engine.
+
+    A peer in its own environment cannot resolve our model names, so it gets the folder (vLLM) or a
+    GGUF file (llama.cpp).
+    """
     if is_floor(name):
         return dataclasses.replace(options, settings={**options.settings, FLOOR: name.removeprefix(f"{FLOOR} ")})
     if name in (UNQUANTISED, WIDE):

@@ -1,5 +1,7 @@
-"""What a device can do at best, measured: bytes per second by large copies and reads, operations per second by a large
-matrix product of random numbers. It knows no model.
+"""Measures the best rates of a device.
+
+Bytes per second come from large copies and reads, operations per second from a large matrix product
+of random numbers.
 """
 
 import time
@@ -8,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-REPEATS = 8  # between two looks at the clock, so that what a launch costs does not count
+REPEATS = 8  # calls between two readings of the clock, so that launch costs do not count
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,7 @@ def synchronise(device: torch.device) -> None:
 
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
-    """The best of several tries each: a ceiling is what was reached once."""
+    """Return the best of several tries for each rate."""
     on_gpu = device.type == "cuda"
     size = (4 << 30) if on_gpu else (1 << 26)
     source = torch.ones(size // 4, dtype=torch.float32, device=device)
@@ -40,7 +42,7 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
 
 
 def _best(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one call."""
+    """Return the shortest time of one call, in seconds."""
     times = []
     for _ in range(6):
         synchronise(device)

@@ -1,6 +1,6 @@
-"""Where a device's time goes: its kernels by name, and the gaps between them by the two that they lie between.
+"""Shows where a device's time goes: kernels by name, and gaps by the two kernels around them.
 
-From torch's profiler. What takes less than 2 % of the profiled time is not named.
+Times come from torch's profiler. Entries below 2 % of the profiled time are left out.
 """
 
 from collections import defaultdict
@@ -15,7 +15,9 @@ LEAST_SHARE = 0.02
 
 
 def profile_of(step: Callable[[], object], device: torch.device, steps: int) -> dict[str, Any]:
-    """`busy`: share of the time in which the device worked; `kernels` and `gaps` per step, largest first."""
+    """Profile steps; `busy` is the device's busy share, `kernels` and `gaps` are per step, largest
+    first.
+    """
     kinds = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         kinds.append(torch.profiler.ProfilerActivity.CUDA)
@@ -23,7 +25,7 @@ def profile_of(step: Callable[[], object], device: torch.device, steps: int) -> 
         for _ in range(steps):
             step()
         synchronise(device)
-    wanted = "CUDA" if device.type == "cuda" else "CPU"  # on a CPU operators stand in for kernels
+    wanted = "CUDA" if device.type == "cuda" else "CPU"  # a CPU has operators and no kernels
     spans = [
         (event.time_range.start, event.time_range.end, event.name)
         for event in profile.events() or ()
@@ -33,7 +35,7 @@ def profile_of(step: Callable[[], object], device: torch.device, steps: int) -> 
 
 
 def summarise(spans: Iterable[tuple[float, float, str]], steps: int) -> dict[str, Any]:
-    """Spans are (start, end, name) in microseconds, in any order; they may overlap."""
+    """Sum up spans (start, end, name), in microseconds, in any order; they may overlap."""
     ordered = sorted(spans)
     if not ordered:
         return {"busy": 0.0, "kernels": [], "gaps": []}

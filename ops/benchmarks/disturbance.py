@@ -1,7 +1,6 @@
-"""What else the cores did during a round, from /proc: time that the host kept (stolen), time of other processes.
+"""Measures what else used the cores during a round, from /proc: stolen time and other processes.
 
-The measured engine's own time is that of its whole tree of processes. Where there is no /proc, nothing is known
-and nothing is said.
+The measured engine's time is that of its whole process tree. Without /proc no figures are given.
 """
 
 import os
@@ -10,21 +9,25 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-DISTURBED_SHARE = 0.1  # of all cores' time, stolen and others' together: from here on a round is called disturbed
-SHORTEST_TICKS = 40  # of all cores together: less says nothing
+DISTURBED_SHARE = 0.1  # share of all cores' time, stolen and others' together, above which a round counts as disturbed
+SHORTEST_TICKS = 40  # ticks of all cores together; a shorter interval gives no figures
 QUIET_SHARE = 0.03
 QUIET_LOOK_S, QUIET_LIMIT_S = 0.25, 5.0
-_IDLE, _IOWAIT, _STEAL = 3, 4, 7  # places in the first line of /proc/stat
+_IDLE, _IOWAIT, _STEAL = 3, 4, 7  # fields in the first line of /proc/stat
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time of a process so far, by all threads that it has or had. Linux tells it; OSError elsewhere."""
-    return time.clock_gettime(~pid << 3 | 2)  # the process's own clock, as clock_getcpuclockid(3) makes it
+    """Return the CPU time of a process and all its threads, ended ones included, in seconds.
+
+    Raises OSError where the system has no such clock; Linux has it.
+    """
+    return time.clock_gettime(~pid << 3 | 2)  # the process's CPU clock id, as clock_getcpuclockid(3) builds it
 
 
 def wait_until_quiet(proc: Path = Path("/proc"), pause: Callable[[float], None] = time.sleep) -> None:
-    """Until the cores do next to nothing, for QUIET_LIMIT_S at most: what an engine has left to do behind its turn is
-    no part of the next one's.
+    """Wait until the cores are nearly idle, for QUIET_LIMIT_S at most.
+
+    Work that an engine does after its turn must not count in the next engine's turn.
     """
     before = _cores(proc)
     for _ in range(round(QUIET_LIMIT_S / QUIET_LOOK_S)):
@@ -37,7 +40,7 @@ def wait_until_quiet(proc: Path = Path("/proc"), pause: Callable[[float], None] 
 
 @dataclass(frozen=True, slots=True)
 class Disturbance:
-    """Shares of all cores' time."""
+    """Shares of all cores' time that went to other processes and to the host."""
 
     others: float
     stolen: float
@@ -52,7 +55,7 @@ class Disturbance:
 
 @dataclass(frozen=True, slots=True)
 class _Cores:
-    """Clock ticks since the machine's start."""
+    """Clock ticks of all cores since the machine's start."""
 
     total: int
     busy: int
@@ -72,7 +75,10 @@ def _cores(proc: Path) -> _Cores | None:
 
 
 class CoreWatch:
-    """Between the constructor and `read()`. `pid` is the root of the tree that is being measured."""
+    """Measures the disturbance between its construction and `read()`.
+
+    `pid` is the root of the process tree that is being measured.
+    """
 
     def __init__(self, pid: int, proc: Path = Path("/proc")) -> None:
         self._pid, self._proc = pid, proc
@@ -89,12 +95,12 @@ class CoreWatch:
         return Disturbance(max(0.0, others / total), (after.stolen - before.stolen) / total)
 
     def _take(self) -> tuple[_Cores, int] | None:
-        """All cores, and of their ticks the tree's own."""
+        """Return the ticks of all cores, and those of the measured process tree."""
         cores = _cores(self._proc)
         return None if cores is None else (cores, self._own())
 
     def _own(self) -> int:
-        """Of the tree's living processes, with what those have waited for."""
+        """Return the CPU ticks of the tree's living processes and of the children that they reaped."""
         parents: dict[int, int] = {}
         ticks: dict[int, int] = {}
         for entry in os.scandir(self._proc):
@@ -110,7 +116,10 @@ class CoreWatch:
 
 
 def _fields(path: Path) -> list[str]:
-    """From the state on: the command before it, in brackets, may hold anything. Empty when the process is gone."""
+    """Return the fields from the state on, or an empty list if the process is gone.
+
+    The command comes before the state, in brackets, and may contain any character.
+    """
     try:
         return path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:

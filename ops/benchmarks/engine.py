@@ -1,5 +1,6 @@
-"""`ops/bench engine`: tokens per second, TTFT and TPOT of the bare engine, and of its peers on the same file in the
-same run: Transformers' continuous batching, vLLM, llama.cpp.
+"""`ops/bench engine`: tokens per second, TTFT and TPOT of the bare engine and of its peers.
+
+Peers (Transformers' continuous batching, vLLM, llama.cpp) serve the same file in the same run.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""From rounds to figures: throughput, percentiles, medians over rounds and their spread, ratios, equal tokens."""
+"""Computes figures from rounds: throughput, percentiles, medians with spread, ratios, equal tokens."""
 
 import statistics
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from ops.benchmarks.peers.protocol import Round
 from ops.benchmarks.workload_files import Workload
 
-STAGES = {  # of a chunk's way from the engine to its subscriber, in order
+STAGES = {  # stages of a chunk's way from the engine to its subscriber, in order
     "frame": "to the I/O process",
     "chunk": "chunk made",
     "server": "through Valkey",
@@ -15,7 +15,7 @@ STAGES = {  # of a chunk's way from the engine to its subscriber, in order
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """By linear interpolation between the closest ranks; `share` in [0, 1]."""
+    """Interpolate linearly between the two closest ranks; `share` is in [0, 1]."""
     ordered = sorted(values)
     if not ordered:
         return float("nan")
@@ -26,7 +26,11 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def of_round(workload: Workload, measured: Round) -> dict[str, float]:
-    """Tokens per second over the whole wall time; TTFT per request; TPOT per request with two tokens or more."""
+    """Compute the figures of one round.
+
+    Tokens per second count over the whole wall time, TTFT over all requests, TPOT over the requests
+    with two tokens or more.
+    """
     num_output = sum(len(tokens) for tokens in measured.tokens)
     tpot = [
         (last - first) / (len(tokens) - 1)
@@ -63,7 +67,7 @@ def of_round(workload: Workload, measured: Round) -> dict[str, float]:
 
 
 def stage_figures(measured: Round) -> dict[str, float]:
-    """Where a chunk's latency goes: per stage, and what the queue server needs for one script call."""
+    """Return a chunk's latency by stage, and the server's time per script call, in milliseconds."""
     figures = {}
     for stage, seconds in measured.stages.items():
         if not seconds:
@@ -76,7 +80,9 @@ def stage_figures(measured: Round) -> dict[str, float]:
 
 
 def summary(rounds: Sequence[dict[str, float]]) -> dict[str, dict[str, float]]:
-    """Per figure: the median over the rounds, and the spread (largest − smallest) as a share of it."""
+    """Return per figure the median over the rounds, and (largest − smallest) / median as its
+    spread.
+    """
     result = {}
     for name in rounds[0]:
         values = [figures[name] for figures in rounds]
@@ -86,13 +92,13 @@ def summary(rounds: Sequence[dict[str, float]]) -> dict[str, dict[str, float]]:
 
 
 def equal_requests(ours: Round, theirs: Round) -> tuple[int, int]:
-    """How many requests gave the same tokens, of how many."""
+    """Return the number of requests with the same tokens, and the number of all requests."""
     pairs = list(zip(ours.tokens, theirs.tokens, strict=True))
     return sum(a == b for a, b in pairs), len(pairs)
 
 
 def equal_tokens(ours: Round, theirs: Round) -> float:
-    """Share of positions with the same token before the first difference of each request."""
+    """Return the share of positions that come before the first difference of their request."""
     same = total = 0
     for mine, other in zip(ours.tokens, theirs.tokens, strict=True):
         total += max(len(mine), len(other))

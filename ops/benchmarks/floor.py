@@ -1,7 +1,7 @@
-"""`ops/bench floor`: the linear layers alone, by kind and by number of rows, in turns.
+"""`ops/bench floor`: measures the linear layers alone, by kind and by number of rows, in turns.
 
-Tokens per second are what an engine could reach at most whose steps had that many decodes and nothing
-else to do. `ops/bench engine --floor KIND` measures the same beside the engine, on the engine's own steps.
+The tokens per second are an upper bound for an engine whose steps hold that many decodes and do
+nothing else. `ops/bench engine --floor KIND` measures the same on the engine's own steps.
 """
 
 import argparse

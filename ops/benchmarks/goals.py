@@ -1,7 +1,8 @@
-"""What we set ourselves: our tokens per second over another's, by workload, in float32 (and per quantised floor).
+"""Goals: the ratio of our tokens per second to another engine's, by workload, in float32.
 
-A floor is the best linear layers of a library, alone: MKL's, fbgemm's in 8 bits, torch's in 4. Beside our own kernels'
-there is no goal: it would rise with every kernel that becomes faster.
+Some goals are for quantised floors. A floor is a library's best linear layers alone: MKL, fbgemm in
+8 bits, torch in 4 bits. There is no goal against our own kernels, because it would rise with every
+kernel that becomes faster.
 """
 
 GOALS = {
@@ -24,14 +25,14 @@ GOALS = {
     ("mixed", "tokenmill"): 0.95,
 }
 
-# With rounded weights, beside ourselves without: by quantization, workload and other.
+# Rounded weights against our own float32 weights, by quantization, workload and other engine.
 ROUNDED_GOALS = {
     ("int8", "decode", "unquantised"): 1.7,
     ("int8", "mixed", "unquantised"): 1.7,
     ("int4", "single", "wide"): 2.5,
 }
 
-# Of `ops/bench gpu`: the results whose names begin so, what counts in them, and how much of it.
+# Goals of `ops/bench gpu`: prefix of the results' names, the measured key, and its target.
 GPU_GOALS = {
     "default: decode": ("share_of_bandwidth", 0.80),
     "mixed": ("times_transformers", 3.0),
