@@ -48,7 +48,7 @@ from schemas.result import JobResult, JobStatus
 
 T = TypeVar("T")
 
-_COMMANDS_AT_ONCE = 32  # and so many connections: thousands of tasks may wait for results or read streams
+_COMMANDS_AT_ONCE = 32  # limits the connections too: thousands of tasks may wait or stream at once
 
 
 class AsyncClient(ClientBase):
@@ -221,7 +221,7 @@ class _Performer:
         self._hub = hub
         self._turns = turns
         self._subscription: HubSubscription | None = None
-        self.answer: Any = None  # of the last effect
+        self.answer: Any = None  # the answer to the last effect
         self._trouble: TokenmillError | None = None
 
     def step(self, program: Program[Any]) -> Effect | None:
@@ -241,7 +241,7 @@ class _Performer:
             with heeding_cancellation():
                 self.answer = await self._perform(effect)
         except Exception as error:
-            check_open(self._client)  # closed by another task: then the library says whatever comes to its mind
+            check_open(self._client)  # if another task closed the client, redis-py raises arbitrary errors
             if not isinstance(error, SERVER_TROUBLE):
                 raise
             self._trouble = translate(error)
@@ -288,5 +288,5 @@ class _Performer:
         if self._subscription is not None:
             subscription, self._subscription = self._subscription, None
             await subscription.close()
-        if self._client.is_closed:  # while this ran: what it has given back to the pool is open
+        if self._client.is_closed:  # closed meanwhile: connections returned to the pool since are open
             await self._redis.aclose()

@@ -166,7 +166,7 @@ def translate(error: Exception) -> TokenmillError:
         return error
     if isinstance(error, redis.ResponseError) and str(error).startswith("INVALID "):
         return InvalidRequest([str(error).removeprefix("INVALID ")])
-    # Of sentinels that know no master the library prints each, with all that it is made of.
+    # If no sentinel knows a master, redis-py's message lists every sentinel in full: keep only its beginning.
     words = str(error).partition(" : ")[0] if isinstance(error, _NO_MASTER) else str(error)
     trouble = QueueUnavailable(f"the queue's server: {type(error).__name__}: {words}")
     trouble.__cause__ = error

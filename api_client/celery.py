@@ -37,12 +37,12 @@ from api_client.errors import JobNotFound, QueueUnavailable, QueueUnserved, Resu
 from api_client.requests import new_job_id
 from schemas.result import JobStatus
 
-# Celery has no types; these stand in for its classes.
+# Celery has no type annotations; these names replace its classes.
 _AsyncResult: TypeAlias = Any
 _BaseTask: Any = celery.Task
 _BaseResult: Any = celery.result.AsyncResult
 
-_TURN_S: Final = 5.0  # of one wait for a result
+_TURN_S: Final = 5.0  # limit of one wait for a result
 _PART_OF_MORE: Final = ("chain", "chord", "group_id", "root_id", "parent_id")
 _STATES: Final = {
     JobStatus.SCHEDULED: states.PENDING,
@@ -63,7 +63,7 @@ class GenerationTask(_BaseTask):  # type: ignore[misc]
     """
 
     url = "redis://localhost:6379/0"
-    job_queue = ""  # `queue` is Celery's
+    job_queue = ""  # the name `queue` belongs to Celery
     database: str | None = None
     prefix = "tm:"
     defaults: Mapping[str, Any] = {}
@@ -71,7 +71,7 @@ class GenerationTask(_BaseTask):  # type: ignore[misc]
     chat = False
     wait_s = 1.0
     pauses_s = (0.2, 0.5, 1.0, 2.0, 5.0)
-    unserved_s: float | None = 120.0  # how long to wait in a queue that no worker has ever served; None: for ever
+    unserved_s: float | None = 120.0  # limit of the wait in a queue that no worker has ever served; None: none
 
     abstract = True
     max_retries = None
@@ -134,7 +134,7 @@ class GenerationTask(_BaseTask):  # type: ignore[misc]
                 self.check_served(job_id, self._waited_s())
             pause_s = self.pauses_s[min(self.request.retries, len(self.pauses_s) - 1)]
             raise self.retry(countdown=pause_s, throw=False) from None
-        except JobNotFound:  # the queue has lost it, or nobody has submitted it yet
+        except JobNotFound:  # the queue has lost the job, or it was never submitted
             with contextlib.suppress(QueueUnavailable):
                 self._submit(job_id, args, kwargs, {})
             raise self.retry(countdown=self.pauses_s[0], throw=False) from None
@@ -189,7 +189,7 @@ class GenerationTask(_BaseTask):  # type: ignore[misc]
         """Parse a time as Celery does: ISO 8601 texts are accepted, and a time without a zone is in
         Celery's zone, not the machine's.
         """
-        with contextlib.suppress(ValueError):  # then it is refused as it is
+        with contextlib.suppress(ValueError):  # an unparsable text is rejected by `submit`
             given = maybe_iso8601(given) if isinstance(given, str) else given
         return maybe_make_aware(given, self._get_app().timezone) if isinstance(given, datetime) else given
 
@@ -246,7 +246,7 @@ class GenerationResult(_BaseResult):  # type: ignore[misc]
             self._task.client.result(self.id, timeout=seconds)
         except ResultTimeout:
             return
-        except JobNotFound:  # it waits for what comes before it
+        except JobNotFound:  # not submitted before the tasks ahead of it have ended
             time.sleep(min(seconds, interval))
 
     def _get_task_meta(self) -> dict[str, Any]:

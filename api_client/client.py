@@ -262,7 +262,7 @@ class Client(ClientBase):
                     else:
                         answer = performer.perform(effect)
                 except Exception as error:
-                    check_open(self)  # closed by another thread: then the library says whatever comes to its mind
+                    check_open(self)  # if another thread closed the client, redis-py raises arbitrary errors
                     if not isinstance(error, SERVER_TROUBLE):
                         raise
                     trouble = translate(error)
@@ -319,5 +319,5 @@ class _Performer:
         if self._subscription is not None:
             self._subscription.close()
             self._subscription = None
-        if self._client.is_closed:  # while this ran: what it has given back to the pool is open
+        if self._client.is_closed:  # closed meanwhile: connections returned to the pool since are open
             self._redis.close()

@@ -31,16 +31,16 @@ from redis.exceptions import RedisClusterException, RedisError
 from api_client.demotion import leave_replicas
 from api_client.errors import ConfigurationError, QueueUnavailable
 
-# All that the library raises when servers are in trouble; a cluster's own errors are not under RedisError.
+# Every error of redis-py about a server; a cluster's own errors do not derive from RedisError.
 SERVER_TROUBLE = (RedisError, RedisClusterException, OSError)
 
 _NO_PORT = (
     "the Redis URL does not name host:port where it should; is a character of its password not quoted (%2F for /)?"
 )
-_MAX_CONNECTIONS = 4096  # the library's own limit, 100, refuses the 101st thread that streams
+_MAX_CONNECTIONS = 4096  # redis-py's default of 100 rejects the 101st thread that streams
 _DEFAULT_PORTS = {"sentinel": 26379, "cluster": 6379}
 
-# Constructors that the library has not annotated.
+# Constructors without type annotations in redis-py.
 _sync_sentinel: Any = redis.sentinel.Sentinel
 _async_sentinel: Any = redis.asyncio.sentinel.Sentinel
 _sync_node: Any = redis.cluster.ClusterNode
@@ -96,7 +96,7 @@ def parse_url(url: str) -> Endpoint:
         _check_port(parts)
         if scheme != "unix" and not re.fullmatch(r"(/[0-9]*)?/?", parts.path):
             raise ConfigurationError("the path of a Redis URL is a database number: redis://host:6379/0")
-        return Endpoint("single", url.strip())  # not put together anew: that loses a slash of unix://
+        return Endpoint("single", url.strip())  # kept as it is: rebuilding would lose a slash of unix://
     options: dict[str, Any] = dict(parse_qsl(parts.query))
     if scheme == "rediss":
         options["ssl"] = True
@@ -145,7 +145,7 @@ def _path(parts: SplitResult, kind: str) -> tuple[str, int]:
 
 
 def _options(link: Link) -> dict[str, Any]:
-    # RESP2: the replies are the same on every server from 6.2 on.
+    # RESP2 has the same replies on every server from 6.2 on.
     options: dict[str, Any] = {
         "protocol": 2,
         "socket_timeout": link.timeout_s,
@@ -186,7 +186,7 @@ def _options_of_urls() -> Iterator[None]:
     """
     try:
         yield
-    except TypeError:  # of a name that may be part of a password: not a word
+    except TypeError:  # the option's name may be part of a password: do not repeat it
         raise ConfigurationError("the Redis URL has an option that Redis clients do not know") from None
     except ValueError as error:
         raise ConfigurationError(f"the Redis URL has an option that cannot be: {error}") from None
@@ -197,7 +197,7 @@ def _with_known_options(client: Any) -> Any:
     Raises TypeError.
     """
     pool = client.connection_pool
-    pool.connection_class(**pool.connection_kwargs)  # connects to nothing
+    pool.connection_class(**pool.connection_kwargs)  # opens no connection
     return client
 
 

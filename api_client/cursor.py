@@ -18,7 +18,7 @@ from schemas.result import ChoiceResult, JobResult
 from schemas.validation import MAX_CHOICES
 
 _POSITION = re.compile(rf"[0-9]{{1,15}}e?(?:\.[0-9]{{1,15}}e?){{0,{MAX_CHOICES - 1}}}", re.ASCII)
-_ENDED = "e"  # marks a choice of a position whose end was told
+_ENDED = "e"  # in a position, marks a choice whose end was delivered
 
 
 class StreamCursor:
@@ -34,7 +34,7 @@ class StreamCursor:
         self.job_id = job_id
         self.is_over = False
         self._has, self._ended = read_position(starting_after)
-        self._num_choices = len(self._has)  # as far as is known
+        self._num_choices = len(self._has)  # as known so far
         self._is_number = self._num_choices == 1 and self._has[0] > 0
 
     @property

@@ -40,7 +40,7 @@ class Database:
             )
         except ImportError as error:
             raise ConfigurationError(f"the database's driver is not installed: {error}") from error
-        except (sqlalchemy.exc.ArgumentError, ValueError):  # not a word of theirs: they repeat parts of the URL
+        except (sqlalchemy.exc.ArgumentError, ValueError):  # their messages repeat parts of the URL
             raise ConfigurationError(
                 "the database URL cannot be read: sqlite:///FILE or postgresql://…, odd characters of a password quoted"
             ) from None

@@ -26,7 +26,7 @@ from api_client.wire import Wire
 
 log = logging.getLogger(__name__)
 
-MAX_WAITING = 4_096  # messages of one subscriber; one that is slower reads the log instead
+MAX_WAITING = 4_096  # messages queued per subscriber; beyond it they are dropped and it reads the log
 _CONFIRM_S = 5.0
 _PAUSES_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 
@@ -46,13 +46,13 @@ class HubSubscription:
         self._loop = asyncio.get_running_loop()
         self._messages: deque[bytes | Signal] = deque()
         self._waiter: asyncio.Future[bytes | Signal | None] | None = None
-        self._wait_until = 0.0  # the loop's time
+        self._wait_until = 0.0  # in the loop's time
         self._timer: asyncio.TimerHandle | None = None
-        self._rings_at = math.inf  # when it rings; never without one
+        self._rings_at = math.inf  # when the timer fires; inf without a timer
 
     def deliver(self, message: bytes | Signal) -> None:
         waiter, messages = self._waiter, self._messages
-        if waiter is not None and not waiter.done():  # as a rule; then no message waits
+        if waiter is not None and not waiter.done():  # the usual case; no message is queued then
             waiter.set_result(message)
             return
         if len(messages) >= MAX_WAITING:
@@ -73,7 +73,9 @@ class HubSubscription:
         try:
             message = await waiter
         except asyncio.CancelledError:
-            if not waiter.cancelled() and (message := waiter.result()) is not None:  # it came at the same time
+            if (
+                not waiter.cancelled() and (message := waiter.result()) is not None
+            ):  # a message arrived together with the cancellation
                 self._messages.appendleft(message)
             raise
         finally:
@@ -126,7 +128,7 @@ class _Session:
             await self._pubsub.connect()
             connection = self._pubsub.connection
             self._wire = Wire.over(connection, self._take, self._end)
-            # Not the library's `subscribe`: it may look after the connection's health first, and wait for a reply.
+            # redis-py's own `subscribe` may first check the connection's health and wait for a reply.
             await connection.send_command(f"{self._prefix}SUBSCRIBE", *channels, check_health=False)
 
     async def tell(self, channel: bytes, is_wanted: Callable[[], bool]) -> None:
@@ -139,7 +141,10 @@ class _Session:
                 if connection is None or not connection.is_connected:
                     raise ConnectionError("not connected")
                 await connection.send_command(verb, channel, check_health=False)
-            except (*SERVER_TROUBLE, AttributeError) as error:  # the last: the library lost the socket under our hands
+            except (
+                *SERVER_TROUBLE,
+                AttributeError,
+            ) as error:  # AttributeError: redis-py dropped the socket during the call
                 self._end(ConnectionError(f"{verb} could not be sent: {error}"))
 
     async def read(self) -> None:
@@ -170,7 +175,7 @@ class _Session:
                         disable_decoding=True, timeout=math.inf, disconnect_on_error=False, push_request=True
                     )
                 )
-        except (*SERVER_TROUBLE, AttributeError) as error:  # the last: it is closed
+        except (*SERVER_TROUBLE, AttributeError) as error:  # AttributeError: it is closed
             self._end(ConnectionError(f"the connection is lost: {error}"))
 
     def _take(self, reply: Any) -> None:
@@ -179,7 +184,7 @@ class _Session:
                 self._over.set()
         elif isinstance(reply, Exception):
             self._end(reply)
-        else:  # it waits for ever: None is what the library makes of a peer that is gone (ETIMEDOUT)
+        else:  # without a timeout, redis-py returns None only for a lost peer (ETIMEDOUT)
             self._end(ConnectionError("the connection is lost"))
 
     def _end(self, trouble: Exception) -> None:
@@ -285,8 +290,8 @@ class ChannelHub:
     async def _connect(self) -> _Session:
         client, owned = self._client, None
         if self._is_cluster:
-            # All channels of a queue are in one slot. Its node may have changed since.
-            await client.initialize()  # else its close() would believe that nothing is open
+            # All channels of a queue are in one slot, whose node may have changed.
+            await client.initialize()  # without this, its close() closes nothing
             await client.nodes_manager.initialize()
             node = client.get_node_from_key(next(iter(self._subscribers), b""))
             if node is None:
@@ -297,7 +302,7 @@ class ChannelHub:
             channels = list(self._subscribers)
             await session.open(channels)
             self._session = session
-            for channel in self._subscribers.keys() - set(channels):  # somebody came while we connected
+            for channel in self._subscribers.keys() - set(channels):  # subscribed during the connect
                 await session.tell(channel, lambda channel=channel: channel in self._subscribers)  # type: ignore[misc]
         except BaseException:
             await session.close()

@@ -19,7 +19,7 @@ from schemas.bounds import WHOLE_NUMBER
 
 _ROLES: Final = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _MESSAGE_KEYS: Final = frozenset({"role", "content", "refusal"})
-# OpenAI's answers carry these empty, and a chat's history is made of answers
+# OpenAI's answers contain these keys with empty values, and a chat's history consists of answers
 _UNSUPPORTED_KEYS: Final = frozenset({"name", "tool_calls", "tool_call_id", "function_call", "audio", "annotations"})
 _PART_KINDS: Final = ("text", "refusal")
 _OWN_FORMAT_KEYS: Final = ("json_schema", "regex", "grammar", "strict")

@@ -54,8 +54,8 @@ class QueueView:
     idempotency_ttl_s: float = 0.0
     idle_s: float = 5.0
     patience_s: float = 120.0
-    on_trouble: Callable[[TokenmillError], None] | None = None  # told once of each trouble that is waited out
-    unserved_s: float | None = 120.0  # so long a job may wait in a queue that no worker has ever served; None: for ever
+    on_trouble: Callable[[TokenmillError], None] | None = None  # called once per error that is waited out
+    unserved_s: float | None = 120.0  # limit of the wait in a queue that no worker has ever served; None: none
 
 
 # ── submit ──
@@ -106,7 +106,7 @@ def _read_submitted(view: QueueView, reply: list[bytes]) -> list[JobHandle]:
         raise InvalidRequest(["job_id must be a text of 1 to 255 bytes, without a zero"])
     if word == "conflict":
         raise IdempotencyConflict(rest[0])
-    is_unserved = len(rest) % 2 == 1  # the last word says so
+    is_unserved = len(rest) % 2 == 1  # "unserved" follows the jobs
     return [
         JobHandle(job_id, is_new=how == "new", is_unserved=is_unserved)
         for job_id, how in zip(rest[::2], rest[1::2], strict=False)
@@ -199,7 +199,7 @@ def _look_again(view: QueueView, cursor: StreamCursor, patience: Patience, *, wa
     """Read the log when the messages do not show how the answer continues."""
     before = cursor.num_tokens
     yield from _catch_up(view, cursor, patience)
-    if was_silent and cursor.num_tokens > before:  # the log had what no message told: the subscription is dead
+    if was_silent and cursor.num_tokens > before:  # the log had tokens without a message: the subscription is dead
         yield Listen(view.keys.chunks(cursor.job_id))
 
 
@@ -278,7 +278,7 @@ def wait(view: QueueView, job_id: str, timeout: float | None) -> Program[JobResu
             if listens:
                 yield from _until_last(patience)
             else:
-                yield Listen(view.keys.chunks(job_id))  # and look again: it may have ended just now
+                yield Listen(view.keys.chunks(job_id))  # then read again: the job may have ended meanwhile
                 listens = True
         except (QueueUnavailable, JobNotFound) as trouble:
             listens = False

@@ -19,7 +19,7 @@ from schemas.control import WorkerStatus
 from schemas.job import PRIORITY_ORDER, Priority
 from schemas.result import JobStatus
 
-MAX_DUE = 1_000  # looked at for the backlog
+MAX_DUE = 1_000  # due jobs read for the backlog
 
 
 class DeadJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,7 +151,7 @@ def _waiting(view: QueueView, limit: int) -> Program[list[str]]:
         for priority, names in zip(PRIORITY_ORDER, tenants, strict=True)
         for tenant in dict.fromkeys(["", *(name.decode() for name in names)])
     ]
-    # A lane also holds the entries of its running jobs, at its beginning: read a little more than asked for.
+    # A stream begins with the entries of its running jobs, so read more entries than asked for.
     sets = ((keys.returned, limit), (keys.ended, limit))
     front = yield Commands(tuple(("ZRANGE", name, 0, count) for name, count in sets))
     streams = yield Commands(tuple(("XRANGE", lane, "-", "+", "COUNT", limit + 1_000) for lane in lanes))

@@ -22,8 +22,8 @@ from api_client.scripts import Argument
 from schemas.control import WorkerStatus
 from schemas.job import PRIORITY_ORDER, Priority
 
-MAX_LANES = 200  # looked into per class: those that are served next
-_RETURNED_SPAN = 10**13  # of the scores in `returned`, per class
+MAX_LANES = 200  # streams read per class: those that are served next
+_RETURNED_SPAN = 10**13  # range of the scores of one class in `returned`
 
 
 class ClassState(msgspec.Struct, frozen=True, kw_only=True):

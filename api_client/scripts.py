@@ -81,5 +81,5 @@ async def call_async(client: redis.asyncio.Redis, script: Script, key: str, *arg
             return await client.evalsha(script.sha, 1, key, *cast("tuple[str, ...]", arguments))
         except NoScriptError:
             return await client.eval(script.text, 1, key, *cast("tuple[str, ...]", arguments))
-        except AttributeError as error:  # the library's cluster closed a connection that it was still opening for us
+        except AttributeError as error:  # redis-py's cluster client closed a connection while opening it
             raise redis.exceptions.ConnectionError(f"the connection was lost while it was opened: {error}") from error

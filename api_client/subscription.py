@@ -52,7 +52,7 @@ class Subscription:
                 raise QueueUnavailable("the server ended a subscription: its slot has moved")
 
     def close(self) -> None:
-        with contextlib.suppress(*SERVER_TROUBLE):  # then the connection is gone, and with it the subscription
+        with contextlib.suppress(*SERVER_TROUBLE):  # a lost connection has ended the subscription already
             self._pubsub.close()
 
     def _next(self, timeout: float) -> dict[str, Any] | None:

@@ -23,8 +23,8 @@ class Answer:
     """
 
     text: str
-    delay_s: float = 0.0  # before the first token
-    pause_s: float = 0.0  # after each
+    delay_s: float = 0.0  # pause before the first token
+    pause_s: float = 0.0  # pause after each token
     hold_after: int | None = None
     error: JobError | None = None
 
@@ -41,7 +41,7 @@ class Performance:
 
     def __init__(self, request: JobRequest, reply: str | Answer, worker_id: str, *, started_ms: int) -> None:
         self.answer = Answer(reply) if isinstance(reply, str) else reply
-        self.told = 0  # tokens, all choices together
+        self.told = 0  # tokens generated so far, of all choices
         self._request = request
         self._worker_id = worker_id
         self._started_ms = started_ms

@@ -30,7 +30,7 @@ def producing(
 
     `provider` creates the span; None uses the program's own provider.
     """
-    trace: Any = sys.modules.get("opentelemetry.trace")  # who uses it has imported it
+    trace: Any = sys.modules.get("opentelemetry.trace")  # a program that traces has imported it
     if trace is None or not requests:
         yield requests
         return

@@ -27,7 +27,7 @@ from schemas.webhook import WebhookEvent
 TOLERANCE_S: Final = 300
 _PREFIX: Final = "whsec_"
 _LEAST_KEY_BYTES: Final = 16
-_MOST_DIGITS: Final = 15  # of a time: what is longer may be more than a float, or than Python reads
+_MOST_DIGITS: Final = 15  # longest time accepted: more digits may exceed a float or Python's limit for integers
 _decoder = msgspec.json.Decoder(WebhookEvent)
 
 
@@ -59,7 +59,7 @@ def verify(
     if abs(age_s) > tolerance_s:
         raise BadSignature(f"the message was sent {age_s:.0f} s ago; {tolerance_s:g} s are tolerated")
     expected = [item.encode() for item in sign(message_id, int(sent), body, secret).split()]
-    # Each with each, without stopping at the first: the time taken tells nothing.
+    # Compare all pairs without stopping at a match, so that the duration reveals nothing.
     matches = [hmac.compare_digest(one.encode(), other) for one in signatures.split() for other in expected]
     if not any(matches):
         raise BadSignature("no signature of the message fits the secret")

@@ -22,7 +22,7 @@ MAX_MESSAGES: Final = 10_000
 MAX_METADATA: Final = 64
 MAX_FORMAT_CHARS: Final = 256 * 1024
 
-HARMLESS_BYTES: Final = 256 * 1024  # at up to 64 bytes of objects for one, whatever is in it
+HARMLESS_BYTES: Final = 256 * 1024  # smaller requests decode to at most 64 times their size
 
 Parts = dict[str, msgspec.Raw]
 WHOLE_NUMBER: Final = re.compile(r"-?[0-9]{1,10}")

@@ -24,7 +24,7 @@ from schemas.generation import ResponseFormat, SamplingParams
 from schemas.job import JobRequest, RetryPolicy
 from schemas.webhook import redacted_url
 
-MAX_NAME_CHARS: Final = 255  # as wide as the record's columns: job id, model, tenant, idempotency key, batch id
+MAX_NAME_CHARS: Final = 255  # the width of the SQL columns: job id, model, tenant, idempotency key, batch id
 MAX_STOP_CHARS: Final = 1_024
 MAX_CHOICES: Final = 128
 MAX_TOP_LOGPROBS: Final = 100
@@ -56,7 +56,7 @@ def problems(request: JobRequest, now_ms: int | None = None, *, is_decoded: bool
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         return [f"the request holds a value that cannot be sent: {error or type(error).__name__}"]
     found = [*_broken_text(request)]
-    if found:  # such text cannot even be measured in bytes
+    if found:  # such text cannot be encoded, so its size is unknown
         return found
     found += _name_problems(request)
     found += _prompt_problems(request)
@@ -242,7 +242,7 @@ def _bias_problems(params: SamplingParams) -> Iterator[str]:
     for token_id, bias in params.logit_bias.items():
         if not -100.0 <= bias <= 100.0:
             yield f"logit_bias[{token_id}] must be from -100 to 100, not {bias}"
-            return  # one such sentence is enough
+            return  # report only the first such entry
 
 
 def _format_problems(wanted: ResponseFormat | None) -> Iterator[str]:

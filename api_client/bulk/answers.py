@@ -37,7 +37,7 @@ from schemas.result import ChoiceResult, JobResult, JobStatus
 
 _encode: Final = msgspec.json.Encoder().encode
 _REASONS: Final[dict[FinishReason | None, Literal["stop", "length"]]] = {FinishReason.LENGTH: "length"}
-# what the request is to blame for; everything else is the server's fault: 500
+# errors caused by the request; every other error has status 500
 _BAD_REQUESTS: Final = {"invalid_request": 400, "context_length_exceeded": 400, "model_not_found": 404}
 EXPIRED: Final = LineError("batch_expired", "This request could not be executed before the completion window expired.")
 CANCELLED: Final = LineError("batch_cancelled", "This request was cancelled with its batch.")

@@ -49,7 +49,7 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
 
     completed: int = 0
     failed: int = 0
-    expired: int = 0  # of the failed
+    expired: int = 0  # included in `failed`
     input_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0

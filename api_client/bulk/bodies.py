@@ -22,7 +22,7 @@ _SAME: Final = (
 _LABELS: Final = frozenset({
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
 })  # fmt: skip
-# parameter → the values at which it asks for nothing
+# parameter → the values that have no effect
 _NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     "stream": (False,),
     "stream_options": (),
@@ -43,7 +43,7 @@ _NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
 }
 _CHAT_ONLY: Final = frozenset({"messages", "max_completion_tokens", "top_logprobs"})
 _COMPLETION_ONLY: Final = frozenset({"prompt", "best_of"})
-_COMPLETION_TOKENS: Final = 16  # what OpenAI gives a completion that names no length
+_COMPLETION_TOKENS: Final = 16  # OpenAI's default length of a completion
 
 
 def fields_of(url: str, body: Mapping[str, Any]) -> dict[str, Any]:

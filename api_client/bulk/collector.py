@@ -32,12 +32,12 @@ class Collector:
     def __init__(self, batch_id: str, sink: Sink | None = None, done: Done | None = None) -> None:
         self._batch_id = batch_id
         self._began_ms = now_ms()
-        self.generated = 0  # tokens of jobs that ended since then: what a rate is made of
+        self.generated = 0  # tokens of jobs that ended since then, for the rate
         self._sink = sink
         self._marks = done.marks if done else Marks()
         self.totals = self._settled = done.totals if done else Totals()
-        self._shares: dict[int, Totals] = {}  # of lines that are not settled
-        self.jobs: dict[int, JobRequest] = {}  # by line, in the order in which they were handed in
+        self._shares: dict[int, Totals] = {}  # shares of lines that `_settled` does not include
+        self.jobs: dict[int, JobRequest] = {}  # by line, in the order of submission
         self.num_bytes = 0
         self._sizes: dict[int, int] = {}
 

@@ -118,12 +118,12 @@ class OutputFiles:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for file in self._files.values():
-            with contextlib.suppress(OSError):  # of a full disk, which refuses again what `write` reported
+            with contextlib.suppress(OSError):  # a full disk fails again; `write` has reported it
                 file.close()
         self._files.clear()
         if self._lock is not None:
             if not self.paths.record.exists() and not self.paths.output.stat().st_size:
-                self.paths.output.unlink()  # nothing was begun
+                self.paths.output.unlink()  # no batch was begun
             self._lock.close()
 
     def load_record(self) -> Batch | None:

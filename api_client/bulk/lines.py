@@ -30,7 +30,7 @@ from schemas.openai import URLS, LineEnvelope
 MAX_LINE_BYTES: Final = MAX_PAYLOAD_BYTES
 MAX_CUSTOM_ID_CHARS: Final = 512
 DIGEST_BYTES: Final = 16
-MAX_LISTED: Final = 50  # of the bad lines, in the batch object
+MAX_LISTED: Final = 50  # bad lines listed in the batch object
 _decode: Final = msgspec.json.Decoder(LineEnvelope).decode
 
 

@@ -27,7 +27,7 @@ from schemas.openai import LineError
 
 T = TypeVar("T")
 
-_ALIVE_MS: Final = 15_000  # whoever hands lines in says so every second
+_ALIVE_MS: Final = 15_000  # a process that submits lines updates `seen_ms` every second
 _PAGE: Final = 500
 REASONS: Final[dict[BatchState, LineError]] = {
     BatchState.COMPLETED: LOST,
@@ -97,7 +97,7 @@ def conclude(store: BatchStore, batch: Batch, totals: Totals) -> Batch:
 def _counted(client: Client, store: BatchStore, batch: Batch, *, with_tokens: bool) -> Totals:
     known = store.totals(batch, with_tokens=with_tokens)
     if known is not None and (known.ended >= batch.total or not with_tokens):
-        return known  # else, at the end, the queue is asked too: its workers may record into another database
+        return known  # else count in the queue too: workers may record into another database
     totals = Totals()
     for bad in store.refused(batch.id):
         totals = totals.plus(of_bad_line(batch.id, bad).share)
@@ -105,7 +105,7 @@ def _counted(client: Client, store: BatchStore, batch: Batch, *, with_tokens: bo
         for result in queries.results(client, [job_id(batch.id, line) for line in page]):
             totals = totals.plus(of_result(batch.id, result).share)
     every = [*([known] if known else []), batch.totals, totals]
-    return max(every, key=lambda each: each.ended)  # the queue forgets what lies in a run's files
+    return max(every, key=lambda each: each.ended)  # the queue drops jobs whose answers are in a run's files
 
 
 def cancel_batch(client: Client, store: BatchStore, batch_id: str) -> Batch:
@@ -168,7 +168,7 @@ def _fill_rest(batch: Batch, collector: Collector, source: Path) -> None:
         rest = (line for line in read(source) if not collector.has(line.line) and line.line <= batch.last_line)
         for page in _paged(unanswered(line.line, line.custom_id, why) for line in rest):
             collector.take_bad(page)
-    except ConfigurationError:  # the file is elsewhere: their names are not known here
+    except ConfigurationError:  # the input file is on another machine, and with it the names
         return
 
 

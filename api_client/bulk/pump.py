@@ -34,8 +34,8 @@ from schemas.result import JobResult, JobStatus
 WINDOW_BYTES: Final = 64 * 1024 * 1024
 GROUP: Final = 250
 IDLE_LOOKS: Final = 3
-POLL_S: Final = 0.2  # between two looks at the oldest open jobs
-SWEEP_S: Final = 2.0  # between two looks at all of them
+POLL_S: Final = 0.2  # between two polls of the oldest open jobs
+SWEEP_S: Final = 2.0  # between two polls of all open jobs
 LOOK_S: Final = 1.0  # how often the batch's record is written and read
 
 
@@ -65,15 +65,15 @@ class Pump:
         self._pacing = pacing
         self._is_resumed = is_resumed
         self._patience = Patience(pacing.patience_s, self._tell)
-        self._reached = 0 if collector.keeps_answers else batch.over_line  # up to it every line was seen to here
+        self._reached = 0 if collector.keeps_answers else batch.over_line  # this run has handled all lines up to it
         self._noted = batch.submitted
         self._state = BatchState.IN_PROGRESS
         self._looked_at = 0.0
         self._polled_at = 0.0
         self._swept_at = 0.0
-        self._in_files: list[str] = []  # their answers lie there, which the queue has not been told
+        self._in_files: list[str] = []  # jobs in the files that the queue may drop
         self._waits = ""
-        self._at_once = GROUP  # jobs to a call: fewer where the queue never has room for so many
+        self._at_once = GROUP  # jobs per call; fewer if the queue never has room for so many
         self._has_given_up = False
         self._lost: list[JobRequest] = []
         self._num_ended = -1
@@ -106,10 +106,10 @@ class Pump:
             self._answer_bad(bad)
             self._hand_in_lost()
             self._submit(self._unrecorded(jobs))
-            if not self.goes_on:  # perhaps it took not all of them
+            if not self.goes_on:  # perhaps not all of them were submitted
                 break
             self._reached = last_line
-            self._look(force=last_line - self._noted > WINDOW)  # others look for open jobs so far behind it
+            self._look(force=last_line - self._noted > WINDOW)  # readers expect no open job further behind
         if self.goes_on:
             self._reached = self._batch.last_line
         self._look(force=True)
@@ -121,7 +121,7 @@ class Pump:
             self._hand_in_lost()
             self._turn()
             if self._is_long_late and not self._has_given_up:
-                self._has_given_up = True  # no worker is there to notice
+                self._has_given_up = True  # no live worker has expired the jobs
                 self._cancel_open()
         self._forget()
         self._look(force=True)
@@ -205,7 +205,7 @@ class Pump:
             part, rest = jobs[: self._at_once], jobs[self._at_once :]
             try:
                 self._patience.ask(partial(queries.hand_in, self._client, part))
-            except QueueRefusal as refusal:  # it is full, or the tenant too fast
+            except QueueRefusal as refusal:  # the queue is full, or the tenant's rate is exceeded
                 self._open([job for job in part if job.job_id in refusal.accepted])
                 jobs = [job for job in jobs if job.job_id not in refusal.accepted]
                 if not refusal.accepted:

@@ -23,7 +23,7 @@ from schemas.result import JobResult, JobStatus
 log = logging.getLogger(__name__)
 
 PAGE: Final = 500
-COLLECTED_TTL_S: Final = 60  # how long Redis keeps a result that lies in a file
+COLLECTED_TTL_S: Final = 60  # how long Redis keeps a job after its result was written to a file
 MAX_COLLECTED_BYTES: Final = 16 * 1024 * 1024
 _OVER: Final = frozenset(status.value.encode() for status in JobStatus if status.is_final)
 
@@ -74,7 +74,7 @@ def collect(
     return ends
 
 
-_UNRECORDED: Final = b"?"  # no result is one byte long; collect.lua answers "!" for a job that is no hash
+_UNRECORDED: Final = b"?"  # collect.lua: over, but not recorded (no result is one byte long); "!": the key is no hash
 
 
 def _collect(job_ids: Sequence[str], in_files: Sequence[str], max_bytes: int) -> Program[Sequence[bytes | None]]:

@@ -44,7 +44,7 @@ _MOMENTS: Final = {
     BatchState.CANCELLING: "cancelling_ms",
 }
 _PAGE: Final = 500
-_REFUSED, _INVALID = "refused", "invalid"  # answered as the API answers a bad request; no request at all
+_REFUSED, _INVALID = "refused", "invalid"  # rejected like a bad request by the API; not a request at all
 PURGED: Final = JobError("result_purged", "The answer was removed from the database by its retention rules.")
 
 

@@ -94,7 +94,7 @@ def run_batch(
     Raises ConfigurationError if the output belongs to another input, or was begun with other terms.
     """
     pacing = pacing or Pacing()
-    client.depth()  # patience is for a queue that goes away, not for one that never was there
+    client.depth()  # fail at once if the queue is unreachable from the start; later failures are retried
     with OutputFiles(paths) as files:
         before = files.load_record()
         if before is None:
@@ -107,7 +107,7 @@ def run_batch(
                 return before
         files.save_record(_described(batch, found))
         batch = _stored(store, _described(batch, found))
-        if batch.state is BatchState.FINALIZING:  # somebody was ending it, and did not come to the end
+        if batch.state is BatchState.FINALIZING:  # another process was interrupted while ending it
             batch = refresh(client, store, batch.id)
         collector = Collector(batch.id, files, files.resume())
         pump = Pump(
@@ -119,9 +119,9 @@ def run_batch(
             pacing=pacing,
             is_resumed=before is not None,
         )
-        if batch.state is not BatchState.IN_PROGRESS or pump.is_late:  # what ended while we were away is not refused
+        if batch.state is not BatchState.IN_PROGRESS or pump.is_late:  # collect the jobs that ended since the last run
             fill(client, store, batch, collector)
-        if batch.state.is_final:  # somebody saw its end
+        if batch.state.is_final:  # another process ended it
             pump.refuse_rest(path, REASONS[batch.state])
         else:
             _pump_to_the_end(pump, path)

@@ -31,13 +31,13 @@ def follow(
             _stream(client, job_id, starting_after, as_json, timeout)
     except KeyboardInterrupt:
         if not quiet and not as_json:
-            err().print()  # the answer's last line is not at its end
+            err().print()  # end the answer's last line
         complain(f"interrupted; the job goes on: tokenmill tail {job_id}, or tokenmill cancel {job_id}", "note")
         raise typer.Exit(130) from None
 
 
 def _stream(client: Client, job_id: str, starting_after: str, as_json: bool, timeout: float | None) -> None:
-    choice: int | None = None  # of the last text
+    choice: int | None = None  # the choice printed last
     for chunk in client.stream(job_id, starting_after=starting_after, timeout=timeout):
         if as_json:
             emit(to_builtins(chunk) | {"position": chunk.position}, line=True)

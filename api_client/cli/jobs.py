@@ -89,7 +89,7 @@ def cancel(
                 if not json and outcome != "unknown":
                     words = outcome if outcome in ("cancelled", "cancelling") else f"is over already: {outcome}"
                     say(f"{job_id} {words}\n")
-    finally:  # the server may go away in the midst of it
+    finally:  # the server may fail after some of the jobs
         if json and outcomes:
             emit(outcomes)
     if "unknown" in outcomes.values():
@@ -145,7 +145,7 @@ def jobs(
     json: Json = False,
 ) -> None:
     """List jobs: those that are not over from the queue, ended ones from SQL, the newest first."""
-    target = replace(target, queue=target.queue_name)  # a name that is none is no trouble of one of the two sources
+    target = replace(target, queue=target.queue_name)  # an invalid name fails here, not as an error of one source
     what = _Wanted(wanted, tenant, batch, only_model, moment_ms(since), moment_ms(until), after, limit, all_queues)
     found: list[Listed] = []
     troubles: list[TokenmillError] = []

@@ -44,7 +44,9 @@ class CommandGroup(TyperGroup):
             return super().invoke(ctx)
         except TokenmillError as error:
             complain(str(error))
-            if isinstance(error.__cause__, redis.exceptions.AuthenticationError):  # a kind of ConnectionError there
+            if isinstance(
+                error.__cause__, redis.exceptions.AuthenticationError
+            ):  # redis-py's subclass of ConnectionError
                 complain(
                     "the URL has them: redis://user:password@host:6379/0 (--redis-url, TOKENMILL_REDIS_URL)", "hint"
                 )
@@ -55,7 +57,7 @@ class CommandGroup(TyperGroup):
             complain("an argument, or a variable, is not UTF-8")
             raise typer.Exit(1) from error
         except BrokenPipeError:
-            sys.stderr.close()  # whoever read us has gone; say nothing more
+            sys.stderr.close()  # the reader of the pipe has exited: suppress further output
             raise typer.Exit(1) from None
 
 
@@ -70,7 +72,7 @@ def _plugins() -> dict[str, Any]:
             plugin = entry.load()
         except ImportError as error:
             if isinstance(error, ModuleNotFoundError) and not _is_ours(error.name):
-                continue  # installed without the extra that these commands need
+                continue  # the extra that these commands need is not installed
             complain(f"the commands of {entry.value} are not available: {error}", kind="warning")
             continue
         group: Any = typer.main.get_group(plugin)

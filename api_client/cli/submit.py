@@ -110,7 +110,7 @@ def submit(
         arguments["model"] = target.model
     with target.client() as client:
         job = client.submit(**arguments)
-        if not job.is_unserved:  # the client has said so
+        if not job.is_unserved:  # else the client has warned already
             _note_idle_queue(client)
         if stream or wait:
             follow(client, str(job), quiet=wait and not stream, as_json=json, timeout=timeout)

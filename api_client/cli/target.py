@@ -29,7 +29,7 @@ if typing.TYPE_CHECKING:
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 DEFAULT_DATABASE = "sqlite:///tokenmill.db"
-MOST = 1_000_000_000  # of what is listed: a database counts no further than 64 bits
+MOST = 1_000_000_000  # largest limit of a list, well within a database's 64 bits
 _PANEL = "Where"
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -27,7 +27,7 @@ from api_client.cli.top_view import Look
 from api_client.client import Client
 from api_client.errors import QueueUnavailable
 
-FIXED_LINES = 16  # of a small queue with one worker: what the list of jobs leaves free on the screen
+FIXED_LINES = 16  # lines used by everything but the list of jobs, for a small queue with one worker
 
 
 def register(app: typer.Typer) -> None:
@@ -110,7 +110,7 @@ def _quit_key() -> Iterator[Callable[[float], bool]]:
         while (left := until - time.monotonic()) > 0:
             if select.select([keyboard], [], [], left)[0]:
                 typed = os.read(keyboard, 64)
-                if not typed or b"q" in typed.lower():  # nothing: the terminal is gone
+                if not typed or b"q" in typed.lower():  # empty: the terminal was closed
                     return True
         return False
 

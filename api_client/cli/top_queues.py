@@ -54,6 +54,6 @@ def _overview(looks: Sequence[Look], width: int) -> RenderableType:
         alive = Text(f"{len(queue.workers)}", style="" if queue.workers else "bold red")
         dead = Text(f"{queue.dead:,}", style="bold red" if queue.dead else "dim")
         title = Text(queue.queue)
-        title.truncate(width - 64, overflow="ellipsis")  # names give way, numbers do not
+        title.truncate(width - 64, overflow="ellipsis")  # cut names, never numbers
         table.add_row(title, alive, f"{queue.running:,}", *(f"{n:,}" for n in waiting), age, f"{pace:,.0f}", dead)
     return table

@@ -18,7 +18,7 @@ from api_client.queue_state import ClassState, QueueState, TenantState
 from api_client.records import JobInfo
 from schemas.control import WorkerStatus
 
-WIDE = 120  # columns from which on the rarer ones are shown
+WIDE = 120  # width from which less important columns are shown
 MAX_TENANTS = 8
 CLASS_STYLES = {"interactive": "bold cyan", "standard": "default", "bulk": "dim"}
 
@@ -84,7 +84,7 @@ def alarm(queue: QueueState) -> list[tuple[str, str] | str]:
     if not queue.workers:
         words = "and jobs are waiting" if queue.waiting else "nothing is waiting either"
         marks += [(" NO WORKER IS ALIVE ", "bold white on red"), f" {words}"]
-    elif any(worker.problems for worker in queue.workers if worker.model):  # one that loads is not in trouble
+    elif any(worker.problems for worker in queue.workers if worker.model):  # a worker that is loading has no model yet
         marks += [(" TROUBLE ", "bold black on yellow")]
     else:
         marks += [("●", "green"), f" {count(len(queue.workers), 'worker')}"]
