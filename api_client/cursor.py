@@ -68,7 +68,7 @@ class StreamCursor:
             and chunk.token_ids
             and not (chunk.choice or self.is_over)
             and chunk.n == self._num_choices == 1
-        ):  # as a rule
+        ):  # the usual case
             has[0] += len(chunk.token_ids)
             return [chunk]
         if self.is_over or not 0 <= chunk.choice < MAX_CHOICES:

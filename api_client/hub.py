@@ -73,9 +73,7 @@ class HubSubscription:
         try:
             message = await waiter
         except asyncio.CancelledError:
-            if (
-                not waiter.cancelled() and (message := waiter.result()) is not None
-            ):  # a message arrived together with the cancellation
+            if not waiter.cancelled() and (message := waiter.result()) is not None:  # a message came too
                 self._messages.appendleft(message)
             raise
         finally:
@@ -144,7 +142,7 @@ class _Session:
             except (
                 *SERVER_TROUBLE,
                 AttributeError,
-            ) as error:  # AttributeError: redis-py dropped the socket during the call
+            ) as error:  # AttributeError: the socket was dropped meanwhile
                 self._end(ConnectionError(f"{verb} could not be sent: {error}"))
 
     async def read(self) -> None:

@@ -52,9 +52,7 @@ class Wire(asyncio.BufferedProtocol):
         """
         transport = getattr(getattr(connection, "_writer", None), "transport", None)
         make_error = getattr(getattr(connection, "_parser", None), "parse_error", None)
-        if hasattr(transport, "set_protocol") and callable(
-            make_error
-        ):  # uvloop's transports do not derive from asyncio's
+        if hasattr(transport, "set_protocol") and callable(make_error):  # uvloop's have no common base class
             return cls(transport, make_error, on_reply, on_end)
         return None
 

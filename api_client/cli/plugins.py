@@ -44,9 +44,7 @@ class CommandGroup(TyperGroup):
             return super().invoke(ctx)
         except TokenmillError as error:
             complain(str(error))
-            if isinstance(
-                error.__cause__, redis.exceptions.AuthenticationError
-            ):  # redis-py's subclass of ConnectionError
+            if isinstance(error.__cause__, redis.exceptions.AuthenticationError):  # a ConnectionError
                 complain(
                     "the URL has them: redis://user:password@host:6379/0 (--redis-url, TOKENMILL_REDIS_URL)", "hint"
                 )

@@ -1,7 +1,7 @@
--- collect: what has come of a page of jobs; and how long the server keeps those whose answers lie in a file by now.
--- ARGV[3] for so many s [4] so many ids of that kind follow [5] largest reply in bytes; the ids after those are asked about.
--- reply per job asked about: nothing where it is unknown here; '' it is not over, or comes with the next call, for this
--- reply is full; '?' it is over, and no worker has written down its end; '!' its key is no hash; else its result.
+-- collect: return the results of a page of jobs, and set a TTL on jobs whose answers are in a file already.
+-- ARGV[3] that TTL in seconds [4] number of ids that get it [5] largest reply in bytes [6..] these ids, then the others
+-- reply per other id: nil: unknown; '': not over, or left for the next call because this reply is full; '?': over, but not
+-- recorded by a worker; '!': the key is no hash; else the result.
 local OPEN, FIRST = {scheduled = true, queued = true, running = true}, 6
 check_groups(FIRST, 1)
 local kept_s, max_bytes = amount(3, 'time to keep', 1, MOST), amount(5, 'largest reply', 0, MOST)

@@ -1,4 +1,4 @@
--- Shared by every script: names of keys, the server's clock, and the moves that producers and workers both make.
+-- Shared by every script: names of keys, the server's clock, and the operations that producers and workers both need.
 -- KEYS[1] is the queue's meta hash (it routes the call in a cluster); ARGV[1] the key base; ARGV[2] PUBLISH or SPUBLISH.
 local meta, base, announce = KEYS[1], ARGV[1] or '', ARGV[2]
 local GROUP, READER = 'workers', 'all'
@@ -9,7 +9,7 @@ local ENDS = {'succeeded', 'failed', 'cancelled', 'expired', 'dead'}
 local MOST, MOST_COST, MOST_BYTES = 2 ^ 53, 1e12, 1020  -- 255 characters of up to four bytes
 
 -- A script checks every argument before its first write. `refusal` is an error reply that names the first argument
--- that is refused; the script returns it before it writes anything. `of`: the place of the job among those of the call.
+-- that is rejected; the script returns it before it writes anything. `of`: the index of the job in the call.
 local refusal
 
 local function refuse(name, rule, value, of)
@@ -19,7 +19,7 @@ local function refuse(name, rule, value, of)
   refusal = redis.error_reply('INVALID ' .. name .. ' must be ' .. rule .. ", not '" .. shown .. "'")
 end
 
--- A number; a fraction is rounded up.
+-- Returns the argument as a number; a fraction is rounded up.
 local function amount(place, name, least, most, of)
   local value = tonumber(ARGV[place])
   if value and value >= least and value <= most then return math.ceil(value) end
@@ -33,7 +33,7 @@ local function one_of(place, name, words, of)
   refuse(name, 'one of ' .. table.concat(words, ', '), ARGV[place], of)
 end
 
--- The arguments from `first` on are groups of so many.
+-- Checks that the arguments from `first` on are groups of `size` each.
 local function check_groups(first, size)
   local count = #ARGV - first + 1
   if count >= 0 and count % size == 0 then return end
@@ -45,14 +45,14 @@ local function clock_ms()
   return tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 end
 
--- What a hash holds may have been written by anybody who may write it: what is no number counts as `default`.
+-- Returns a field of a hash as a number. Any client may have written it; a value that is no number counts as `default`.
 local function number(value, default)
   local found = tonumber(value or default)
   if found and found > -2 ^ 53 and found < 2 ^ 53 then return found end
   return tonumber(default)
 end
 
--- A text in every language and every database: UTF-8 without a zero.
+-- Returns whether a value is UTF-8 without a zero byte: a text that every language and database can store.
 local UTF8 = {
   '[\194-\223][\128-\191]', '\224[\160-\191][\128-\191]', '[\225-\236\238\239][\128-\191][\128-\191]', '\237[\128-\159][\128-\191]',
   '\240[\144-\191][\128-\191][\128-\191]', '[\241-\243][\128-\191][\128-\191][\128-\191]', '\244[\128-\143][\128-\191][\128-\191]',
@@ -64,7 +64,7 @@ local function is_text(value, most)
   return not string.find(value, '[\128-\255]')
 end
 
--- May a job have this id?
+-- Returns whether a job may have this id.
 local function is_name(id) return #id > 0 and is_text(id, 255) end
 
 local function text(place, name, least, of)
@@ -94,7 +94,7 @@ local function lane_key(class, tenant)
   return base .. 'jobs:' .. class .. ':' .. tenant
 end
 
--- MessagePack by hand, enough for a final chunk: maps of short keys to strings and whole numbers.
+-- Encodes the MessagePack of a last chunk: maps of short keys to strings and whole numbers.
 local function pack_text(text)
   local size = #text
   if size < 32 then return string.char(0xa0 + size) .. text end
@@ -122,7 +122,7 @@ local function pack_end(id, index, state, code, message)
     .. pack_text('code') .. pack_text(code) .. pack_text('message') .. pack_text(message)
 end
 
--- A job is over: its idempotency key stays for its time, and for as long as the job may be redriven.
+-- Starts the TTL of an ended job's idempotency key: its own TTL, but at least as long as the job may be redriven.
 local function start_key_clock(id, redrive_s)
   local idem = redis.call('HMGET', job_key(id), 'idem', 'idem_ms')
   if not idem[1] then return end
@@ -130,7 +130,7 @@ local function start_key_clock(id, redrive_s)
   redis.call('EXPIRE', idem_key(idem[1]), whole(math.max(1, lives_s, redrive_s)))
 end
 
--- How many tokens a job's log has. What somebody has put in its place has none.
+-- Returns the number of tokens in a job's log. A key of another type counts as a log without tokens.
 local function end_of_log(id)
   local last = redis.pcall('XREVRANGE', log_key(id), '+', '-', 'COUNT', 1)[1]
   return last and number(string.match(last[1], '^%d+'), 0) or 0
@@ -138,7 +138,7 @@ end
 
 local function publish_chunk(id, bytes) redis.call(announce, base .. 'chunks:' .. id, bytes) end
 
--- The backlog's counters: jobs and estimated tokens, per class.
+-- Adds to the backlog's counters: jobs and estimated tokens, per class.
 local function add_queued(class, jobs, cost)
   redis.call('HINCRBY', meta, 'queued:' .. class, jobs)
   redis.call('HINCRBYFLOAT', meta, 'queued_tokens:' .. class, exact(cost))
@@ -146,14 +146,14 @@ end
 
 local function count_queued(class, jobs, cost) add_queued(class, jobs, jobs * cost) end
 
--- A scheduled job counts as backlog from its due time on; until then its hash has `uncounted`. (Jobs of older versions
--- have counted since they were submitted, and lack it.)
+-- Counts a scheduled job as backlog once it is due; until then its hash has `uncounted`. Jobs of older versions are
+-- counted when they are submitted, and lack the field.
 local function count_due(id, class, cost)
   if redis.call('HDEL', job_key(id), 'uncounted') == 1 then count_queued(class, 1, cost) end
 end
 
--- A lane joins the sharing at the present virtual time, or where it left it if that is later:
--- being idle earns nothing, and leaving for a moment costs nothing.
+-- Adds a tenant's stream to the fair-share index, at the present virtual time or at the one it had when it left, if
+-- that is later. So an idle tenant saves up nothing, and leaving briefly loses nothing.
 local function activate(class, tenant)
   local lanes = lanes_key(class)
   if redis.call('ZSCORE', lanes, tenant) then return end
@@ -162,7 +162,7 @@ local function activate(class, tenant)
   redis.call('ZADD', lanes, exact(math.max(present, own)), tenant)
 end
 
-local entered = {}  -- lanes that this call has put something into: they are there, and take part
+local entered = {}  -- streams to which this call has added an entry: they exist and are in the index
 
 local function enter_lane(id, class, tenant)
   local lane = lane_key(class, tenant)
@@ -174,7 +174,7 @@ local function enter_lane(id, class, tenant)
   entered[lane] = true
 end
 
--- The entry goes, delivered or not; a named lane that is empty goes with it.
+-- Deletes a job's stream entry, delivered or not, and the stream if it belongs to a named tenant and is empty then.
 local function leave_lane(id, class, tenant, entry)
   if not entry or entry == '' then return end
   local lane = lane_key(class, tenant)
@@ -187,15 +187,16 @@ local function leave_lane(id, class, tenant, entry)
   end
 end
 
--- Ahead of every lane: urgent classes first, then the oldest.
+-- Requeues a job ahead of all streams: urgent classes first, then the oldest job.
 local function to_front(id, class, created)
   redis.call('ZADD', base .. 'returned', exact((RANK[class] or 1) * 1e13 + math.min(created, 1e13 - 1)), id)
 end
 
--- Given back by a worker, or left by a dead one: its end may stand in SQL, unacknowledged, and nobody may say another.
+-- Returns whether a worker returned the job, or died with it. SQL may already have its end, unacknowledged, and no
+-- other end may be set.
 local function is_returned(id) return redis.call('ZSCORE', base .. 'returned', id) end
 
--- A job that waits is over: everybody sees it now; a worker will be handed it only to write it down.
+-- Ends a waiting job. Its state changes at once; a worker receives the job later, only to record its end.
 local function end_waiting(id, state, code, message, now)
   local key = job_key(id)
   local job = redis.call('HMGET', key, 'class', 'tenant', 'entry', 'cost')

@@ -1,5 +1,6 @@
--- play: the moves of the in-memory worker of api_client/testing.py, after common.lua. One job, one caller at a time: no
--- fencing, no leases, no sharing between tenants; those are the real worker's. ARGV[3] the move [4] job id, then its own.
+-- play: the operations of the in-memory worker of api_client/testing.py. Each call is about one job, from one caller at
+-- a time. Only the real worker has fencing, leases and fair sharing.
+-- ARGV[3] operation [4] job id, then the operation's own arguments.
 local SIZES = {promote = 4, take = 5, append = 7, finish = 7}
 local move, id = one_of(3, 'move', {'promote', 'take', 'append', 'finish'}), ARGV[4] or ''
 if move and #ARGV ~= SIZES[move] then refuse('number of arguments', tostring(SIZES[move]), tostring(#ARGV)) end
@@ -10,7 +11,7 @@ if move == 'finish' then one_of(5, 'state', ENDS) end
 if refusal then return refusal end
 local key, now = job_key(id), clock_ms()
 
-if move == 'promote' then  -- every job whose time has come
+if move == 'promote' then  -- queue every job that is due
   for _, due in ipairs(redis.call('ZRANGEBYSCORE', base .. 'delayed', '-inf', whole(now))) do
     redis.call('ZREM', base .. 'delayed', due)
     local job = redis.call('HMGET', job_key(due), 'class', 'tenant', 'cost')
@@ -23,7 +24,7 @@ end
 
 local job = redis.call('HMGET', key, 'state', 'class', 'tenant', 'entry', 'cost', 'request', 'cancel')
 
-if move == 'take' then  -- [5] worker; reply: the request, or nothing
+if move == 'take' then  -- [5] worker; reply: the request, or nil if the job is not queued
   if job[1] ~= 'queued' then return false end
   leave_lane(id, job[2], job[3], job[4])
   count_queued(job[2], -1, number(job[5], 0))
@@ -33,7 +34,7 @@ if move == 'take' then  -- [5] worker; reply: the request, or nothing
   return job[6]
 end
 
-if move == 'append' then  -- [5] the entry's number in the log [6] chunk [7] publish?; reply: is it to be cancelled?
+if move == 'append' then  -- [5] number of the log entry [6] chunk [7] '1': publish; reply: 1 if the job was cancelled
   redis.call('XADD', log_key(id), whole(stop) .. '-0', 'chunk', ARGV[6])
   if ARGV[7] == '1' then publish_chunk(id, ARGV[6]) end
   return job[7] and 1 or 0

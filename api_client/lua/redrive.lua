@@ -1,7 +1,7 @@
--- redrive: return dead jobs to their lanes as if they were new, without their deadline. One call reads at most PAGE entries
--- of the dead-letter stream. ARGV[3] how many jobs at most [4] where to begin: '-', or what the call before answered
--- [5..] job ids (none: the oldest). Reply: where the next call begins ('' at the end), then the ids that went back. What
--- they generated is in their result only, so they start again.
+-- redrive: return dead jobs to their streams as new jobs without a deadline. One call reads at most PAGE entries of the
+-- dead-letter stream. The jobs start again from the beginning, because only their result has what they generated.
+-- ARGV[3] largest number of jobs [4] start: '-', or the first value of the previous reply [5..] job ids; none: the oldest
+-- reply: start of the next call ('' at the end), then the ids of the jobs that were returned.
 local PAGE, FIRST = 500, 5
 check_groups(FIRST, 1)
 local limit, start = amount(3, 'limit', 0, MOST), ARGV[4] or ''

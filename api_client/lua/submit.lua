@@ -1,11 +1,11 @@
 -- submit: store many jobs, or none of them.
--- ARGV[3] largest backlog the caller accepts  [4] idempotency TTL ms, counted from the job's end; 0: the queue's own setting,
--- as JobStream.open left it
+-- ARGV[3] largest backlog that the caller accepts [4] idempotency TTL in ms, from the job's end; 0: the queue's setting
+-- that JobStream.open wrote
 -- then per job: id, class, tenant, fingerprint, idempotency key, request, created ms, deadline ms, due ms, cost
 -- reply: {'ok', id, 'new'|'known', ...} or {'conflict', id, place} or {'large', size, limit} or {'full', depth, limit}
 --        or {'rate', tenant, wait ms} or {'name', place}, or the error INVALID, which names an argument
---        After 'ok' and the jobs, 'unserved' follows where no worker has ever served the queue.
--- A repeated call finds its own ids and answers the same.
+--        After 'ok' and the jobs, 'unserved' follows if no worker has ever served the queue.
+-- A repeated call finds the jobs by their ids and returns them as 'known'.
 local FIELDS, FIRST, MAX_DUE = 10, 5, 1000
 check_groups(FIRST, FIELDS)
 local limit, idempotency_ttl = amount(3, 'backlog limit', 0, MOST), amount(4, 'idempotency TTL', 0, MOST)
@@ -36,7 +36,7 @@ for first = FIRST, #ARGV, FIELDS do
     created = amount(first + 6, 'created', 0, MOST, place), deadline = amount(first + 7, 'deadline', 0, MOST, place),
     due = amount(first + 8, 'due', 0, MOST, place), cost = amount(first + 9, 'cost', 0, MOST_COST, place),
   }
-  if ARGV[first + 4] ~= '' and string.find(job.fingerprint, ' ', 1, true) then  -- `known_as` parts it from the id there
+  if ARGV[first + 4] ~= '' and string.find(job.fingerprint, ' ', 1, true) then  -- `known_as` splits at the first space
     refuse('fingerprint', 'a text without a space beside an idempotency key', job.fingerprint, place)
   end
   if refusal then return refusal end
@@ -63,14 +63,14 @@ end
 if own_limit > 0 and (limit == 0 or own_limit < limit) then limit = own_limit end
 if limit > 0 and num_new > 0 then
   local depth
-  -- Due jobs that no worker has moved into their lanes yet wait as well.
+  -- Due jobs that no worker has moved into their streams yet count as waiting too.
   depth = #redis.call('ZRANGEBYSCORE', base .. 'delayed', '-inf', whole(now), 'LIMIT', 0, MAX_DUE)
   for _, class in ipairs(CLASSES) do depth = depth + number(redis.call('HGET', meta, 'queued:' .. class), 0) end
   if depth + num_new > limit then return {'full', whole(depth), whole(limit)} end
 end
 
--- One bucket per tenant, filled at `rate` a second up to `burst`; `*` sets what tenants without a setting of their own get.
--- More jobs at once than it holds want a full one, and leave a debt.
+-- One token bucket per tenant, filled at `rate` a second up to `burst`; `*` has the settings of tenants without their own.
+-- A call with more jobs than `burst` needs a full bucket, and leaves it below zero.
 local function setting(name, tenant)
   local values = redis.call('HMGET', meta, name .. ':' .. tenant, name .. ':*')
   return number(values[1] or values[2], 0)
@@ -93,7 +93,8 @@ for tenant, filled in pairs(buckets) do
   redis.call('EXPIRE', tenant_key(tenant), TENANT_TTL_S)
 end
 
--- Wakes listed workers, those with most room first, until so many have heard. Returns how many are wanting.
+-- Wakes idle workers, those with most free places first, until `count` have received the message. Returns how many are
+-- missing.
 local function call_workers(list, count)
   while count > 0 do
     local worker = redis.call('ZRANGE', base .. list, -1, -1)[1]
@@ -104,8 +105,8 @@ local function call_workers(list, count)
   return count
 end
 
--- Has a worker ever served this queue? `served` is its mark. Workers of earlier versions leave none, but are listed while they
--- live, and count what they finished.
+-- Returns whether a worker has ever served this queue; then meta has `served`. Workers of earlier versions do not set it,
+-- but are listed while they live, and count the jobs that they finished.
 local function is_served()
   if redis.call('HGET', meta, 'served') or redis.call('EXISTS', base .. 'workers') == 1 then return true end
   for _, count in ipairs(redis.call('HMGET', meta, 'finished:succeeded', 'finished:failed', 'finished:cancelled',
@@ -122,7 +123,7 @@ for _, job in ipairs(jobs) do
     redis.call('HSET', job_key(job.id), 'request', job.request, 'state', waits and 'scheduled' or 'queued',
       'class', job.class, 'tenant', job.tenant, 'fingerprint', job.fingerprint, 'created_ms', whole(job.created),
       'deadline_ms', whole(job.deadline), 'cost', whole(job.cost), 'due_ms', whole(job.due))
-    if job.idem ~= '' then  -- for as long as the job lives; its end starts the clock
+    if job.idem ~= '' then  -- without a TTL while the job lives; the job's end sets one
       redis.call('SET', job.idem, job.fingerprint .. ' ' .. job.id)
       redis.call('HSET', job_key(job.id), 'idem', job.idem_name, 'idem_ms', whole(idempotency_ttl))
     end
@@ -144,7 +145,7 @@ for _, job in ipairs(jobs) do
 end
 for class, sum in pairs(queued) do add_queued(class, sum.jobs, sum.cost) end
 if num_new > 0 then redis.call('HINCRBY', meta, 'submitted', num_new) end
-if num_entered > 0 then  -- one worker more than jobs, since one may stand still; who is not listed looks when it has room
+if num_entered > 0 then  -- one worker more than jobs, since one may be frozen; busy workers claim when they have room
   local wanting = call_workers('ready', num_entered + 1)
   call_workers('ready:urgent', math.min(wanting, num_urgent))
 end
