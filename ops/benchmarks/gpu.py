@@ -1,13 +1,18 @@
-"""`ops/bench gpu`: how much of a CUDA device the engine uses, for models of well-known shapes with random weights.
+"""`ops/bench gpu`: how much of a CUDA device the engine uses, on known model shapes, random
+weights.
 
-Ceilings (bytes per second, operations per second) are measured in the same run; what a step must move and compute is
-counted from the model's shapes. The most important comes first: of every model decode by batch, one long prefill, drawn
-tokens, where a step's time goes, and the mixed load beside Transformers' continuous batching on a second model with the
-same weights; then of every model 8-bit keys and values, uneven lengths, scattered blocks, the attention backends, and
-the model without graphs, running ahead, fused modules or the drawing kernel. The record is written after every
-measurement, and what `--limit` leaves no time for is named in it, so a run that is cut off has lost nothing.
-`--device cpu --shape tiny --dtype float32` runs all of it anywhere. On a machine that has torch, transformers, rich and
-msgspec and nothing else of ours: `python3 -m ops.benchmarks gpu --json gpu.json`.
+The ceilings (bytes per second, operations per second) are measured in the same run; what a step
+must move and compute is counted from the model's shapes. The most important measurements come
+first: for every model, decode by batch size, one long prefill, drawn tokens, where a step's time
+goes, and the mixed load beside Transformers' continuous batching on a second model with the same
+weights. Then follow, for every model, 8-bit keys and values, uneven lengths, scattered blocks, the
+attention backends, and the model without graphs, running ahead, fused modules or the drawing
+kernel. The record is written after every measurement and names what `--limit` left no time for, so
+an interrupted run keeps all that it measured.
+
+`--device cpu --shape tiny --dtype float32` runs all of it anywhere. A machine that has torch,
+transformers, rich and msgspec runs it without an installation of ours: `python3 -m ops.benchmarks
+gpu --json gpu.json`.
 """
 
 import argparse
@@ -28,8 +33,8 @@ from ops.benchmarks.gpu_peer import beside
 from worker.engine import Engine, EngineConfigError, SamplingParams
 from worker.engine.model.loader import LoadedModel
 
-PAGED_BLOCK = 256  # what FlashAttention 2 asks of a block
-BESIDE_S = 150.0  # what two engines on the mixed load need, warmed up and in turn
+PAGED_BLOCK = 256  # block size that FlashAttention 2 requires
+BESIDE_S = 150.0  # seconds that both engines need for the mixed load, warm-up included
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +71,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 class Session:
-    """The record as it grows, and the time that is left."""
+    """Keeps the growing record of a run and its deadline."""
 
     def __init__(self, options: argparse.Namespace, console: Console) -> None:
         self.options = options
@@ -89,7 +94,10 @@ class Session:
         self._keep(self.record)
 
     def attempt(self, shape: str, what: str, work: Callable[[], Any], needs_s: float = 0.0) -> Any:
-        """Measure and keep; None if too little time is left or it failed, and the record says which."""
+        """Run one measurement, and keep and return its result.
+
+        Returns None if too little time is left or the measurement failed; the record says which.
+        """
         left_out = self.record["left_out"]
         if time.monotonic() + needs_s > self.until:
             left_out[f"{shape}: {what}"] = "no time was left"
@@ -97,7 +105,7 @@ class Session:
         started = time.perf_counter()
         try:
             found = work()
-        except EngineConfigError as error:  # this machine cannot: a backend that is not there, say
+        except EngineConfigError as error:  # not possible on this machine, for example a missing backend
             left_out[f"{shape}: {what}"] = str(error)
             gpu_report.tell(self._console, f"{shape}: {what} is left out", str(error))
             return None
@@ -115,7 +123,7 @@ class Session:
 
 
 def measure(name: str, session: Session) -> None:
-    """What matters most: the engine as it is by default, and beside its peer."""
+    """Measure the engine with its default settings, then beside its peer."""
     options, shape = session.options, SHAPES[name]
     loaded = describe(random_model(shape, options.device, getattr(torch, options.dtype)), configure(shape, options))
     whole(name, "default", session, loaded)
@@ -129,7 +137,7 @@ def measure(name: str, session: Session) -> None:
 
 
 def vary(name: str, session: Session) -> None:
-    """The same model with one thing changed at a time."""
+    """Measure the same model with one thing changed at a time."""
     options = session.options
     shape, dtype, largest = SHAPES[name], getattr(torch, options.dtype), max(options.batch)
     base = configure(shape, options)
@@ -156,7 +164,7 @@ def vary(name: str, session: Session) -> None:
 
 
 def whole(name: str, what: str, session: Session, loaded: LoadedModel) -> None:
-    """Everything that is measured of the engine as it is by default."""
+    """Take all measurements of an engine with its default settings."""
     options, shape, ceilings = session.options, SHAPES[name], session.ceilings
 
     def work(engine: Engine) -> None:
@@ -193,7 +201,10 @@ def part(
     long: int = 0,
     is_scattered: bool = False,
 ) -> None:
-    """Decode of a few batches, and of modules and attention the prefill, with other settings."""
+    """Measure decode for a few batch sizes with other settings.
+
+    Variants of modules and attention get the prefill too.
+    """
     options, shape, ceilings = session.options, SHAPES[name], session.ceilings
 
     def work(engine: Engine) -> None:

@@ -1,5 +1,7 @@
-"""What `ops/bench gpu` measures of one engine: decode by batch, drawn tokens, a long prefill, kernels and gaps, a mixed
-load. It knows engines and shapes, not the order of a run.
+"""Measurements of one engine for `ops/bench gpu`.
+
+They are decode by batch size, drawn tokens, a long prefill, kernels and gaps, and a mixed load. The
+order of a run is in gpu.py.
 """
 
 import argparse
@@ -20,13 +22,16 @@ from worker.engine import Engine, EngineConfig, SamplingParams
 from worker.engine.model.loader import LoadedModel
 from worker.engine.runner import ModelRunner
 
-SPARE = 16  # tokens that sequences may make besides those that are measured
+SPARE = 16  # tokens that sequences may produce besides those that are measured
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 DRAWN = SamplingParams(temperature=0.8, top_p=0.95, top_k=100, seed=1, ignore_eos=True)
 
 
 def configure(shape: Shape, options: argparse.Namespace, **changes: Any) -> EngineConfig:
-    """Room for the largest batch, one sequence of `long` tokens in it, and for the long prompt."""
+    """Return a configuration with room for the largest batch and for the long prompt.
+
+    One sequence of the batch may be `long` tokens long.
+    """
     block, long, largest = changes.pop("block_size", 16), changes.pop("long", 0), max(options.batch)
     budget = max(options.prefill, 2 * largest)
     prompts = largest * options.context + long
@@ -41,7 +46,9 @@ def configure(shape: Shape, options: argparse.Namespace, **changes: Any) -> Engi
 
 
 def headroom(prompt_tokens: int, batch: int, budget: int) -> int:
-    """At most so many tokens does the first sequence make until the last one's prompt is read, and a few more."""
+    """Return how many tokens the first sequence may produce before the last prompt is read, plus a
+    margin.
+    """
     return -(-prompt_tokens // (budget - batch)) + SPARE
 
 
@@ -50,7 +57,11 @@ def engine_of(loaded: LoadedModel, config: EngineConfig) -> Engine:
 
 
 def scatter(engine: Engine) -> None:
-    """From now on neighbours in a sequence lie anywhere in the pool, as in a service that has run for a while."""
+    """Shuffle the free blocks of all pools.
+
+    Consecutive blocks of a sequence then lie anywhere in the pool, as in a service that has run for
+    a while.
+    """
     for pool in engine.scheduler.kv.pools:
         blocks = [pool.allocate() for _ in range(pool.num_free)]
         random.Random(0).shuffle(blocks)
@@ -67,7 +78,7 @@ def decode(
     params: SamplingParams,
     long: int = 0,
 ) -> dict[str, float]:
-    """`long`: tokens of one of the sequences, where they are not alike."""
+    """Measure decode steps; `long`, if not 0, is the context length of one of the sequences."""
     contexts = [long or options.context, *[options.context] * (batch - 1)]
     requests = _start(engine, shape, contexts, options, params)
     times = []
@@ -113,7 +124,7 @@ def gaps(engine: Engine, shape: Shape, batch: int, options: argparse.Namespace) 
 
 
 def mixed_load(shape: Shape, share: float) -> Workload:
-    """The mixed workload, its ids brought into the shape's vocabulary."""
+    """Generate the mixed workload, with its token ids mapped into the shape's vocabulary."""
     workload = generate("mixed", 0, share)
     return Workload(
         workload.name,
@@ -125,7 +136,7 @@ def mixed_load(shape: Shape, share: float) -> Workload:
 
 
 class Ours(Tokenmill):
-    """Around an engine that is there already."""
+    """Measured engine around an engine that exists already."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -135,7 +146,9 @@ class Ours(Tokenmill):
 def _start(
     engine: Engine, shape: Shape, contexts: Sequence[int], options: argparse.Namespace, params: SamplingParams
 ) -> list[str]:
-    """Sequences of these lengths decode when this returns, graphs captured and caches warm."""
+    """Start sequences of these lengths; all decode when this returns, with graphs captured, caches
+    warm.
+    """
     spare = headroom(sum(contexts), len(contexts), engine.runner.config.max_num_batched_tokens)
     limits = SamplingParams(
         temperature=params.temperature, top_p=params.top_p, top_k=params.top_k, seed=params.seed, ignore_eos=True,
@@ -151,7 +164,10 @@ def _start(
 
 
 def _end(engine: Engine, requests: Sequence[str]) -> None:
-    """Raises RuntimeError if one had ended already: then the batch was smaller than what is told."""
+    """Cancel the sequences.
+
+    Raises RuntimeError if one had ended already: the batch was then smaller than reported.
+    """
     still = sum(engine.cancel(request) for request in requests)
     while engine.has_work:
         engine.step()

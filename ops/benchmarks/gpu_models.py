@@ -1,6 +1,6 @@
-"""Models of well-known shapes with random weights, made on the device, and what a step of them must move and compute.
+"""Models of known shapes with random weights on the device, and what their steps move and compute.
 
-The same seed gives the same weights, so that two engines can each have a model of their own.
+The same seed gives the same weights, so two engines can each have a model of their own.
 """
 
 import gc
@@ -19,7 +19,10 @@ from worker.engine.model.paged import IMPLEMENTATION, register
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A decoder as its configuration names it; the embedding is not counted, its rows are only looked up."""
+    """A decoder with the fields of its configuration.
+
+    The embedding is not counted, because its rows are only looked up.
+    """
 
     model_type: str
     hidden_size: int
@@ -33,7 +36,7 @@ class Shape:
 
     @property
     def num_weights(self) -> int:
-        """That a token's products touch."""
+        """Number of weights that one token is multiplied with."""
         heads = self.num_attention_heads + 2 * self.num_key_value_heads
         attention = self.hidden_size * self.head_dim * (heads + self.num_attention_heads)
         return self.num_hidden_layers * (attention + 3 * self.hidden_size * self.intermediate_size) + self.head_weights
@@ -46,11 +49,13 @@ class Shape:
         return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim * tokens * itemsize
 
     def attention_operations(self, pairs: int) -> int:
-        """Of so many (query, key) pairs: logits, and the sum of values."""
+        """Count the operations of attention for `pairs` (query, key) pairs: logits and the sum of
+        values.
+        """
         return 4 * self.num_hidden_layers * self.num_attention_heads * self.head_dim * pairs
 
     def prefill_operations(self, tokens: int) -> int:
-        """Products of every token, the head of one, and causal attention."""
+        """Count the products of every token, the head of one token, and causal attention."""
         products = 2 * (self.num_weights - self.head_weights) * tokens + 2 * self.head_weights
         return products + self.attention_operations(tokens * (tokens + 1) // 2)
 
@@ -63,7 +68,7 @@ SHAPES = {
 
 
 def random_model(shape: Shape, device: str, dtype: torch.dtype) -> Any:
-    """With our attention, on the device, nothing written to disk."""
+    """Build the model with our attention, directly on the device; nothing is written to disk."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     register()
@@ -78,20 +83,20 @@ def random_model(shape: Shape, device: str, dtype: torch.dtype) -> Any:
 
 
 def describe(model: Any, config: EngineConfig) -> LoadedModel:
-    """As the engine's loader does it, fused if the configuration says so."""
+    """Return the model as the engine's loader would; fuses it if the configuration says so."""
     with tempfile.TemporaryDirectory() as folder:
         model.config.save_pretrained(folder)
         return describe_model(model, Path(folder), config)
 
 
 def fused_modules(model: Any) -> dict[str, int]:
-    """How many stand-ins of each kind the model has."""
+    """Count the model's replaced modules by class name."""
     kinds = (type(module) for module in model.modules())
     return dict(Counter(kind.__name__ for kind in kinds if kind.__module__.startswith("worker.")))
 
 
 def forget() -> None:
-    """Give back the memory of what was dropped."""
+    """Free the memory of dropped objects, on the GPU too."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

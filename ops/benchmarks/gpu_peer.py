@@ -1,6 +1,7 @@
-"""The mixed load, our engine beside Transformers' continuous batching: in turn, on two models with the same weights.
+"""Runs the mixed load on our engine and on Transformers' continuous batching, in turns.
 
-Both live in this process and on its device, each with a pool of the same size.
+Each has a model of its own with the same weights and a pool of the same size. Both live in this
+process and on its device.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from ops.benchmarks.workload_files import Workload
 from worker.engine.model.loader import LoadedModel
 
 POOL_TOKENS = 131_072
-PEER_ATTENTION = "sdpa"  # what it has without further packages
+PEER_ATTENTION = "sdpa"  # the attention that it has without further packages
 
 
 def beside(
@@ -28,7 +29,10 @@ def beside(
     deadline: float,
     keep: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
-    """`keep` is given what is known after each round; raises TimeoutError at the deadline (of the monotonic clock)."""
+    """Measure both engines; `keep` receives the results so far after each run.
+
+    Raises TimeoutError at `deadline`, a time of the monotonic clock.
+    """
     load = mixed_load(shape, options.share)
     largest = max(options.batch)
     pool = min(POOL_TOKENS, largest * 1024)
@@ -46,7 +50,7 @@ def beside(
         "tokenmill": Ours(engine), "transformers": TransformersBatching(given, theirs, deadline),
     }  # fmt: skip
     try:
-        contenders["tokenmill"].run(load.requests)  # compiles, captures
+        contenders["tokenmill"].run(load.requests)  # compiles, captures graphs
         contenders["transformers"].run(load.first(8, 8).requests)
         return take_turns(contenders, load, options.rounds, keep)
     finally:
@@ -74,6 +78,9 @@ def take_turns(
 
 
 def _equal(answers: dict[str, list[list[int]]]) -> float:
-    """Share of answers that are the same to the last token: in half precision the best two tokens may tie."""
+    """Return the share of answers that are equal to the last token.
+
+    In half precision the best two tokens may tie, so answers may differ.
+    """
     ours, theirs = answers.values()
     return sum(a == b for a, b in zip(ours, theirs, strict=True)) / len(ours)

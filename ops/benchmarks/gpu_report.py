@@ -1,4 +1,4 @@
-"""How `ops/bench gpu` tells what it found: a line after each measurement, tables in the end."""
+"""Prints the results of `ops/bench gpu`: a line after each measurement, and tables at the end."""
 
 import json
 import sys
@@ -10,7 +10,7 @@ from rich.table import Table
 
 from ops.benchmarks.goals import GPU_GOALS
 
-WIDTH = 160  # where no terminal says its own
+WIDTH = 160  # columns if the output is no terminal
 
 
 def console() -> Console:
@@ -18,7 +18,7 @@ def console() -> Console:
 
 
 def describe(device: str) -> dict[str, Any]:
-    """What the figures were measured on and with."""
+    """Return the device's properties and the versions of torch and transformers."""
     import transformers
 
     found: dict[str, Any] = {"torch": torch.__version__, "transformers": transformers.__version__, "name": device}
@@ -53,7 +53,7 @@ def show(console: Console, record: dict[str, Any]) -> None:
 
 
 def goals(record: dict[str, Any]) -> list[str]:
-    """What was measured beside what was aimed at."""
+    """Return a line for each measured goal: reached or missed, the figure and the target."""
     return [
         f"goal {'reached' if figures[figure] >= goal else 'missed'}: {name}, {what}: "
         f"{figure.replace('_', ' ')} {figures[figure]:.2f}, aimed at {goal:.2f}"

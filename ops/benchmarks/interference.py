@@ -1,8 +1,9 @@
-"""`ops/bench interference`: what a long prompt costs those who are already there, and a short one that comes after it.
+"""`ops/bench interference`: how a long prompt delays running streams and a short prompt after it.
 
-Streams decode; a long prompt arrives, and in the next step a short one. Measured: the time per output token of the
-streams before and while the prompt is computed, its longest silence, and the short prompt's time to first token, also
-in steps. A step is bounded by the chunk, so these follow `--chunk`. It knows no queue.
+Some streams decode; a long prompt arrives, and in the next step a short one. Measured are the time
+per output token of the streams before and during the long prefill, their longest silence, and the
+short prompt's time to first token, in milliseconds and in steps. The chunk size bounds a step, so
+these figures follow `--chunk`.
 """
 
 import argparse
@@ -41,7 +42,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     for number in range(options.rounds + 1):
         for chunk, engine in engines.items():
             measured = _measure(engine, options, number)
-            if number:  # the first warms up
+            if number:  # the first round warms up
                 rounds[chunk].append(measured)
     medians = {
         chunk: {name: statistics.median(each[name] for each in done) for name in SHOWN}
@@ -103,7 +104,7 @@ def _measure(engine: Engine, options: argparse.Namespace, seed: int) -> dict[str
 
 
 def _watch(engine: Engine, streams: set[str], steps: int) -> list[float]:
-    """Seconds of each step."""
+    """Run steps and return the seconds of each; only the streams may get tokens."""
     taken, last = [], time.perf_counter()
     for _ in range(steps):
         given = {event.request_id for event in engine.step() if event.token_ids}

@@ -1,4 +1,6 @@
-"""What a comparison has measured so far: kept in the file after every turn, shown when a workload or the run ends."""
+"""Keeps the results of a comparison: written after every turn, printed after a workload and at the
+end.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +14,12 @@ Keep = Callable[[dict[str, object]], None]
 
 
 class Journal:
-    """`keep` replaces the file's contents by what it is given; `rounds` are how many each workload is to have."""
+    """Collects and prints the results of a comparison.
+
+    Args:
+        keep: replaces the contents of the JSON file by its argument.
+        rounds: number of rounds of each workload.
+    """
 
     def __init__(self, console: Console, keep: Keep, rounds: int) -> None:
         self._console, self._keep, self._rounds = console, keep, rounds
@@ -26,22 +33,24 @@ class Journal:
 
     @property
     def is_equal(self) -> bool:
-        """Did all engines give the same tokens?"""
+        """Return whether all engines gave the same tokens."""
         return all(found["equal"] for found in self._records)
 
     def begin(self, measurement: Measurement) -> Callable[[str, Turn], None]:
-        """What `run_rounds` tells of its turns."""
+        """Add a measurement; return the function that `run_rounds` calls after each turn."""
         self._records.append(record(measurement))
 
         def told(name: str, turn: Turn) -> None:
             self._records[-1] = record(measurement)
-            self._keep({**self.results, "complete": False})  # what is told is kept
+            self._keep(
+                {**self.results, "complete": False}
+            )  # written before printed, so that the file has every printed turn
             self._console.print(turn_line(measurement, name, turn, self._rounds), markup=False, soft_wrap=True)
 
         return told
 
     def show(self) -> None:
-        """The workloads that were not shown yet, as far as they got."""
+        """Print the workloads that were not printed yet, also unfinished ones."""
         for found in self._records[self._shown :]:
             if found["summary"]:
                 show(found, self._console)

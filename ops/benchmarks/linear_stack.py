@@ -1,8 +1,7 @@
-"""The linear layers of a model and nothing else: the floor that an engine's steps stand on.
+"""Runs only the linear layers of a model: a lower bound for the time of an engine's steps.
 
-Shapes come from the model's configuration, weights are random and each layer has its own (so they come
-from memory as in the model). Queries, keys and values are one product, gate and up another. It knows no
-attention, no engine.
+Shapes come from the model's configuration. Weights are random, and each layer has its own, so they
+come from memory as in the model. Queries, keys and values are one product; gate and up are another.
 """
 
 import warnings
@@ -28,13 +27,16 @@ KINDS = {
     "int4": "our 4-bit kernel, the head in 8 bits",
 }
 _JOINT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-_MKL_ROWS = 256  # packing for this many rows is good for any number
+_MKL_ROWS = 256  # rows for which MKL packs; the packing works for any number
 
 Product = Callable[[Tensor], Tensor]
 
 
 class LinearStack:
-    """`run(num_tokens, num_rows)`: every layer on `num_tokens` rows, then the head on `num_rows`."""
+    """Linear layers of a model; `run(num_tokens, num_rows)` computes all layers, then the head.
+
+    The layers get `num_tokens` rows, the head `num_rows`.
+    """
 
     def __init__(self, shapes: list[tuple[int, int]], kind: str, max_tokens: int) -> None:
         self.kind = kind
@@ -66,7 +68,7 @@ class LinearStack:
 
 
 class _Calls:
-    """Our kernels one after the other, without a line of Python between them."""
+    """Our kernels as one program, with no Python between them."""
 
     def __init__(
         self, packer: Packer, shapes: list[tuple[int, int]], inputs: dict[int, Tensor], output: Tensor, max_tokens: int
@@ -91,7 +93,7 @@ class _Calls:
 
 
 def shapes_of(folder: Path) -> list[tuple[int, int]]:
-    """`(outputs, inputs)` of every product of one pass, in order, the head last."""
+    """Return (outputs, inputs) of every product of one pass, in order, the head last."""
     config = AutoConfig.from_pretrained(folder).get_text_config()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
@@ -125,7 +127,7 @@ def _torch(weight: Tensor) -> Product:
 
 
 def _mkl(weight: Tensor) -> Product:
-    """Raises RuntimeError where torch was built without MKL."""
+    """Raises RuntimeError if torch was built without MKL."""
     if not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
         raise RuntimeError("this torch was built without MKL")
     packed = torch.ops.mkl._mkl_reorder_linear_weight(weight, _MKL_ROWS)
@@ -133,7 +135,7 @@ def _mkl(weight: Tensor) -> Product:
 
 
 def _fbgemm(weight: Tensor) -> Product:
-    """Raises RuntimeError where torch was built without fbgemm."""
+    """Raises RuntimeError if torch was built without fbgemm."""
     torch.backends.quantized.engine = "fbgemm"
     scale = weight.abs().amax(dim=1).double() / 127
     zeros = torch.zeros(len(weight), dtype=torch.long)

@@ -1,4 +1,4 @@
-"""`ops/bench plot FILE.json -o FILE.png`: the picture of what another command measured."""
+"""`ops/bench plot FILE.json -o FILE.png`: draws the figures that another command measured."""
 
 import argparse
 import json

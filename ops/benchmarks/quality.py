@@ -1,8 +1,8 @@
-"""`ops/bench quality`: what rounding costs, of weights or of keys and values: perplexity on real English text, and
-equal greedy tokens.
+"""`ops/bench quality`: the cost of rounding weights or keys and values: perplexity, equal tokens.
 
-The text is the language reference that Python ships for its own `help()` (pydoc_data.topics): the same on
-every machine, tens of thousands of tokens, prose among code. The model runs through the engine, as it is served.
+Perplexity is measured on English text, and greedy tokens are compared. The text is the language
+reference that Python ships for its own `help()` (pydoc_data.topics): the same on every machine,
+tens of thousands of tokens, prose among code. The model runs through the engine, as it is served.
 """
 
 import argparse
@@ -29,7 +29,7 @@ QUANTIZATIONS = ("int8", "int4")
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Mean negative log-likelihood per token of the text, and the greedy answers to its windows' beginnings."""
+    """Mean negative log-likelihood per token, and greedy answers to the beginnings of the windows."""
 
     nll: float
     answers: tuple[tuple[int, ...], ...]
@@ -81,7 +81,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
 
 
 def text_windows(model: str, count: int, length: int) -> list[list[int]]:
-    """Pieces spread evenly over the text."""
+    """Cut pieces of the text, spread evenly over it."""
     topics: dict[str, str] = importlib.import_module(SOURCE).topics
     tokenizer = AutoTokenizer.from_pretrained(resolve(model))
     ids: list[int] = tokenizer("\n".join(topics[name] for name in sorted(topics)), verbose=False)["input_ids"]
@@ -90,7 +90,7 @@ def text_windows(model: str, count: int, length: int) -> list[list[int]]:
 
 
 def chosen(kind: str) -> dict[str, Any]:
-    """The engine's settings that a kind stands for."""
+    """Return the engine's settings that a kind stands for."""
     parts = [] if kind == "float32" else kind.split("+")
     return {"quantization" if part in QUANTIZATIONS else "kv_dtype": part for part in parts}
 
@@ -129,5 +129,5 @@ def _figures(one: Measured, exact: Measured) -> dict[str, float]:
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Tokens before the first difference."""
+    """Count the equal tokens before the first difference."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

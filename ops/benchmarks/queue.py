@@ -1,8 +1,9 @@
-"""`ops/bench queue`: the queue alone, around an engine that computes nothing, beside Celery and arq.
+"""`ops/bench queue`: measures the queue alone, with a model-free engine, beside Celery and arq.
 
-Each system gets a fresh Valkey and one worker process: jobs per second handed in one by one and many at once, memory
-per waiting job, then the whole way (hand in, run, publish every token, read every result) with the server's commands
-per job. Of ours also what a token and a job wait for. Rounds alternate; figures are medians.
+Each system gets a fresh Valkey and one worker process. Measured are jobs per second, submitted one
+by one and many at once, memory per waiting job, and the whole service (submit, run, publish every
+token, read every result) with the server's commands per job. For our queue, the waiting times of a
+token and of a job are measured too. Rounds alternate; figures are medians.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""What `ops/bench queue` puts beside one another: our queue, Celery and arq, each on a server of its own.
+"""Systems that `ops/bench queue` compares: our queue, Celery and arq, each on a server of its own.
 
-A system hands in jobs, runs one worker, and reads the results; how is its own business, and each is used as its
-documentation says. Every worker publishes every token on a channel of the job's, so that the traffic is the same.
+A system submits jobs, runs one worker and reads the results, each as its documentation recommends.
+Every worker publishes every token on a channel of the job, so that the traffic is the same.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from worker.tether import Tether
 
 ARQ_VERSION = "0.28.0"
 SYNTHETIC = "synthetic"
-PACED = "synthetic?step_ms=20"  # 32 sequences then make 1,600 tokens a second
+PACED = "synthetic?step_ms=20"  # 32 sequences then produce 1,600 tokens a second
 _WARM_UP = 50
 _START_TIMEOUT_S = 120.0
 
@@ -35,12 +35,12 @@ Say = Callable[[str], None]
 
 
 class QueueSystem(ABC):
-    """One round of one system."""
+    """Runs one round of one system."""
 
     name: ClassVar[str]
 
     def __init__(self, say: Say, log: BinaryIO) -> None:
-        """`log`: where the workers' own words go."""
+        """Set up; `log` receives the output of the workers."""
         self._say, self._log = say, log
 
     def measure(self, jobs: int, tokens: int) -> dict[str, float]:
@@ -58,19 +58,22 @@ class QueueSystem(ABC):
 
     @abstractmethod
     def submit_one_by_one(self, url: str, jobs: int, tokens: int) -> float:
-        """Seconds."""
+        """Submit the jobs one after the other; return the seconds taken."""
 
     @abstractmethod
     def submit_many(self, url: str, jobs: int, tokens: int) -> float:
-        """Seconds."""
+        """Submit the jobs together where the system can; return the seconds taken."""
 
     @abstractmethod
     def whole_way(self, jobs: int, tokens: int) -> dict[str, float]:
-        """`jobs_s`, `tokens_s`, `commands_per_job`, and what else it can tell."""
+        """Return `jobs_s`, `tokens_s`, `commands_per_job` and further figures of this system."""
 
 
 class Tokenmill(QueueSystem):
-    """Results stand in SQLite as well, in one transaction with the usage: the others keep theirs in Valkey alone."""
+    """Our queue. Results are stored in SQLite too, in one transaction with the usage.
+
+    The other systems keep results in Valkey only.
+    """
 
     name = "tokenmill"
 
@@ -103,7 +106,7 @@ class Tokenmill(QueueSystem):
                 **self._at_pace(tokens), "chunks_s": chunks_s}  # fmt: skip
 
     def _at_pace(self, tokens: int) -> dict[str, float]:
-        """What is waited for beside an engine whose steps take time, as a model's do."""
+        """Measure waiting times beside an engine whose steps take time, as a model's steps do."""
         service = WholeWay.model_free(PACED, self._log)
         try:
             service.stream_jobs(8, tokens)
@@ -129,7 +132,10 @@ def _job(number: int, tokens: int) -> dict[str, Any]:
 
 
 class CeleryTasks(QueueSystem):
-    """A task per job, early acknowledgement, results in Valkey; solo pool, so one process as ours."""
+    """Celery: one task per job, early acknowledgement, results in Valkey.
+
+    The solo pool makes it one process, as ours is.
+    """
 
     name = "celery"
 
@@ -140,7 +146,7 @@ class CeleryTasks(QueueSystem):
             task.delay(f"Question {number}: why is the sky blue?", tokens)
         return time.perf_counter() - started
 
-    submit_many = submit_one_by_one  # there is no call for many
+    submit_many = submit_one_by_one  # Celery has no call for many tasks
 
     def whole_way(self, jobs: int, tokens: int) -> dict[str, float]:
         from celery.result import ResultSet
@@ -165,7 +171,9 @@ class CeleryTasks(QueueSystem):
 
 
 class Arq(QueueSystem):
-    """In an environment of its own, built at first request; its driver prints seconds as JSON."""
+    """arq, in an environment of its own that is built on first use; its driver prints seconds as
+    JSON.
+    """
 
     name = "arq"
 
@@ -204,7 +212,10 @@ def _check(found: int, wanted: int) -> None:
 
 @contextmanager
 def _counted(url: str) -> Iterator[list[float]]:
-    """The commands that the server ran meanwhile, those inside scripts not counted; known when the block ends."""
+    """Count the commands that the server runs inside the block; those inside scripts do not count.
+
+    The yielded list holds the number when the block ends.
+    """
     counted = [0.0]
     with redis.Redis.from_url(url) as probe:
         before = _info(probe, "stats", "total_commands_processed")

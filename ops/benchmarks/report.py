@@ -1,4 +1,6 @@
-"""What a comparison prints and writes: a table per workload, one over all of them, in 80 columns; and its JSON."""
+"""Prints a comparison as tables of 80 columns, one per workload and one over all, and makes its
+JSON.
+"""
 
 import statistics
 from collections.abc import Sequence
@@ -11,7 +13,7 @@ from ops.benchmarks.goals import GOALS, ROUNDED_GOALS
 from ops.benchmarks.rounds import Measurement, Turn
 from ops.benchmarks.tables import plain_table
 
-# Columns of a workload's table, and what an engine may say besides; keys are those of figures.of_round.
+# Columns of a workload's table, then details of an engine; keys are those of figures.of_round.
 COLUMNS = {
     "output_tok_s": "out\ntok/s",
     "spread": "±\n",
@@ -43,7 +45,7 @@ DETAILS = {
 
 
 def turn_line(measurement: Measurement, name: str, turn: Turn, rounds: int) -> str:
-    """One turn, as it ends."""
+    """Format one finished turn as a line."""
     number = len(measurement.turns[name])
     speed = _number(turn.figures["output_tok_s"])
     line = f"{measurement.workload.name} {number}/{rounds}  {name:<13}{speed:>7} tok/s {turn.measured.wall_s:8.1f} s"
@@ -53,7 +55,7 @@ def turn_line(measurement: Measurement, name: str, turn: Turn, rounds: int) -> s
 
 
 def record(measurement: Measurement) -> dict[str, Any]:
-    """For the JSON, also of a measurement that is not at its end."""
+    """Return a measurement for the JSON; it may be unfinished."""
     workload = measurement.workload
     comparisons = {name: _comparison(measurement, name) for name in measurement.peers if measurement.num_rounds}
     compared = [found for name, found in comparisons.items() if name not in measurement.floors]
@@ -81,11 +83,11 @@ def _comparison(measurement: Measurement, name: str) -> dict[str, Any]:
     return found
 
 
-# ── for people ──
+# ── printed tables ──
 
 
 def show(result: dict[str, Any], console: Console) -> None:
-    """One workload, from its record."""
+    """Print one workload from its record."""
     names = list(result["summary"])
     num_rounds = min(len(rounds) for rounds in result["rounds"].values())
     console.print(
@@ -123,7 +125,7 @@ def _comparison_cells(comparison: dict[str, Any]) -> tuple[str, str]:
 
 
 def _lines(result: dict[str, Any]) -> list[str]:
-    """What has no column: an engine's ratios by round, its details, tokens that differ."""
+    """Format what has no column: an engine's ratios by round, its details, tokens that differ."""
     lines = []
     for name, figures in result["summary"].items():
         found = result["comparisons"].get(name, {})
@@ -138,7 +140,9 @@ def _lines(result: dict[str, Any]) -> list[str]:
 
 
 def show_summary(results: Sequence[dict[str, Any]], console: Console) -> None:
-    """All workloads in one table: our speed, and our share of every other's. Behind a ratio stands its goal."""
+    """Print all workloads in one table: our speed, and its ratio to every other engine with the
+    goal.
+    """
     ours, *others = results[0]["summary"]
     if not others:
         return
@@ -148,7 +152,7 @@ def show_summary(results: Sequence[dict[str, Any]], console: Console) -> None:
     for name in others:
         table.add_column(name.replace(" ", "\n", 1), justify="right", no_wrap=True)
     for result in results:
-        is_reading = result["output_tokens"] == result["requests"]  # one token each: what counts is the prompts
+        is_reading = result["output_tokens"] == result["requests"]  # one token each: the speed is that of the prompts
         speed = result["summary"][ours]["prompt_tok_s" if is_reading else "output_tok_s"]["median"]
         cells = [_with_goal(result["comparisons"][name]["ratio"], _goal(result, name)) for name in others]
         table.add_row(result["workload"], _number(speed) + (" in" if is_reading else ""), *cells)

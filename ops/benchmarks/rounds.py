@@ -1,7 +1,7 @@
-"""Rounds in turn: every engine has its turn in each, the order turns around, and each turn is told as it ends.
+"""Runs rounds in which every engine has a turn; the order reverses from round to round.
 
-It begins when the one before it has left the cores alone. A measurement may be looked at after any turn, so that an
-interrupted run has what was finished.
+A turn begins when the cores are idle again after the one before. Each turn is reported as it ends,
+so an interrupted run keeps what was finished.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,9 +26,9 @@ class Turn:
 
 @dataclass(slots=True)
 class Measurement:
-    """Per engine its turns, in the order in which the engines were named; the first is compared with the others.
+    """Turns of each engine, in the order of `names`; the first engine is compared with the others.
 
-    `floors` have no tokens of their own.
+    `floors` names the engines whose tokens mean nothing.
     """
 
     workload: Workload
@@ -42,7 +42,7 @@ class Measurement:
 
     @property
     def num_rounds(self) -> int:
-        """Finished by all."""
+        """Number of rounds that all engines have finished."""
         return min(len(turns) for turns in self.turns.values())
 
     @property
@@ -50,16 +50,19 @@ class Measurement:
         return self.names[1:]
 
     def figures(self, name: str) -> list[dict[str, float]]:
-        """Of the rounds that all have finished."""
+        """Return an engine's figures of the rounds that all engines have finished."""
         return [turn.figures for turn in self.turns[name][: self.num_rounds]]
 
     def ratios(self, name: str) -> list[float]:
-        """The first engine's tokens per second over this one's, round by round: they drift less than the figures."""
+        """Return the first engine's tokens per second over this one's, by round.
+
+        Ratios drift less than the figures themselves.
+        """
         pairs = zip(self.figures(self.names[0]), self.figures(name), strict=True)
         return [mine["output_tok_s"] / theirs["output_tok_s"] for mine, theirs in pairs]
 
     def pairs(self, name: str) -> list[tuple[Round, Round]]:
-        """The first engine's rounds and this one's."""
+        """Pair the first engine's rounds with this one's."""
         turns = zip(self.turns[self.names[0]], self.turns[name], strict=False)
         return [(mine.measured, theirs.measured) for mine, theirs in turns]
 
@@ -71,7 +74,7 @@ def run_rounds(
     waiting: Waiting,
     told: Callable[[str, Turn], None],
 ) -> None:
-    """Warm-up, then `count` rounds; `told` hears of every turn."""
+    """Warm up, then run `count` rounds; `told` is called after every turn."""
     workload = measurement.workload
     for child in children:
         waiting(f"{workload.name}: {child.kind.name} warms up")

@@ -1,7 +1,7 @@
-"""The sampler alone: milliseconds per step on random logits, by what the requests ask for.
+"""Measures the sampler alone: milliseconds per step on random logits, by sampling parameters.
 
-`--spread` is the standard deviation of the logits: about 2.5 makes nuclei of thousands of tokens, the
-hard case; language models are nearer to 5. It knows no model and no engine.
+`--spread` is the standard deviation of the logits. About 2.5 makes nuclei of thousands of tokens,
+the hard case; language models are nearer to 5.
 """
 
 import argparse
@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
 
 
 def _item(params: SamplingParams, seed: int, vocab: int) -> ScheduledSequence:
-    """A sequence of 250 prompt and 250 output tokens."""
+    """Build a sequence of 250 prompt and 250 output tokens."""
     token_ids = [((seed * 31 + i * 7) % 9_000 + 10) % vocab for i in range(500)]
     sequence = Sequence(f"r{seed}", token_ids, 250, params, seed=seed)
     return ScheduledSequence(sequence, 499, 1, True)

@@ -1,7 +1,7 @@
-"""What planning and committing one step costs in plain Python, by running and by waiting sequences.
+"""Measures the Python cost of planning and committing a step, by running and waiting sequences.
 
-No model: the step's result is made up. The cost must grow with the batch and not with the backlog. CPU
-time of the thread, so that the machine's other work does not count.
+There is no model; the step's result is made up. The cost must grow with the batch and not with the
+backlog. Times are CPU time of the thread, so that other processes do not count.
 
     ops/bench scheduler [--policy fifo] [--steps 200] [--json FILE]
 """
@@ -29,7 +29,9 @@ BLOCK = 16
 
 
 def measure(running: int, waiting: int, policy: str, steps: int) -> dict[str, float]:
-    """Microseconds of plan + commit, the median and the 99th percentile, all `running` decoding."""
+    """Measure plan + commit with `running` decoding sequences: median and 99th percentile,
+    microseconds.
+    """
     blocks_each = (PROMPT + steps + 64) // BLOCK + 2
     num_blocks = 1 + running * blocks_each
     config = EngineConfig(
@@ -64,7 +66,7 @@ def measure(running: int, waiting: int, policy: str, steps: int) -> dict[str, fl
 
 
 def _sequence(index: int, max_tokens: int) -> Sequence:
-    length = PROMPT - index % BLOCK  # so that block borders are not all crossed in the same step
+    length = PROMPT - index % BLOCK  # lengths differ, so that sequences cross block borders in different steps
     prompt = [(index * 31 + position * 7) % 1000 + 2 for position in range(length)]
     return Sequence(
         request_id=f"r{index}",

@@ -1,8 +1,8 @@
-"""Random answers under JSON schemas: how many schemas are refused, and how many answers break theirs.
+"""Draws random answers under JSON schemas: counts refused schemas and answers that break theirs.
 
-Tokens are drawn evenly from those that the mask allows, ends preferred, with a real model's vocabulary: harsher than
-any model. Every finished answer is validated as a worker does (`told`) and by jsonschema, another library (`silent`:
-only that one finds it broken). It knows no engine.
+Tokens are drawn evenly from those that the mask allows, ends preferred, with a real model's
+vocabulary; that is harsher than any model. Every finished answer is validated as a worker does
+(`told`) and by another library, jsonschema (`silent`: only jsonschema finds it broken).
 """
 
 import argparse
@@ -103,7 +103,7 @@ async def count(
 
 
 class Writer:
-    """Draws tokens; seeded."""
+    """Draws answers token by token, with a fixed seed."""
 
     def __init__(self, compiler: GrammarCompiler, max_tokens: int) -> None:
         info = compiler.tokenizer_info
@@ -116,7 +116,7 @@ class Writer:
         self._ends[: len(self._vocab)] = [any(byte in word for byte in b'"}],') for word in self._vocab]
 
     def write(self, matcher: Any) -> str | None:
-        """None where the answer is not finished within its tokens."""
+        """Draw an answer; return None if it is not finished within `max_tokens`."""
         text = b""
         words = torch.zeros((1, -(-self._width // 32)), dtype=torch.int32)
         for _ in range(self._max_tokens):
@@ -138,5 +138,5 @@ class Writer:
 def is_broken(schema: dict[str, Any], text: str) -> bool:
     try:
         return not jsonschema.Draft202012Validator(schema).is_valid(json.loads(text))
-    except (OverflowError, RecursionError, re.error):  # numbers and patterns that Python cannot hold
+    except (OverflowError, RecursionError, re.error):  # numbers and patterns that Python cannot represent
         return False

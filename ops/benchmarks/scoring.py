@@ -1,4 +1,4 @@
-"""The likelihood of a text under a model as the engine serves it: the same weights, kernels and paged cache."""
+"""Computes the likelihood of a text with the weights, kernels and paged cache that the engine uses."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ from worker.engine.model.store import resolve
 
 
 class Scorer:
-    """One sequence of up to `max_tokens` at a time, on the CPU."""
+    """Scores one sequence of up to `max_tokens` at a time, on the CPU."""
 
     def __init__(self, config: EngineConfig, max_tokens: int) -> None:
         self._model = load_model(resolve(config.model), config)
@@ -34,7 +34,9 @@ class Scorer:
 
     @torch.inference_mode()
     def nll(self, token_ids: Sequence[int]) -> float:
-        """The mean negative log-likelihood of each token after the first, given those before it."""
+        """Return the mean negative log-likelihood of each token after the first, given those before
+        it.
+        """
         ids = torch.tensor(token_ids)
         logits = self._logits(ids)
         return float(F.cross_entropy(logits[:-1].float(), ids[1:]))

@@ -1,9 +1,9 @@
-"""`ops/bench service`: what the queue, the publishing and the record cost around the engine.
+"""`ops/bench service`: the cost of queue, publishing and recording around the engine.
 
-The whole service (Valkey with its log on disk, a worker, SQLite, a subscriber per job) beside the bare engine,
-on the same file in the same run: the share of the bare engine's tokens per second that is left, the time
-that a token takes from its step's end to its subscriber, as a whole and by stage, the script calls per step,
-and the CPU time of each process around the engine.
+The whole service (Valkey with its log on disk, a worker, SQLite, a subscriber per job) and the bare
+engine serve the same file in the same run. Figures are the share of the bare engine's tokens per
+second, the time of a token from its step's end to its subscriber, as a whole and by stage, the
+script calls per step, and the CPU time of each process around the engine.
 """
 
 import argparse

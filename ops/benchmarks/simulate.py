@@ -1,8 +1,8 @@
-"""`ops/bench simulate`: what cannot be measured here, in virtual time.
+"""`ops/bench simulate`: simulates in virtual time what this machine cannot measure.
 
-Engine: the real scheduler on the cost model of an H200, a bursty trace, loads around its capacity; our
-policies beside first come, first served. Queue: one queue server under 1 to 64 workers, with what our scripts
-cost the real server's thread, measured just before.
+Engine: the real scheduler on the cost model of an H200, with a bursty trace at loads around its
+capacity; our policies beside first come, first served. Queue: one queue server under 1 to 64
+workers, with the cost of our scripts on the real server's thread, measured just before.
 """
 
 import argparse

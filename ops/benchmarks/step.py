@@ -1,8 +1,9 @@
-"""`ops/bench step`: where the time of a decode step goes, by part: linear layers, attention, the other kernels, and
-what runs around them (Python: planning, inputs, events).
+"""`ops/bench step`: splits the time of a decode step into linear layers, attention, other and
+overhead.
 
-Each part is timed inside the engine's own steps, where kernels find the caches as the one before left them. What is
-fused into a linear layer (the norm before it, the gate, the addition behind it) counts there. It knows no queue.
+Overhead is what runs around the kernels (Python: planning, inputs, events). Each part is timed
+inside the engine's own steps, where kernels find the caches as the one before left them. Work that
+is fused into a linear layer (the norm before it, the gate, the addition after it) counts there.
 """
 
 import argparse
@@ -74,7 +75,7 @@ def _engine(options: argparse.Namespace, most: int) -> tuple[Engine, KernelTimes
 
 
 def _measure(engine: Engine, times: KernelTimes | None, size: int, options: argparse.Namespace) -> dict[str, float]:
-    """Medians of the steps: milliseconds of each part, and what share is overhead."""
+    """Return medians over the steps: milliseconds of each part, and the share of overhead."""
     params = SamplingParams(
         temperature=options.temperature, seed=1, ignore_eos=True, max_tokens=options.steps + WARM_UP + size + 8
     )

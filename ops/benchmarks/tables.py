@@ -1,4 +1,4 @@
-"""Tables as all commands print them: no frame, one space between columns, so that ten fit in 80 columns."""
+"""Tables of all commands: no frame, one space between columns, so that ten columns fit in 80."""
 
 from rich import box
 from rich.table import Table

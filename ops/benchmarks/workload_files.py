@@ -1,7 +1,8 @@
-"""Workload files: `{"requests": [{"prompt": [ids], "max_tokens": n}]}`, greedy, EOS ignored, all present at the start.
+"""Workload files: `{"requests": [{"prompt": [ids], "max_tokens": n}]}`.
 
-The seeded generator makes the five shapes that engines are compared on. Ids are drawn evenly from a
-range that every tokenizer in question has and that holds no special tokens.
+Sampling is greedy, EOS is ignored, and all requests are present at the start. The seeded generator
+makes the five shapes that engines are compared on. Ids are drawn evenly from a range that every
+compared tokenizer has and that holds no special tokens.
 """
 
 import json
@@ -33,7 +34,7 @@ class Workload:
         return sum(request.max_tokens for request in self.requests)
 
     def first(self, num_requests: int, max_tokens: int) -> "Workload":
-        """A short form, for warming up."""
+        """Return a shortened workload for warming up."""
         few = self.requests[:num_requests]
         return Workload(
             f"{self.name} (short)", tuple(WorkloadRequest(r.prompt, min(r.max_tokens, max_tokens)) for r in few)
@@ -45,7 +46,7 @@ class Workload:
 
 
 def load(path: Path) -> Workload:
-    """Raises ValueError with one sentence for a file that is no workload."""
+    """Load a workload file; raises ValueError with one sentence if it is invalid."""
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))["requests"]
         requests = tuple(WorkloadRequest(tuple(row["prompt"]), row["max_tokens"]) for row in rows)
@@ -57,12 +58,12 @@ def load(path: Path) -> Workload:
 
 
 def decode(source: random.Random, share: float = 1.0) -> Workload:
-    """Short prompts, long answers: nearly every step is a batch of decodes."""
+    """Generate short prompts with long answers: nearly every step is a batch of decodes."""
     return Workload("decode", tuple(WorkloadRequest(_ids(source, 16), 128) for _ in range(_count(32, share))))
 
 
 def mixed(source: random.Random, share: float = 1.0) -> Workload:
-    """Log-normal lengths, as real traffic has: medians 90 in and 45 out, cut to the range."""
+    """Generate log-normal lengths, as in real traffic: medians 90 in and 45 out, cut to the range."""
 
     def draw(median: float, sigma: float, low: int, high: int) -> int:
         return max(low, min(high, round(source.lognormvariate(0.0, sigma) * median)))
@@ -77,18 +78,18 @@ def mixed(source: random.Random, share: float = 1.0) -> Workload:
 
 
 def prefix(source: random.Random, share: float = 1.0) -> Workload:
-    """One long beginning that all share, and a little of their own."""
+    """Generate prompts that share one long beginning and differ in a short rest."""
     shared = _ids(source, 512)
     return Workload("prefix", tuple(WorkloadRequest(shared + _ids(source, 32), 32) for _ in range(_count(64, share))))
 
 
 def prefill(source: random.Random, share: float = 1.0) -> Workload:
-    """Reading only."""
+    """Generate prompts to read, with one output token each."""
     return Workload("prefill", tuple(WorkloadRequest(_ids(source, 1024), 1) for _ in range(_count(16, share))))
 
 
 def single(source: random.Random, share: float = 1.0) -> Workload:
-    """One stream alone; `share` shortens its answer."""
+    """Generate one single stream; `share` shortens its answer."""
     return Workload("single", (WorkloadRequest(_ids(source, 64), _count(128, share)),))
 
 
@@ -102,7 +103,9 @@ SHAPES: dict[str, Callable[[random.Random, float], Workload]] = {
 
 
 def generate(name: str, seed: int = 0, share: float = 1.0) -> Workload:
-    """`share` scales the number of requests, for a quick look on a slow machine."""
+    """Generate a workload; `share` scales the number of requests, for a quick run on a slow
+    machine.
+    """
     return SHAPES[name](random.Random(f"{name}/{seed}"), share)
 
 

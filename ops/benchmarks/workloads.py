@@ -1,4 +1,4 @@
-"""`ops/bench workloads DIR`: the five workload files, the same bytes for the same seed."""
+"""`ops/bench workloads DIR`: writes the five workload files; the same seed gives the same bytes."""
 
 import argparse
 from pathlib import Path

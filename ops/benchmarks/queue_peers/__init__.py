@@ -1,1 +1,1 @@
-"""Workers and drivers of the queues that `ops/bench queue` puts beside ours."""
+"""Workers and drivers of the queues that `ops/bench queue` compares with ours."""

@@ -1,6 +1,7 @@
-"""arq's side of `ops/bench queue`, run by the Python of arq's own environment: it imports nothing of ours.
+"""Drives arq for `ops/bench queue`; runs in arq's own environment and imports nothing of ours.
 
-`worker URL`, or `one|many|whole URL JOBS TOKENS`, which prints the seconds that it took as JSON.
+Call it with `worker URL`, or with `one|many|whole URL JOBS TOKENS`, which prints the seconds taken
+as JSON.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""A Celery application with one task that answers like the model-free engine: so many tokens, each published."""
+"""Celery application with one task that publishes as many tokens as the model-free engine would."""
 
 import os
 
@@ -13,7 +13,10 @@ def make_app(url: str) -> Celery:
 
 
 def make_task(url: str) -> Task:
-    """`generate(prompt, tokens)`; the worker and the producers both make it, by the same name, each for its own app."""
+    """Make the task `generate(prompt, tokens)` on an application for `url`.
+
+    The worker and the producers each make it under the same name, for their own application.
+    """
     app = make_app(url)
     connection = redis.Redis.from_url(url)
 
