@@ -43,7 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def _length(item: pytest.Item) -> tuple[float, bool]:
-    """Who may take longest, as far as marks tell."""
+    """Return the sort key of a test: its time limit (s), and if a mark says that it takes long."""
     limit = item.get_closest_marker("timeout")
     return (float(limit.args[0]) if limit else 0.0, any(map(item.get_closest_marker, _LONG)))
 
@@ -69,7 +69,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: object) -> None:
-    """Of a test process that died, how it ended: xdist does not say, and what it wrote last was captured."""
+    """Print how a test process died, since xdist does not say it.
+
+    The process's last output was captured, so its stacks come from the file of `last_words`.
+    """
     if error is not None:
         with contextlib.suppress(subprocess.TimeoutExpired):  # then it lives on, and only its pipe broke
             status = node.gateway._io.popen.wait(timeout=5)
@@ -90,7 +93,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 @pytest.fixture
 def rounds(request: pytest.FixtureRequest) -> int:
-    """How many rounds of faults a chaos test runs; `--rounds 200` is the long form."""
+    """The number of rounds of faults that a chaos test runs; `--rounds 200` is the long form."""
     return int(request.config.getoption("--rounds"))
 
 

@@ -19,7 +19,7 @@ def database(tmp_path: Path) -> str:
 
 @pytest.fixture
 def client(redis_url: str) -> Iterator[Client]:
-    """Without a database."""
+    """Yield a client without a database."""
     with Client(redis_url, queue="q") as client:
         yield client
 

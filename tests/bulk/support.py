@@ -48,7 +48,7 @@ def names(path: Path) -> list[str]:
 
 
 def result(batch_id: str, line: int, status: JobStatus = JobStatus.SUCCEEDED, **changes: Any) -> JobResult:
-    """Of a chat that answered "Hi ☁" in two tokens."""
+    """Build the result of a chat job that answered "Hi ☁" in two tokens."""
     choice = ChoiceResult(
         text="Hi ☁",
         token_ids=(7, 9),

@@ -1,4 +1,4 @@
-"""What becomes of a body: parameters by their names, refusals that name what is refused."""
+"""A request body becomes a job, or is refused with the name of the wrong parameter."""
 
 from typing import Any
 

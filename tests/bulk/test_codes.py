@@ -54,7 +54,7 @@ def test_what_the_worker_refused_is_a_bad_request(code: str) -> None:
 
 
 def test_no_other_code_of_a_job_is_a_bad_request() -> None:
-    """What the last row says: the service failed."""
+    """Every code that the guide's table does not name is answered with status 500."""
     of_jobs = set().union(*map(codes_in, WORKER_FILES)) | {"engine_error", "corrupt_log"}
     others = of_jobs - table().keys()
     assert {"internal_error", "engine_error", "dead"} <= others

@@ -1,4 +1,4 @@
-"""How a batch ends that does not simply complete: out of time half-way, cancelled while jobs run, left half done."""
+"""Tests of batches that expire half-way, are cancelled while jobs run, or are interrupted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where batches are kept: the same in Redis, SQLite and PostgreSQL."""
+"""Redis, SQLite and PostgreSQL store batches alike."""
 
 import asyncio
 from pathlib import Path

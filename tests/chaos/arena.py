@@ -93,7 +93,7 @@ class Arena:
     # ── workers ──
 
     async def keep_up(self) -> None:
-        """Until cancelled: as many workers as there should be, whatever happens to them."""
+        """Keep every troop at its size: start a worker for each that has ended, until cancelled."""
         while True:
             for gone in [item for item in self._workers if not item[1].is_alive]:
                 self._workers.remove(gone)
@@ -140,7 +140,7 @@ class Arena:
         return None
 
     async def assemble(self, timeout_s: float = 120.0) -> None:
-        """Until one worker of each troop is ready."""
+        """Wait until at least one worker of each troop is ready."""
         async with asyncio.timeout(timeout_s):
             for troop in self.troops:
                 while not any(w.is_ready for w in self._serving(troop.queue)):  # noqa: ASYNC110 - it is a process
@@ -257,7 +257,11 @@ class Arena:
             self.survived["Valkey frozen"] += 1
 
     async def _restart_postgres(self, number: int, what: str) -> None:
-        """After SIGKILL the server's children hold the data for a moment longer."""
+        """Halt PostgreSQL with the signal `number` and start it again.
+
+        After SIGKILL the server's children hold the data folder for a moment, so the start is
+        retried.
+        """
 
         def start() -> None:
             deadline = time.monotonic() + 30
@@ -292,7 +296,10 @@ class Arena:
     # ── the end ──
 
     async def drain_all(self) -> None:
-        """In order, every one with exit status 0; nothing of theirs may remain, neither process nor temporary file."""
+        """Drain all workers and record a problem for each one that does not end in order.
+
+        Problems are a wrong exit status, a timeout, and processes or temporary files that are left.
+        """
         workers, self._workers = [worker for _, worker in self._workers], []
         for worker in workers:
             worker.ask_to_end()

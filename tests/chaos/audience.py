@@ -20,7 +20,10 @@ NUM_THREADS = 4
 
 
 async def submit(client: AsyncClient, key: str, **job: Any) -> str:
-    """Until it is accepted; the key makes a repeated call the same job."""
+    """Submit a job and retry until the queue accepts it.
+
+    `key` makes a repeated call the same job.
+    """
     while True:
         try:
             return str(await client.submit(idempotency_key=key, **job))
@@ -29,7 +32,10 @@ async def submit(client: AsyncClient, key: str, **job: Any) -> str:
 
 
 async def cancel(client: AsyncClient, job: str, after_s: float) -> str:
-    """Until it is heard; returns what the client was told."""
+    """Cancel a job after `after_s` seconds, retrying while the queue is unavailable.
+
+    Returns the client's answer.
+    """
     await asyncio.sleep(after_s)
     while True:
         try:
@@ -61,7 +67,7 @@ async def listen(
 
 
 def listen_in_a_thread(client: Client, job: str, told: Told) -> None:
-    """As `listen`, by the client that has a connection per stream."""
+    """Do what `listen` does with the threaded client, which opens one connection per stream."""
     while not told.ended:
         try:
             for chunk in client.stream(job, starting_after=told.position):

@@ -31,7 +31,7 @@ class Violation:
 
 @dataclass(slots=True)
 class Told:
-    """What one subscriber was told of one job."""
+    """The tokens, texts and end that one subscriber received of one job."""
 
     choices: dict[int, list[int]] = field(default_factory=lambda: collections.defaultdict(list))
     texts: dict[int, str] = field(default_factory=lambda: collections.defaultdict(str))
@@ -45,7 +45,7 @@ class Told:
 
     @property
     def token_ids(self) -> list[int]:
-        """Of the first choice."""
+        """The token ids of the first choice."""
         return self.choices[0]
 
     @property
@@ -73,7 +73,10 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """How an accepted job may end. A job that succeeds says all of `answer`, another one at most its beginning."""
+    """The ways in which an accepted job may end.
+
+    A job that succeeds gives all of `answer`; any other job gives at most its beginning.
+    """
 
     answer: Answer
     prompt_tokens: int
@@ -83,7 +86,7 @@ class Wanted:
 
     @classmethod
     def of(cls, result: Any, **changes: Any) -> Wanted:
-        """From the client's result of an undisturbed run."""
+        """Build the expectation from the client's result of an undisturbed run."""
         answer = tuple((tuple(choice.token_ids), choice.text) for choice in result.choices)
         return cls(answer, result.usage.prompt_tokens, **changes)
 
@@ -195,7 +198,10 @@ def _misled(who: str, heard: Told, row: Row | None) -> Iterator[Violation]:
 
 
 def left_in_redis(client: Any, queue: str, states: dict[str, str]) -> list[Violation]:
-    """After the end nothing waits, nothing is held, and the counters agree with `states`, the jobs' rows in SQL."""
+    """Return what a finished run has wrongly left in Redis.
+
+    No job may wait or be owned, and the counters must agree with `states`, the jobs' states in SQL.
+    """
     base = f"tm:{{{queue}}}:"
     found: list[Violation] = []
     for key in client.scan_iter(f"{_escaped(base)}*"):

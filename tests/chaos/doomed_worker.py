@@ -53,7 +53,7 @@ def point(name: str) -> None:
 
 
 def effect_of(script: Script, arguments: tuple[Argument, ...]) -> str:
-    """What this call is for, in the table's words."""
+    """Return the purpose of this script call in the words of the table of kill points."""
     if script is scripts.RELEASE:
         return _REASON_OF[str(arguments[2])]
     if script is scripts.RESIGN:

@@ -78,7 +78,11 @@ class WorkerProcess:
             self.process.send_signal(number)
 
     def ask_to_end(self, number: int = signal.SIGTERM) -> None:
-        """Who is still loading its modules dies of the signal; everyone else ends in order."""
+        """Send a signal that asks the worker to end.
+
+        A worker that is still loading its modules dies of the signal; any other ends in order with
+        0.
+        """
         self.is_leaving = True
         self.may_end_with |= {0} if LISTENING in self.words else {0, -number}
         self.send(number)
@@ -109,7 +113,7 @@ class WorkerProcess:
         return int(self.process.wait())
 
     def problems(self) -> Iterator[str]:
-        """Of one that has ended."""
+        """Yield what is wrong with a worker that has ended: exit status, tracebacks in output."""
         status = self.process.poll()
         if status not in self.may_end_with:
             yield f"worker {self.name} ended with {status}: {self.words[-1500:]}"

@@ -64,7 +64,7 @@ async def answers_of(redis_url, folder, kinds, **settings):
 
 @pytest.fixture
 async def workloads(redis_url, tmp_path):
-    """Of the model-free engine and of the real one, with what they answer when nothing happens."""
+    """Workloads of the model-free and the real engine, with the answers of an undisturbed run."""
     chance = random.Random(SEED)
     kinds = [kind_of_job(number) for number in range(NUM_KINDS)]
     real_kinds = [kind_of_real_job(number) for number in range(NUM_REAL_KINDS)]
@@ -129,7 +129,7 @@ class Crowd:
             self._cancelling.append(asyncio.create_task(self._cancel(job, ask.cancel_after_s)))
 
     async def _cancel(self, job, after_s):
-        """Who was told "cancelled" has a cancelled job."""
+        """Cancel a job. If the answer is "cancelled", the job must end as cancelled."""
         if await cancel(self.client, job, after_s) == "cancelled":
             self.wanted[job] = dataclasses.replace(self.wanted[job], states=frozenset({"cancelled"}))
 
@@ -187,7 +187,10 @@ async def rage(arena, crowds, rounds, chance):
 
 
 async def wait_for_rows(arena, number, timeout_s):
-    """Until every accepted job is recorded. If that does not come, every worker says what it is doing."""
+    """Wait until every accepted job is recorded.
+
+    After the timeout every worker reports what it does.
+    """
     engine = sqlalchemy.create_engine(arena.database)
     deadline = time.monotonic() + timeout_s
     try:

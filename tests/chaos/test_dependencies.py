@@ -108,7 +108,7 @@ async def test_slow_redis(make_valkey, make_proxy, tmp_path):
 
 
 async def test_redis_comes_back_without_its_data(make_valkey, tmp_path):
-    """What Redis alone knew is gone; the worker goes on, and so does the queue."""
+    """Jobs that only Redis had are lost; the worker and the queue go on."""
     server, database = make_valkey(), database_url(tmp_path)
     async with (
         running_worker(server.url, database, model=SLOW_MODEL, **LEASE) as worker,

@@ -86,7 +86,7 @@ async def test_nothing_is_lost_or_told_twice(redis_url, tmp_path, undisturbed, p
 
 
 async def run_doomed(point, count, redis_url, database):
-    """Until it has killed itself; giving jobs back takes a drain, so it is asked to end."""
+    """Run a worker until it kills itself. Points that need a drain get a SIGTERM first."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "tests.chaos.doomed_worker", point, str(count), redis_url, database, cwd=ROOT
     )

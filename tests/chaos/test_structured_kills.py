@@ -90,7 +90,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 async def test_jobs_with_a_grammar_continue_at_every_token(
     redis_url: str, tmp_path: Path, settings: dict[str, Any], rounds: int, speculative_tokens: int
 ) -> None:
-    """In the long form (`--rounds 50` or more) a worker dies after every step, in the short one after every eighth."""
+    """A worker dies after every step if `--rounds` is at least 50, else after every eighth."""
     settings = settings | {"speculative_tokens": speculative_tokens}
     steps = 1 if rounds >= 50 else 8
     (tmp_path / "calm").mkdir()

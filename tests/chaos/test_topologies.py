@@ -49,7 +49,7 @@ async def serving(url: str, folder: Path, queue: str, model: str = SLOW_MODEL) -
 
 
 def use_every_call(url: str, queue: str) -> None:
-    """With the threaded client, while a worker serves."""
+    """Use every call of the threaded client while a worker serves."""
     with Client(url, queue=queue) as client:
         job = client.submit(prompt="hello", max_tokens=20, ignore_eos=True, tenant="t", idempotency_key="k")
         assert client.submit(prompt="hello", max_tokens=20, ignore_eos=True, tenant="t", idempotency_key="k") == job

@@ -1,6 +1,6 @@
-"""What the chaos asks for: kinds of jobs with answers that an undisturbed run gives, and what is done to some of them.
+"""Builds the chaos tests' jobs: kinds with the answers of an undisturbed run, and twists.
 
-Every job's expectation follows from its kind and its twist alone. It knows no server.
+Every job's expectation follows from its kind and its twist alone.
 """
 
 from __future__ import annotations
@@ -106,6 +106,6 @@ class Workload:
 
 
 async def undisturbed(client: AsyncClient, kinds: Sequence[dict[str, Any]]) -> list[Any]:
-    """What each kind of job answers when nothing happens."""
+    """Return the results of one job of each kind when nothing disturbs the run."""
     ids = [await client.submit(**kind) for kind in kinds]
     return [await client.result(job, timeout=120) for job in ids]

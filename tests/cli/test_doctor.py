@@ -1,4 +1,4 @@
-"""What `tokenmill doctor` says of a model, before anything is loaded or fetched, and of a database that is a file."""
+"""Tests of `tokenmill doctor`: a model before it is loaded or fetched, and a database file."""
 
 from pathlib import Path
 

@@ -74,7 +74,7 @@ def test_a_setting_reaches_the_queue(name: str) -> None:
 
 
 def test_no_option_of_the_queue_is_forgotten() -> None:
-    """Those that no setting reaches are constants of the design, named here."""
+    """Options that no setting reaches are constants of the design; this test names them."""
     constants = {"sweep_s", "dead_ttl_s", "max_crashes", "max_claim_bytes"}
     derived = {"tenant_burst"}
     reached = {option for _, option, _ in CHANGED.values()}

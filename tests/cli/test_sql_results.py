@@ -1,4 +1,4 @@
-"""What a producer reads from SQL: the results that Redis gave, lists, and sums."""
+"""A producer reads results, lists and sums from SQL."""
 
 import asyncio
 import time

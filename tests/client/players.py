@@ -15,7 +15,10 @@ from worker.jobs import AppendReply, Delivery
 
 
 async def answer(worker: JobStream, delivery: Delivery, num_tokens: int, pause_s: float) -> None:
-    """From where its log ends; what was not confirmed is sent again. A cancelled job ends early."""
+    """Append tokens from the end of the job's log on, as a worker does.
+
+    An append without confirmation is sent again. A cancelled job ends early.
+    """
     index = len(delivery.log)
     while index < num_tokens:
         try:

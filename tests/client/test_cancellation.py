@@ -9,7 +9,7 @@ from api_client.cancellation import end_task, heeding_cancellation, wait_at_most
 
 
 async def forgetful() -> str:
-    """What Python 3.11's wait_for does when its result and a cancellation come at once."""
+    """Swallow a cancellation, as Python 3.11's wait_for does when a result comes with it."""
     try:
         await asyncio.sleep(10)
     except asyncio.CancelledError:

@@ -1,4 +1,4 @@
-"""What a connection costs beside its round trips."""
+"""Tests of connections: refused URL options, Unix sockets, Sentinels, and no version look-ups."""
 
 from importlib import metadata
 from typing import Any

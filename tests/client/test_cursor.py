@@ -196,7 +196,10 @@ def answer_of_several(lengths: list[int]) -> JobResult:
 
 
 def logged(result: JobResult, log: list[Chunk], rng: random.Random) -> list[Chunk]:
-    """What a worker appends to this log, to its end: runs of any choice, in any order."""
+    """Return the chunks that a worker appends to this log up to its end.
+
+    Runs of tokens of any choice come in any order.
+    """
     has = {choice.index: 0 for choice in result.choices}
     ended = {chunk.choice for chunk in log if chunk.finish_reason is not None}
     for chunk in log:

@@ -1,4 +1,4 @@
-"""What a client makes of a log that is none, or has more in it than chunks."""
+"""Tests of clients that read a log which is missing or holds entries that are no chunks."""
 
 from __future__ import annotations
 

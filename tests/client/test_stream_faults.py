@@ -83,7 +83,10 @@ async def test_a_server_out_of_reach_for_a_while_leaves_no_seam(faulty: tuple[An
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
 async def test_a_subscription_that_was_made_anew_is_no_silence(queue: Queue, redis_url: str, kind: str) -> None:
-    """What came while there was none is looked up at once, long before a silent stream would look."""
+    """A new subscription looks up at once what was appended while there was none.
+
+    It does not wait for `idle_s` of silence.
+    """
     patient = ClientOptions(idle_s=15)
     client: Any = AsyncClient(redis_url, queue=QUEUE, options=patient)
     if kind == "sync":

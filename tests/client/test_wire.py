@@ -79,7 +79,7 @@ async def test_it_ends_once_and_nothing_can_be_sent_then(make_valkey: Callable[.
 
 
 async def test_nothing_is_handed_on_after_an_end(redis_url: str) -> None:
-    """Where the first reply of several that came together is the end for its owner."""
+    """Several replies arrive together, and the first one makes its owner end the connection."""
     async with wired(redis_url) as (wire, heard, _):
 
         def only_one(reply: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a user may believe of one job; the model of the scripts is made of these."""
+"""Models one job as its user sees it; the model of the scripts is made of these."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ class Job:
     returned: bool = False  # it ran, and waits ahead of the lanes for its next worker
 
     def append(self, token: int, worker: str, index: int, end: int) -> tuple[AppendReply, int]:
-        """What the server must answer to its next token. `end`, which it answered, is free for who has lost the job."""
+        """Return the reply that the server must give to an append of the next token.
+
+        `end` is the server's own second value; it is free when the worker has lost the job.
+        """
         if (self.token, self.holder, self.state) != (token, worker, JobStatus.RUNNING):
             return AppendReply.LOST, end
         if index != self.length:

@@ -38,23 +38,23 @@ class Queue:
         return None if value is None else value.decode()
 
     async def everything(self) -> dict[bytes, tuple[int, bytes]]:
-        """What the server holds now, for `go_back`."""
+        """Return all keys of the server with their TTL (ms) and dump, for `go_back`."""
         names = await self.redis.keys("*")
         return {name: (max(0, await self.redis.pttl(name)), await self.redis.dump(name)) for name in names}
 
     async def go_back(self, held: dict[bytes, tuple[int, bytes]]) -> None:
-        """As a server that has died, and comes back without its last moments."""
+        """Restore the keys of `everything`, like a server that died and lost its last writes."""
         await self.redis.flushall()
         for name, (ttl_ms, value) in held.items():
             await self.redis.restore(name, ttl_ms, value)
 
     async def pass_deadline(self, job_id: str) -> None:
-        """As if the job's deadline had just passed; the tests wait for no clock."""
+        """Move the job's deadline into the past, so that no test waits for a clock."""
         await self.redis.hset(self.keys.job(job_id), "deadline_ms", 1)
         await self.redis.zadd(self.keys.deadlines, {job_id: 1}, xx=True)
 
     async def pass_delay(self, job_id: str) -> None:
-        """As if the time before which the job may not start had just passed."""
+        """Move the job's earliest start into the past, so that no test waits for a clock."""
         assert await self.redis.zscore(self.keys.delayed, job_id) > time.time() * 1000, "it must wait until now"
         await self.redis.zadd(self.keys.delayed, {job_id: 1}, xx=True)
 

@@ -1,4 +1,4 @@
-"""What arrives is answered: good jobs as requests to the engine, bad ones as failed with one clear sentence."""
+"""Good jobs become requests to the engine; bad ones fail with one clear sentence."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Which workers a submit wakes: a listed one or two, not all; and nobody is forgotten."""
+"""A submit wakes one or two listed workers instead of all, and no worker is forgotten."""
 
 import asyncio
 import time
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.redis
 
 
 class Ears:
-    """What workers w1 … hear on their own channels, and what all hear."""
+    """Records messages on the wake-up channels of the workers w1 … and on the one for all."""
 
     def __init__(self, queue: Queue) -> None:
         self._queue = queue

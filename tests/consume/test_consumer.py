@@ -155,7 +155,10 @@ async def test_room_is_not_asked_for_while_nothing_waits() -> None:
 
 
 async def test_many_are_claimed_in_small_parts() -> None:
-    """Between the parts of a wave of bulk work the urgent, who come first in every claim, get their turn."""
+    """A wave of bulk jobs is claimed in parts.
+
+    Urgent jobs come first in every claim, so also between parts.
+    """
     names = [str(number) for number in range(3 * MAX_AT_ONCE)]
     queue, desk = FakeQueue(*names), Desk(100)
     async with consuming(queue, desk, poll_s=FOR_EVER):
@@ -187,7 +190,7 @@ async def test_without_room_it_lets_the_bell_ring() -> None:
 
 
 async def test_it_looks_by_itself_now_and_then_also_without_room() -> None:
-    """What only has to be recorded needs no room, and orphans ring no bell."""
+    """Jobs that only have to be recorded need no room, and orphaned jobs send no wake-up."""
     queue, desk = FakeQueue(), Desk(0)
     async with consuming(queue, desk, poll_s=0.02):
         await until(lambda: len(queue.asked) >= 4)

@@ -289,7 +289,7 @@ async def test_a_deadline_passes_between_two_workers(queue: Queue) -> None:
 
 
 async def test_a_token_never_repeats_when_the_server_loses_what_it_knew(queue: Queue) -> None:
-    """After a restart without its last second, the same job can be claimed under no token that was in use."""
+    """A job is never claimed under a used token, also after a restart that lost a second."""
     job = await queue.submit()
     key = queue.keys.job(job)
     snapshot = await queue.redis.dump(key)

@@ -40,7 +40,7 @@ async def held(url: str, timeout_s: float = 5.0) -> AsyncIterator[tuple[HeldConn
 
 @asynccontextmanager
 async def held_on(server: ValkeyServer, timeout_s: float = 5.0) -> AsyncIterator[HeldConnection]:
-    """On a server of the test's own, and open."""
+    """Yield an open connection to a server that belongs to the test."""
     async with held(server.url, timeout_s) as (line, _):
         await line.call(ECHO, KEY, "a")
         yield line

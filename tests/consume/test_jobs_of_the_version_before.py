@@ -114,7 +114,7 @@ async def test_several_choices_go_on_without_a_seam_too(queue: Queue, redis_url:
 
 
 async def told_from_log(client: AsyncClient, job: str) -> list[Chunk]:
-    """What a subscriber has that comes before the end: all chunks but the last."""
+    """Return the chunks that a subscriber gets before the end: all but the last."""
     stream, chunks = client.stream(job, timeout=30), list[Chunk]()
     async for chunk in stream:
         chunks.append(chunk)

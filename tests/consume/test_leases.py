@@ -32,7 +32,7 @@ class FakeBeats:
 
 
 class Heard:
-    """What the keeper called back with."""
+    """Records the calls of the lease keeper."""
 
     def __init__(self) -> None:
         self.cancelled: list[str] = []

@@ -210,7 +210,7 @@ class QueueMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.jobs)
     @rule(worker=st.sampled_from(WORKERS))
     def work(self, worker: str) -> None:
-        """As most of its time: all that it can have, and two steps of each."""
+        """Claim up to 4 jobs and append two tokens to each, as a worker does most of the time."""
         self.claim(worker, 4)
         for delivery in [d for name, d in self.seen[-4:] if name == worker]:
             job = self.jobs[delivery.job_id]

@@ -1,4 +1,4 @@
-"""By which names a job may call a model and its adapters, and what is said to one that calls wrongly."""
+"""Tests of the names of a model and its adapters in jobs, and of the refusal of other names."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ async def test_who_does_not_come_back_is_missed_a_lease_later(queue: Queue) -> N
 
 
 async def test_a_newcomer_takes_a_dead_ones_jobs_at_once(queue: Queue) -> None:
-    """Nobody swept for a long time, since nobody was there: no outage."""
+    """A long time without sweeps is no outage when no live worker was there to sweep."""
     (dead,) = await hold_two_each(queue, "w1")
     await asyncio.sleep(2 * LEASE_S)
     found = await queue.worker("w2", lease_s=LEASE_S).claim(9)

@@ -56,7 +56,10 @@ async def test_it_does_not_fill_the_queue_before_it_is_due(queue: Queue) -> None
 
 
 async def test_a_due_job_is_backlog_without_any_worker(queue: Queue) -> None:
-    """What scales workers from zero sees it, with its class, cost and age."""
+    """The backlog counts a due job by class, cost and age.
+
+    Workers are scaled up from zero by this figure.
+    """
     job = await in_a_week(queue, priority="bulk")
     await queue.pass_delay(job)
     assert await backlog(queue) == (1, 4_000, 0)

@@ -66,7 +66,10 @@ def chunk(name: str, token: bytes) -> bytes:
 
 
 def cases(tokens: dict[str, bytes]) -> dict[str, Case]:
-    """Of every script. `waits` is queued, `runs` is in the hands of w1, `over` is dead; see `populated`."""
+    """Return calls of every script.
+
+    Job `waits` is queued, w1 owns `runs`, `over` is dead; see `populated`.
+    """
     running = tokens["runs"]
     lease = (("worker", "w1"), ("lease", 10_000), ("sweep interval", 0))
     found = [

@@ -1,4 +1,4 @@
-"""What workers set for a whole queue binds its producers; what they set for themselves binds their claims."""
+"""Settings of a whole queue bind its producers; settings of one worker bind its claims."""
 
 import pytest
 
@@ -21,7 +21,10 @@ async def test_a_larger_request_than_the_queue_takes_is_refused_before_it_is_sto
 
 
 async def test_a_job_whose_workers_keep_vanishing_is_set_aside(queue: Queue) -> None:
-    """Also one that makes progress each time, which no crash count condemns. Drains and retries do not count."""
+    """The delivery limit also ends a job that progresses at each delivery; no crash count does.
+
+    Drains and retries do not count.
+    """
     job = await queue.submit(max_tokens=100)
     for round_ in range(3):
         for how in ("drained", "retried", "vanished"):

@@ -177,7 +177,10 @@ async def test_more_jobs_at_once_than_a_burst_want_a_full_bucket_and_leave_a_deb
     ("argument", "value"), [("class", "urgent"), ("cost", "inf"), ("cost", ""), ("cost", "-1"), ("due", "soon")]
 )
 async def test_a_refused_argument_is_an_invalid_request(redis_url: str, argument: str, value: str) -> None:
-    """As from a producer in another language; the repeated call is refused too, and nothing was stored."""
+    """The script refuses a wrong argument, as of a producer in another language.
+
+    The repeated call is refused too, and no job is stored.
+    """
     fields = dict.fromkeys(("id", "class", "tenant", "fingerprint", "key", "request", "created", "deadline"), "1")
     values = fields | {"class": "bulk", "due": "0", "cost": "1"} | {argument: value}
 

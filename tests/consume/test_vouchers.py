@@ -36,12 +36,12 @@ async def running(queue: Queue, jobs: int = 1, **options: Any) -> tuple[JobStrea
 
 
 async def questions(queue: Queue) -> int:
-    """How often the server was asked for a job's hash."""
+    """Return how often the server was asked for a job's hash."""
     return int((await queue.redis.info("commandstats")).get("cmdstat_hmget", {"calls": 0})["calls"])
 
 
 async def asked(queue: Queue, worker: JobStream, *steps: tuple[Delivery, int]) -> int:
-    """By an append that goes well."""
+    """Append tokens successfully and return how often that read a job's hash."""
     before = await questions(queue)
     assert await appended(worker, [token(job, index) for job, index in steps]) == [(OK, i + 1) for _, i in steps]
     return await questions(queue) - before

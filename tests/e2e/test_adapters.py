@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.redis, pytest.mark.timeout(240)]
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """With a tokenizer, that of the model-free engine: its ids fit."""
+    """Save a tiny model with the tokenizer of the model-free engine, whose ids fit."""
     from worker.engine.synthetic import TOKENIZER
 
     folder = tiny_models.save("llama", tmp_path / "base")

@@ -43,8 +43,11 @@ class Demo:
             time.sleep(0.05)
 
     def family(self) -> list[psutil.Process]:
-        """By a mark in the environment, or (Valkey writes its title over that) by the directory it works in: also
-        those whose parent is gone."""
+        """Return the demo's live processes, also those whose parent is gone.
+
+        They are found by a mark in the environment or, since Valkey overwrites that with its title,
+        by their working directory.
+        """
         found = []
         for process in psutil.process_iter():
             try:

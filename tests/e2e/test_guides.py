@@ -1,5 +1,7 @@
-"""What the guides and the README tell people to type works: Python runs as it stands, but for the addresses, and the
-commands exist with the options that are named."""
+"""Python code in the guides and the README runs as it stands, except for the addresses.
+
+The commands that these pages name exist with the options that are named.
+"""
 
 import asyncio
 import contextlib
@@ -25,7 +27,7 @@ def blocks(page: Path, kind: str) -> list[str]:
 
 
 def at(code: str, redis_url: str, database: str) -> str:
-    """With this test's servers in place of the usual ones."""
+    """Replace the usual addresses in `code` with those of this test's servers."""
     places = {"redis://localhost:6379/0": redis_url, "smollm2-135m-instruct": QUEUE, "sqlite:///tokenmill.db": database}
     for written, real in places.items():
         code = code.replace(f'"{written}"', f'"{real}"')

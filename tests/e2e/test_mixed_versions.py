@@ -38,7 +38,7 @@ async def told(client, job):
 
 
 async def at_work(client, name, least=1):
-    """Until this worker holds so many jobs."""
+    """Wait until this worker owns at least `least` jobs."""
     async with asyncio.timeout(60):
         while sum(info.worker_id == name for info in await client.list("running")) < least:  # noqa: ASYNC110
             await asyncio.sleep(0.02)

@@ -31,7 +31,10 @@ async def collect(client, job, **options):
 
 
 def told(chunks):
-    """What a subscriber has seen: every token with its index, and the whole text. How they share chunks may differ."""
+    """Return every token with its index, and the whole text.
+
+    The split into chunks does not matter.
+    """
     tokens = [(c.index + i, token) for c in chunks for i, token in enumerate(c.token_ids)]
     return tokens, "".join(c.text for c in chunks)
 
@@ -139,7 +142,9 @@ async def test_cancel_queued_and_running(redis_url, database):
 
 @pytest.mark.parametrize("n", [1, 2])
 async def test_a_deadline_that_passes_while_the_job_runs_says_so_everywhere(redis_url, database, n):
-    """In the last chunk, the result, and the SQL row that webhooks are made of."""
+    """The error stands in the last chunk, in the result, and in the SQL row that webhooks are made
+    of.
+    """
     slow = running_worker(redis_url, database, model="synthetic?step_ms=10")
     async with slow, client_of(redis_url, database) as client:
         job = await client.submit(prompt="long", max_tokens=2000, ignore_eos=True, deadline=0.5, n=n)

@@ -11,7 +11,7 @@ QUESTIONS = ("Why is the sky blue?", "Name three rivers.", "What is 12 times 12?
 
 
 def expected_answers(max_tokens):
-    """By Transformers' `generate`, one prompt at a time."""
+    """Return the answers of Transformers' `generate`, one prompt at a time."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -78,7 +78,7 @@ async def listen(client: AsyncClient, job: str, told: list[Chunk], *, leave_afte
 
 
 def said(told: list[Chunk], num_choices: int) -> list[tuple[list[int], tuple[int, ...], str]]:
-    """Of each choice: the tokens' indexes, the tokens, and the text."""
+    """Return for each choice the tokens' indexes, the tokens, and the text."""
     answers: list[tuple[list[int], tuple[int, ...], str]] = []
     for choice in range(num_choices):
         mine = [chunk for chunk in told if chunk.choice == choice]

@@ -1,4 +1,4 @@
-"""What tests of the engine share: tiny models on disk, each saved once for the whole run, and the compiled kernels."""
+"""Fixtures of the engine tests: tiny models, each saved once per run, and compiled kernels."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +30,7 @@ def llama(folder_of: Callable[[str], Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def linear_kernels() -> None:
-    """For tests that need a compiler."""
+    """Skip the test if no compiler is available."""
     try:
         LinearKernels()
     except KernelUnavailableError as error:

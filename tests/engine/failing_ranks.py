@@ -25,7 +25,7 @@ from worker.engine.runner_inputs import StepInputs
 
 
 class _Fails(ModelRunner):
-    """After the first layer of its third step, so that the other rank waits in the next layer's collective."""
+    """Fails after the first layer of step 3, while the other rank waits in the next collective."""
 
     steps = 0
 

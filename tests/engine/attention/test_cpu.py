@@ -1,4 +1,4 @@
-"""What the CPU kernel promises beyond the contract: bits that do not depend on batch, chunk or threads."""
+"""The CPU kernel's bits do not depend on batch, chunk or threads; the contract asks less."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def test_says_why_it_cannot_serve(device: str, dtype: torch.dtype, head_dim: int
 
 
 def test_a_step_counted_up_in_place_is_another_step(backend: CpuAttention) -> None:
-    """What an earlier call made out of the same metadata is not used again."""
+    """A call does not reuse what an earlier call derived from the same metadata object."""
     problem = make_problem(Case("counted up", ((1, 600), (1, 30), (1, 270)), num_heads=6, num_kv_heads=2))
     cache = filled_cache(backend, problem)
     metadata = metadata_of(problem, ((1, 254), (1, 14), (1, 255)))

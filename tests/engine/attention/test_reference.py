@@ -1,4 +1,4 @@
-"""What only the reference backend has: groups of similar length, pieces of long chunks, rows of padding."""
+"""Tests of the reference backend alone: length groups, pieces of long chunks, padding rows."""
 
 from __future__ import annotations
 

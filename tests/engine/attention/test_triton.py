@@ -77,7 +77,7 @@ def test_inputs_may_be_views_of_one_packed_projection() -> None:
 @kernels
 @pytest.mark.parametrize("num_multiprocessors", [1, 32])
 def test_a_padded_launch_gives_the_same_rows(num_multiprocessors: int) -> None:
-    """As a captured graph runs: more sequences and tokens than there are, maxima above the true ones."""
+    """A captured graph runs padded: more sequences and tokens than there are, larger maxima."""
     case = Case("padded", ((1, 300), (1, 7)))
     problem = make_problem(case, DEVICE)
     backend = TritonAttention(num_multiprocessors)
@@ -152,7 +152,7 @@ def test_a_decode_has_one_program_for_each_sequence_and_head() -> None:
 
 
 def test_a_window_bounds_what_is_split() -> None:
-    """By what a program's tokens see, not by what the step's do."""
+    """The number of splits follows from the tokens that a program sees, not from the step's."""
     shape, empty = AttentionShape(32, 8, 128, 0.1), torch.zeros(1, dtype=torch.int32)
     metadata = AttentionMetadata(empty, empty, empty, empty, 256, 32_768, 16, 128)
     assert planned(metadata, shape, 256) == 1

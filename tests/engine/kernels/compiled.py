@@ -11,7 +11,7 @@ from worker.engine.kernels.toolchain import KernelUnavailableError, find_toolcha
 
 
 def compiled(name: str) -> ctypes.CDLL:
-    """Of this folder's `name`.cpp. Skips the test where nothing can be compiled."""
+    """Compile and load this folder's `name`.cpp. Skips the test if no compiler is available."""
     try:
         toolchain = find_toolchain()
     except KernelUnavailableError as error:

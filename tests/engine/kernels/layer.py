@@ -9,7 +9,10 @@ from worker.engine.kernels.linear import Epilogue, LinearArguments, PackedWeight
 
 
 def arguments_of(packed: PackedWeight, x: Tensor) -> tuple[LinearArguments, Tensor]:
-    """For the rows `[m, k]`, without outputs; and the workspace, to be kept while they are used."""
+    """Return the kernel's arguments for the rows `[m, k]`, without outputs, and their workspace.
+
+    The workspace must be kept alive while the arguments are used.
+    """
     workspace = empty_tensor(x.shape[0] * packed.row_bytes, dtype=uint8)
     arguments = packed.arguments(Epilogue.PLAIN)
     arguments.x, arguments.x_stride, arguments.m = x.data_ptr(), x.stride(0), x.shape[0]

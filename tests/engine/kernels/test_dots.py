@@ -34,7 +34,10 @@ def form(request: pytest.FixtureRequest, packer: NarrowPacker) -> str:
 
 
 def rows_of(form: str) -> list[int]:
-    """Those that are multiplied so: all, or a few where matrix registers have the others."""
+    """Return the row counts that are multiplied as byte dot products.
+
+    These are all counts, or only small ones if matrix registers (AMX) multiply the others.
+    """
     most_rows = load(SOURCES[form]).tokenmill_dot_rows
     most_rows.restype = c_int64
     most = most_rows()
@@ -102,7 +105,7 @@ def test_numbers_far_below_the_greatest_of_their_group(packer: NarrowPacker, for
 
 @pytest.mark.parametrize("k", [32, 512])
 def test_the_greatest_of_a_group_may_be_just_below_a_power_of_two(packer: NarrowPacker, form: str, k: int) -> None:
-    """Where its highest byte is at its border, beside codes at theirs."""
+    """The greatest number's highest byte is at its limit, and so are the weights' codes."""
     torch.manual_seed(12)
     weight, x = FORMS[form](64, k), torch.rand(4096, k) - 0.5
     greatest = 2.0 - torch.arange(4096) / 65_536

@@ -19,7 +19,7 @@ ROWS = [2, 4, 5, 6, 7, 8, 33, 64]
 
 @pytest.fixture(scope="module")
 def packer() -> NarrowPacker:
-    """Without the instructions it takes, these are tests of the head that computes all of its outputs."""
+    """Return the packer, or skip: without its instructions the head computes all of its outputs."""
     try:
         return NarrowPacker(LinearKernels())
     except KernelUnavailableError as error:
@@ -115,6 +115,6 @@ def test_a_head_with_a_bias(packer: NarrowPacker) -> None:
 
 
 def test_the_bytes_of_such_heads_are_multiplied_here_or_not() -> None:
-    """What this machine's other tests stand on."""
+    """Byte products serve no row count on this machine, or all of ROWS, as other tests assume."""
     rows = rows_of("8 bits")
     assert rows == [] or max(rows) >= max(ROWS)

@@ -100,7 +100,7 @@ def test_a_compiler_that_takes_the_cpu_for_an_older_one_is_told(
 
 
 def test_one_openmp_runtime_in_the_process(tmp_path: Path, source: Path, toolchain: Toolchain) -> None:
-    """In a process of its own: what this one has loaded depends on the tests before."""
+    """A new process checks it, since earlier tests decide what this process has loaded."""
     path = compile_library("answer", [source], tmp_path, toolchain)
     script = (
         "import torch, ctypes, sys; torch.randn(500, 500) @ torch.randn(500, 500)\n"

@@ -110,7 +110,7 @@ def test_deep_products_and_gates(kernels: tuple[LinearKernels, str], form: str) 
 
 
 def test_one_weight_that_does_not_fit_is_enough(kernels: tuple[LinearKernels, str]) -> None:
-    """Also behind the rows that are looked at first."""
+    """A single such weight is found also behind the rows that are checked first."""
     torch.manual_seed(2)
     plain, march = kernels
     for form, make in FORMS.items():

@@ -137,7 +137,7 @@ def test_rows_that_are_zero_or_not_finite(int8):
 
 
 def test_weights_of_the_same_format_come_back_exactly(int4):
-    """As GGUF's Q4_1 stores them: half-precision scale and smallest value by groups of 32."""
+    """The weights are as in GGUF's Q4_1: a half-precision scale and minimum per group of 32."""
     torch.manual_seed(1)
     codes = torch.randint(0, 16, (50, 4, 32))
     codes[..., 0], codes[..., 1] = 0, 15

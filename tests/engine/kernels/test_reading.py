@@ -1,4 +1,4 @@
-"""What is fetched for attention while products are computed (reading.h): all that it reads, once, and nothing else."""
+"""The prefetch (reading.h) fetches all blocks that attention reads, once, and no others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ def fetched(
     tables: Sequence[Sequence[int]], lengths: Sequence[int], *, parts: int = 2, calls: int = 4096, window: int = 0,
     kv_type: int = 0,
 ) -> Counter[tuple[str, int]]:  # fmt: skip
-    """How often each block's keys and values are, all of its lines as often."""
+    """Count the fetches of each block's keys and values.
+
+    All lines of a block must be fetched equally often.
+    """
     size = (4, 2, 2, 1)[kv_type]
     table = np.zeros((len(tables), max(map(len, tables))), np.int32)
     for row, blocks in zip(table, tables, strict=True):

@@ -1,4 +1,4 @@
-"""What a pool takes of the machine's memory, and when."""
+"""A cache pool takes the machine's memory when it is touched."""
 
 from __future__ import annotations
 

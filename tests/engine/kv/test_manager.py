@@ -123,7 +123,7 @@ def test_an_identical_prompt_computes_its_last_block() -> None:
 
 @pytest.mark.parametrize("window", [5, 6, 7, 8, 9])
 def test_a_hit_never_takes_a_block_that_is_not_filled_yet(window: int) -> None:
-    """Of 12 cached tokens the first 8 are a hit, once they are filled, whatever the window is modulo the block size."""
+    """The first 8 of 12 cached tokens are a hit once they are filled, for every window size."""
     kv = manager(windows=(window,))
     first = admitted(kv, "a", 12)
     first.last_step = kv.oldest_step  # a step in flight fills its blocks

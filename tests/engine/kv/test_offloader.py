@@ -105,7 +105,7 @@ def test_moves_are_put_in_the_hosts_order() -> None:
 
 
 class Runtime:
-    """Of CUDA, as far as pinning goes; it has memory for `room` registrations."""
+    """Stands in for the CUDA runtime's memory pinning; it has memory for `room` registrations."""
 
     def __init__(self, room: int) -> None:
         self.room = room

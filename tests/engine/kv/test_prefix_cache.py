@@ -1,4 +1,4 @@
-"""What goes into a hash, and the longest hit over mixed layer groups against a brute-force search."""
+"""Tests of block hashes, and of the longest hit of mixed layer groups against brute force."""
 
 from collections.abc import Callable
 

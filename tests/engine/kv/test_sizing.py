@@ -59,7 +59,7 @@ def test_a_sliding_group_gets_only_what_its_window_needs() -> None:
 
 
 def test_groups_that_short_sequences_use_alike_get_alike() -> None:
-    """With room for so few tokens each that no sequence reaches past its window, both groups need the same."""
+    """Both groups get the same memory if no sequence can grow past its window in it."""
     full, sliding = solve(make_shape(FULL, SLIDING, max_num_seqs=256), 24 << 20)
     assert abs(full - sliding) <= 0.1 * full
 

@@ -77,7 +77,7 @@ def test_one_pass_over_few_tokens(head_dim: int, rotary_dim: int, has_norm: bool
 
 
 def test_one_pass_turns_queries_and_writes_the_cache() -> None:
-    """Of so many tokens that a program takes several."""
+    """One pass handles 260 tokens, so that a program takes several."""
     check_one_pass(Heads(num_heads=2, num_kv_heads=2, head_dim=20, rotary_dim=12), True, False, 260)
 
 

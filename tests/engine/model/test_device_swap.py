@@ -1,4 +1,4 @@
-"""What is said of modules that could be fused on a device and are not."""
+"""Tests of the warning about modules that could be fused on a device and are not."""
 
 from pathlib import Path
 

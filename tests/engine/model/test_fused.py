@@ -88,7 +88,7 @@ class NormWithBias(LlamaRMSNorm):
 
 
 class NormWithItsOwnEps(LlamaRMSNorm):
-    """Only rows that are nearly zero can tell."""
+    """Differs from the fused module only in rows that are nearly zero."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         scale = torch.rsqrt(hidden_states.pow(2).mean(-1, keepdim=True) + 4 * self.variance_epsilon)
@@ -96,7 +96,7 @@ class NormWithItsOwnEps(LlamaRMSNorm):
 
 
 class ClampedMLP(LlamaMLP):
-    """Only large rows can tell."""
+    """Differs from the fused module only in large rows."""
 
     def forward(self, x: Tensor) -> Tensor:
         product = self.act_fn(self.gate_proj(x)).clamp(max=7.0) * self.up_proj(x)
@@ -113,7 +113,7 @@ class ExactGeluMLP(LlamaMLP):
 
 
 class ClippedAttention(LlamaAttention):
-    """Only large queries can tell."""
+    """Differs from the fused module only in large hidden states."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         return super().forward(hidden_states.clamp(-8.0, 8.0), *args, **kwargs)

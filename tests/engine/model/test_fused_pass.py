@@ -48,7 +48,10 @@ def through_layers(
     groups: tuple[int, ...] = (0, 0, 0, 0),
     rows: Tensor | None = None,
 ) -> Tensor:
-    """Of layer group 0 every row is a sequence of its own, of group 1 all rows are one."""
+    """Run `hidden` through the layers in one paged step.
+
+    Every row is a sequence of its own in layer group 0; all rows are one sequence in group 1.
+    """
     count = hidden.shape[1]
     backend = CpuAttention()
     cache = torch.zeros(count + 1, 2, *backend.block_shape(4, 2, 16))
@@ -130,7 +133,7 @@ DIRECT = {"llama", "mistral", "qwen2", "qwen3", "phi3", "phi3_partial"}
 
 @pytest.mark.parametrize("name", MODULES)
 def test_what_is_called_without_transformers_frame(name: str, folder_of: Callable[[str], Path]) -> None:
-    """Where it is, the logits are the model's, bit for bit, also beyond the first rotary tables."""
+    """The direct pass gives the model's logits bit for bit, also beyond the first rotary tables."""
     model: Any = load(folder_of(name))
     swap_modules(model, Packing.choose(None))
     direct = find_direct(model)

@@ -38,7 +38,7 @@ def layers(request: pytest.FixtureRequest, folder_of: Callable[[str], Path]) -> 
 
 @torch.inference_mode()
 def run(layers: Layers, rows: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What comes out, and the cache."""
+    """Return the output rows and the cache of one step."""
     generator = torch.Generator().manual_seed(7)
     run_layers, backend = layers
     cache = torch.randn(NUM_BLOCKS, LAYERS, 2, *backend.block_shape(BLOCK, 2, 16), generator=generator)

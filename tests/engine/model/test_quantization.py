@@ -32,7 +32,7 @@ def config(folder: Path, quantization: str | None, **changes: object) -> EngineC
 
 
 def bits(model: nn.Module) -> dict[str, set[torch.dtype]]:
-    """By kind of module: what its panels hold (32-bit integers hold eight 4-bit codes)."""
+    """Return the data types of the panels by kind of module. An int32 holds eight 4-bit codes."""
     found: dict[str, set[torch.dtype]] = {"attention": set(), "mlp": set(), "linear": set()}
     for module in model.modules():
         if isinstance(module, FusedAttention):

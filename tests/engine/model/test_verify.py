@@ -1,5 +1,7 @@
-"""What is refused when a model is loaded because the engine would answer other tokens than `generate`, and what falls
-back to Transformers' own modules."""
+"""Loading refuses models for which the engine would give other tokens than `generate`.
+
+Fused modules that give wrong rows fall back to Transformers' own modules.
+"""
 
 from __future__ import annotations
 
