@@ -17,6 +17,7 @@ from typing import Any
 
 from schemas.generation import ResponseFormat, SamplingParams
 from worker.engine.sampling.json_grammar import Encode, JsonCompiler, SchemaRefused
+from worker.engine.sampling.json_schema import InvalidSchema
 
 MAX_SOURCE_CHARS = 200_000
 TOO_MANY_STUCK = "too many grammars took too long to compile; try again later"
@@ -228,12 +229,17 @@ def _compile(tokenizer_info: Any, special_ids: Sequence[int], encode: Encode | N
         if kind in ("json", LOOSE_JSON):
             try:
                 return schemas().compile(source, strict=kind == "json")
+            except InvalidSchema as problem:
+                raise GrammarError(f"response_format.json_schema is no valid JSON schema: {problem}") from problem
             except SchemaRefused as refusal:
-                raise GrammarError(f"the JSON schema cannot be enforced: {refusal}") from refusal
-        if kind == "regex":
-            compiled = compiler.compile_regex(source)
-        else:
-            compiled = compiler.compile_grammar(xgrammar.Grammar.from_ebnf(source))
+                raise GrammarError(f"response_format.json_schema cannot be enforced: {refusal}") from refusal
+        try:
+            if kind == "regex":
+                compiled = compiler.compile_regex(source)
+            else:
+                compiled = compiler.compile_grammar(xgrammar.Grammar.from_ebnf(source))
+        except Exception as error:
+            raise GrammarError(f"response_format.{kind} cannot be compiled: {sentence(error)}") from error
         return lambda: xgrammar.GrammarMatcher(compiled)
 
     return compile_source

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from worker.engine.sampling.json_schema import Rewritten, rewrite
+from worker.engine.sampling.json_schema import Rewritten, modern, rewrite
 from worker.engine.sampling.json_schema.keywords import subschemas
 
 Encode = Callable[[str], Sequence[int]]
@@ -89,27 +89,28 @@ class JsonCompiler:
     def compile(self, source: str, *, strict: bool) -> Callable[[], JsonMatcher]:
         """Return a function that makes a matcher for each sequence.
 
-        With `strict`, raises SchemaRefused for a part that cannot be enforced; without, that part
-        stays open.
+        Raises InvalidSchema for a schema that no answer can be validated against. With `strict`, raises
+        SchemaRefused for a part that cannot be enforced; without, that part stays open.
         """
         schema = json.loads(source)
         grammar = self._strict(schema) if strict else self._loose(schema)
         return lambda: JsonMatcher(grammar.deep_copy(), self._stops)
 
     def _strict(self, schema: Any) -> Any:
-        rewritten = rewrite(schema)
-        if rewritten.problems:
-            raise SchemaRefused("; ".join(rewritten.problems))
+        read = modern(schema)
+        rewritten = rewrite(read.schema)
+        if problems := (*read.problems, *rewritten.problems):
+            raise SchemaRefused("; ".join(problems))
         grammar = self._grammar(rewritten.schema)
         if _ONE_OF in grammar.get_error():
-            rewritten = rewrite(schema, expand_one_of=True)
+            rewritten = rewrite(read.schema, expand_one_of=True)
             grammar = self._grammar(rewritten.schema)
         if grammar.is_error():
             raise SchemaRefused(self._refusal(rewritten, schema, grammar.get_error()))
         return grammar
 
     def _loose(self, schema: Any) -> Any:
-        grammar = self._grammar(rewrite(schema).schema, **_LOOSE)
+        grammar = self._grammar(rewrite(modern(schema).schema).schema, **_LOOSE)
         return self._grammar({"type": "object"} if _is_object(schema) else {}) if grammar.is_error() else grammar
 
     def _grammar(self, schema: Any, **options: bool) -> Any:

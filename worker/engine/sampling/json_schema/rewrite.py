@@ -271,8 +271,6 @@ class _Reading:
 
     def _arrays(self) -> None:
         items, prefix = self.given.get("items", True), self.given.get("prefixItems", ())
-        if isinstance(items, list):  # of earlier drafts
-            items, prefix = self.given.get("additionalItems", True), items
         if prefix:
             self.out["prefixItems"] = [self._inner(inner, f"/prefixItems/{i}") for i, inner in enumerate(prefix)]
         if items is not True:
