@@ -7,7 +7,7 @@ appear.
     ├── MissingPackage      the installer: the message names the extra
     ├── PortTaken           the operator: something else serves there
     ├── Replaced            the operator: two workers have one name; the first of them ends
-    └── Unavailable         nobody yet: the caller waits and tries again, for ever where a job depends on it
+    └── Unavailable         no person yet: the caller retries, without limit if a job depends on it
         ├── RedisUnavailable
         └── StoreUnavailable    the SQL store: down, locked, full, in failover, too slow
 

@@ -53,7 +53,7 @@ class Observer:
         self._tenant_tokens: Counter[str] = Counter()
         self._tenant_rates: dict[str, Rate] = {}
 
-    # ── what the stages tell (jobs.Watcher) ──
+    # ── reports of the stages (jobs.Watcher) ──
 
     def claimed(self, deliveries: Sequence[Delivery]) -> None:
         now = self._clock_ns()
@@ -153,7 +153,7 @@ class Observer:
         if num_lines:
             log.info("lines of batches succeeded", extra={"jobs": num_lines})
 
-    # ── what JobStream tells ──
+    # ── reports of JobStream ──
 
     def called(self, script: str, seconds: float, round_trips: int, is_done: bool) -> None:
         self._metrics.call_seconds.of(script).observe(seconds)
@@ -164,7 +164,7 @@ class Observer:
     def refused(self, call: str, count: int) -> None:
         self._metrics.refusals.labels(call).inc(count)
 
-    # ── what the heartbeat says ──
+    # ── numbers for the heartbeat ──
 
     def forget_all_but(self, held: Container[str]) -> None:
         """Drop the timelines of jobs that are not in `held`. Jobs whose end SQL had already leave

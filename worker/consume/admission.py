@@ -112,7 +112,7 @@ class Admission:
             return self._failed(delivery, None, JobError(INVALID, f"the {error}"))
         except _Refused as refusal:
             return self._failed(delivery, request, refusal.error)
-        except Exception as error:  # of any kind: the other jobs of the claim must start
+        except Exception as error:  # any error: the other jobs of the claim must still start
             log.exception("job %s cannot be admitted", delivery.job_id)
             message = f"the worker could not take this request in: {type(error).__name__}"
             return self._failed(delivery, request, JobError("internal_error", message))

@@ -1,9 +1,9 @@
 """Encodes the call of append.lua, once per engine step, and reads its reply.
 
-The script must know two things before it writes a chunk: the job still belongs to this worker, and
-the log's last entry has the number that the chunk follows. Both are certain if this worker appended
-that entry itself and nothing changed its jobs since. The voucher is a number that both sides raise
-by one with each call; equal numbers prove that nothing changed, and the script skips both checks.
+A chunk may be written only if the job still belongs to this worker, and if the log's last entry has
+the number that the chunk follows. Both are certain if this worker appended that entry itself and
+nothing changed its jobs since. The voucher is a number that both sides raise by one with each call.
+Equal numbers prove that nothing changed, and the script skips both checks.
 """
 
 from __future__ import annotations

@@ -238,7 +238,7 @@ class JobStream:
             *(value for job in held.items() for value in job),
         )
         cancelled, lost, strays, _, before = reply
-        # A stray was delivered by a claim whose reply was lost. While a claim is under way, none can be told apart.
+        # A stray comes from a claim whose reply was lost. Jobs of a claim under way look the same, so then none counts.
         if strays and idle and claims == self._claims:
             self._must_audit = True
             self.bell.set()

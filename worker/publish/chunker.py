@@ -118,10 +118,10 @@ class Chunker:
         self._made[0] = self._place
 
     def appends(self, limit: int, together: bool = False) -> list[Append]:
-        """Return the next chunks, at most `limit`; each call of `confirm` tells that the first of
-        them is logged. `together`: the log is behind, so waiting tokens of one choice share chunks
-        of up to MOST_TOGETHER, and the log catches up with fewer writes. If that many tokens wait,
-        they share chunks in any case.
+        """Return the next chunks, at most `limit`. `confirm` must be called once for each that is
+        logged, in order. `together`: the log is behind, so waiting tokens of one choice share
+        chunks of up to MOST_TOGETHER, and the log catches up with fewer writes. If that many tokens
+        wait, they share chunks in any case.
         """
         unconfirmed = self._unconfirmed
         lone = self._lone
@@ -156,8 +156,8 @@ class Chunker:
 
     def seek(self, end: int) -> None:
         """Continue behind the log's entry of number `end`: what follows is sent again. With several
-        choices the number does not tell which tokens the log has, so the log is rewritten from its
-        beginning.
+        choices the number does not determine which tokens the log has, so the log is rewritten from
+        its beginning.
         """
         self._unconfirmed.clear()
         self._ended.clear()
@@ -195,7 +195,7 @@ class Chunker:
         return append
 
     def _make_next(self, token_id: int, text: str) -> Append:
-        """Make the chunk of the newest token of a lone choice that goes on; the fast form of
+        """Make the chunk of the newest token of a lone choice that has not ended; the fast form of
         `_make`.
         """
         index = self._place

@@ -12,7 +12,7 @@ from worker.jobs import Delivery, Finished
 
 @dataclass(frozen=True, slots=True)
 class CancelOrder:
-    """Tells the engine to stop this choice (None: every choice) of the request."""
+    """Orders the engine to stop this choice (None: every choice) of the request."""
 
     request_id: str
     reason: FinishReason
@@ -21,8 +21,8 @@ class CancelOrder:
 
 @dataclass(frozen=True, slots=True)
 class RetryOrder:
-    """Tells the queue to run the job again after a pause, from where its log ends: it failed in a
-    way that may not recur.
+    """Orders the queue to run the job again after a pause, from where its log ends. The job failed
+    in a way that may not recur.
     """
 
     delivery: Delivery

@@ -4,7 +4,7 @@ cannot be stored.
 | verdict | examples |
 |---|---|
 | LATER | connection refused or lost, locked, deadlock, serialization, disk full, read-only replica, timeout |
-| SCHEMA | a table or column is missing: waits as well, but tells the operator what to do |
+| SCHEMA | a table or column is missing: waits as well, and the error names the remedy |
 | ROW | a value that this database cannot hold: NUL in text, too large, violated constraint |
 
 An unknown error counts as LATER: a job that waits is not lost.

@@ -246,8 +246,8 @@ def _notify(hook: Callable[[list[T]], None] | None, items: list[T]) -> None:
 
 def _recorded_by_us(group: list[Finished], report: RecordReport) -> list[Finished]:
     """Return the jobs whose rows this worker wrote, each once: in this call, or in an earlier one
-    that committed after its time limit. The recorded result tells, since it names when and where
-    the job ended.
+    that committed after its time limit. Such a row is recognised by its result, which names when
+    and where the job ended.
     """
     latest = {item.result.job_id: item for item in sorted(group, key=lambda item: item.token)}
     return [
@@ -277,7 +277,7 @@ def as_recorded(finished: Finished, existing: dict[str, JobResult]) -> Finished:
 
 
 def _without_id(finished: Finished) -> Finished:
-    """Return the end of a job whose id stands for another job in SQL: failed, without an answer,
+    """Return the end of a job whose id belongs to another job in SQL: failed, without an answer,
     and not billed.
     """
     words = f"the job id {finished.result.job_id!r} stands for an earlier job in the database: use a new id"

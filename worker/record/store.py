@@ -44,7 +44,7 @@ class RecordReport:
     existing: dict[str, JobResult] = field(default_factory=dict)  # recorded before; the value is the recorded result
     taken: set[str] = field(
         default_factory=set
-    )  # the id stands for another job: earlier, or another tenant's or queue's
+    )  # the id belongs to another job: an earlier one, or another tenant's or queue's
     cleaned: dict[str, str] = field(default_factory=dict)  # stored after a change, with the reason
     refused: dict[str, str] = field(default_factory=dict)  # not stored, with the reason: try again later
 

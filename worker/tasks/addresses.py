@@ -15,8 +15,8 @@ from typing import Final
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
-# Networks that are not globally reachable, or withdrawn, by IANA's registries of special-purpose addresses; this
-# Python version may not know them.
+# Networks that are not globally reachable, or withdrawn, by IANA's registries of special-purpose addresses. Python's
+# own list may lack them.
 _NOT_PUBLIC: Final = tuple(
     ipaddress.ip_network(text)
     for text in (

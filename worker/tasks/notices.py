@@ -72,8 +72,8 @@ class Courier:
         return self._outbox.claim(self._now_ms())
 
     def deliver(self, claim: Claim) -> str:
-        """Deliver a message. Returns "delivered", "failed", or "skipped" if the claim has passed on
-        or the job has ended anew.
+        """Deliver a message. Returns "delivered", "failed", or "skipped" if the claim has passed to
+        another process or the job has ended again.
         """
         attempt = self._outbox.begin(claim, self._now_ms())
         if attempt is None:

@@ -125,7 +125,7 @@ class Outbox:
 
     def begin(self, claim: Claim, now_ms: int) -> Attempt | None:
         """Begin a try. Returns None if the claim has passed to another process, or if the job has
-        ended anew.
+        ended again since.
         """
         with self._engine.begin() as connection:
             begun = connection.execute(

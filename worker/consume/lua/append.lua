@@ -54,8 +54,8 @@ end
 local bad = find_bad()
 if bad then return redis.error_reply('INVALID ' .. bad .. ' in a call of append') end
 
--- Did the command fail because somebody else wrote the key? `ask` repeats a command that failed for another reason, so
--- that the script fails with the server's own message.
+-- Did the command fail because another program wrote the key? `ask` repeats a command that failed for another reason,
+-- so that the script fails with the server's own message.
 local function is_spoilt(trouble)
   for _, words in ipairs({'WRONGTYPE', 'equal or smaller', 'not an integer', 'overflow'}) do
     if string.find(trouble.err, words, 1, true) then return true end
@@ -100,7 +100,7 @@ local function append(id, token, start, size, how, chunk)
   if start == 0 and last > 0 then
     call('DEL', log)
   elseif start ~= last then
-    if last == 0 or stop <= last then return begin_again(log) end  -- somebody else has written to the log
+    if last == 0 or stop <= last then return begin_again(log) end  -- another program has written to the log
     return 'gap', last
   end
   if not ask('XADD', log, entry, 'chunk', chunk) then return begin_again(log) end

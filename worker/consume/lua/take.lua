@@ -47,7 +47,7 @@ local function read_job(id)
   }
 end
 
--- If the key is no log, because somebody else wrote it, it is deleted and the job starts again.
+-- If the key is no log, because another program wrote it, it is deleted and the job starts again.
 local function read_log(id)
   local chunks, size, index = {}, 0, 0
   local entries = redis.pcall('XRANGE', log_key(id), '-', '+')
