@@ -1,1 +1,1 @@
-"""The engines that `ops/bench engine` measures, each in a child process of its own."""
+"""Engines that `ops/bench engine` measures, each in a child process of its own."""

@@ -1,6 +1,6 @@
-"""Measured engines as child processes: started together, asked in turn, gone when the benchmark is gone.
+"""Runs measured engines as child processes, which end when the benchmark ends.
 
-While one works the others sleep, so they cost memory only. It knows the protocol, not the engines.
+They start together and take turns. While one works the others sleep, so they cost only memory.
 """
 
 import json
@@ -21,12 +21,12 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 class ChildError(RuntimeError):
-    """The engine's process ended or refused; one sentence, and where to read more."""
+    """The engine's process ended or reported an error; one sentence, and the path of its log."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How to run one engine: the module, and the Python that has what it needs."""
+    """Describes how to run one engine: the module, and a Python that has the packages it needs."""
 
     name: str
     module: str
@@ -35,7 +35,9 @@ class Kind:
 
 
 class Child:
-    """One engine. The constructor returns at once; `wait_ready` when the model is loaded."""
+    """One engine's process. The constructor returns at once; `wait_ready` waits until the model is
+    loaded.
+    """
 
     def __init__(self, kind: Kind, options: EngineOptions, log: Path) -> None:
         self.kind = kind
@@ -58,7 +60,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """The root of its tree of processes."""
+        """Process id at the root of the engine's process tree."""
         return self._process.pid
 
     def wait_ready(self, waiting: Callable[[str], None]) -> None:
@@ -71,7 +73,7 @@ class Child:
         return Round(**self._receive())
 
     def close(self) -> None:
-        """End the process: it ends by itself when its input ends, unless it hangs."""
+        """Close the child's pipes, at which it ends; kill it if it still runs after 5 s."""
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
                 try:

@@ -1,7 +1,8 @@
-"""A peer with requirements of its own gets a virtual environment of its own, built at first request.
+"""Builds a virtual environment for each peer whose requirements differ from ours, on first use.
 
-Under `.cache/peers/`, with a stamp written last, so that an interrupted build is repeated. Our constraints
-do not hold there, except torch's version: figures of different torches could not be compared.
+It lies under `.cache/peers/`. Its stamp is written last, so an interrupted build is repeated. Our
+constraints do not apply there, except torch's version: figures of different torches cannot be
+compared.
 """
 
 import importlib.metadata
@@ -15,17 +16,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 VLLM_VERSION = "0.32.0"
-LLAMA_CPP_VERSION = "0.3.36"  # of llama-cpp-python, which is compiled from the sources in it
-# Without the parts for pictures and sound; for this processor.
+LLAMA_CPP_VERSION = "0.3.36"  # of llama-cpp-python, compiled from its sources
+# Without multimodal support; compiled for this processor.
 LLAMA_CPP_OPTIONS = "-DLLAVA_BUILD=OFF -DGGML_NATIVE=ON"
-# vLLM asks for these and never uses them for text; for the CPU build of torch they are often not to be had.
+# vLLM requires these and never uses them for text; for the CPU build of torch they are often unavailable.
 NOT_NEEDED = ("torch", "torchvision", "torchaudio", "torchcodec")
 
 Waiting = Callable[[str], None]
 
 
 class BuildError(RuntimeError):
-    """The environment could not be built; one sentence with pip's own reason."""
+    """The environment could not be built; one sentence with the reason that pip gave."""
 
 
 class PeerEnvironment:
@@ -43,7 +44,7 @@ class PeerEnvironment:
         return self.folder / ".finished"
 
     def ensure_vllm(self, waiting: Waiting) -> Path:
-        """The environment's Python, with vLLM's CPU wheel and what that needs. Takes minutes the first time."""
+        """Return the Python of an environment with vLLM's CPU wheel; the first build takes minutes."""
         if self._stamp.exists() and self._stamp.read_text() == VLLM_VERSION:
             return self.python
         self.folder.parent.mkdir(parents=True, exist_ok=True)
@@ -57,7 +58,10 @@ class PeerEnvironment:
         return self.python
 
     def ensure_llamacpp(self, waiting: Waiting) -> Path:
-        """The environment's Python, with llama.cpp compiled for this processor. Takes many minutes the first time."""
+        """Return the Python of an environment with llama.cpp compiled for this processor.
+
+        The first build takes many minutes.
+        """
         wanted = f"llama-cpp-python=={LLAMA_CPP_VERSION} {LLAMA_CPP_OPTIONS}"
         if self._stamp.exists() and self._stamp.read_text() == wanted:
             return self.python
@@ -72,7 +76,7 @@ class PeerEnvironment:
         return self.python
 
     def ensure(self, packages: list[str], waiting: Waiting) -> Path:
-        """The environment's Python, with these packages and what they need."""
+        """Return the Python of an environment with these packages and their requirements."""
         wanted = " ".join(packages)
         if self._stamp.exists() and self._stamp.read_text() == wanted:
             return self.python
@@ -83,7 +87,7 @@ class PeerEnvironment:
         return self.python
 
     def _requirements(self, distribution: str) -> list[str]:
-        """Of the installed wheel, markers and extras left to pip."""
+        """Return the requirements of the installed wheel without extras; pip evaluates the markers."""
         probe = f"import importlib.metadata as m; print('\\n'.join(m.requires({distribution!r}) or ()))"
         done = subprocess.run([self.python, "-I", "-c", probe], capture_output=True, text=True, check=True)
         return [line for line in done.stdout.splitlines() if line and "extra ==" not in line]
@@ -117,7 +121,7 @@ class PeerEnvironment:
 
 
 def _name(requirement: str) -> str:
-    """`torch` of `torch==2.13.0; marker`."""
+    """Return the name in a requirement: `torch` for `torch==2.13.0; marker`."""
     for end, letter in enumerate(requirement):
         if not (letter.isalnum() or letter in "-_."):
             return requirement[:end].lower().replace("_", "-")

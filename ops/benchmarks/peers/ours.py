@@ -1,4 +1,4 @@
-"""Our engine, bare: one process, no queue, no text; `python -m` runs it as a child of the benchmark."""
+"""Our bare engine in one process, without queue or text; `python -m` runs it as a child process."""
 
 import gc
 import os
@@ -11,7 +11,7 @@ from worker.engine import Engine, EngineConfig, SamplingParams
 
 class Tokenmill:
     def __init__(self, options: EngineOptions) -> None:
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the worker sets it for its engine's process
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the worker sets it for the engine's process
         fields: dict[str, object] = {"block_size": 16, **options.settings}
         fields.setdefault("num_blocks", options.pool_tokens // int(str(fields["block_size"])) + 1)
         config = EngineConfig(
@@ -32,7 +32,7 @@ class Tokenmill:
 
     def run(self, requests: tuple[WorkloadRequest, ...]) -> Round:
         engine = self._engine
-        engine.scheduler.reset_prefix_cache()  # or a later round would find the earlier one's prompts
+        engine.scheduler.reset_prefix_cache()  # otherwise a later round finds the prompts of an earlier one
         before = engine.stats()
         params = [SamplingParams(temperature=0, max_tokens=r.max_tokens, ignore_eos=True) for r in requests]
         first: dict[str, float] = {}

@@ -1,8 +1,8 @@
-"""How a measured engine talks with the benchmark: JSON lines over its standard streams.
+"""Protocol between the benchmark and a measured engine: JSON lines over the standard streams.
 
-The parent sends one line per round, a workload; the child answers with one line, what happened. Only
-the standard library is imported here, because a peer may live in an environment of its own. What
-engines print goes to standard error, so that it cannot be taken for an answer.
+The parent sends one line per round, a workload; the child answers with one line, the result. This
+module imports only the standard library, because a peer may live in an environment of its own.
+Whatever an engine prints goes to standard error, so that it cannot be taken for an answer.
 """
 
 import json
@@ -19,7 +19,7 @@ from ops.benchmarks.workload_files import Workload, WorkloadRequest
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """What a comparison holds equal; `pool_tokens` is the size of the KV cache."""
+    """Options that are equal for all engines; `pool_tokens` is the size of the KV cache."""
 
     model: str
     dtype: str = "float32"
@@ -27,26 +27,26 @@ class EngineOptions:
     pool_tokens: int = 32_768
     max_batch_tokens: int = 512
     max_sequences: int = 64
-    settings: dict[str, object] = field(default_factory=dict)  # our engine's own, by name
+    settings: dict[str, object] = field(default_factory=dict)  # settings of our engine, by name
 
 
 @dataclass(slots=True)
 class Round:
-    """One workload, run once. Times in seconds from the moment all requests are present."""
+    """Result of one workload, run once. Times are seconds since all requests were present."""
 
     wall_s: float
-    tokens: list[list[int]]  # per request
-    first_s: list[float]  # per request: its first token
-    last_s: list[float]  # per request: its last token
+    tokens: list[list[int]]  # token ids per request
+    first_s: list[float]  # time of the first token, per request
+    last_s: list[float]  # time of the last token, per request
     steps: int | None = None
-    computed_tokens: int | None = None  # through the model
+    computed_tokens: int | None = None  # tokens through the model
     cached_tokens: int | None = None
     batch_sizes: list[int] = field(default_factory=list)  # sequences that got a token, per step
-    latency_s: list[float] = field(default_factory=list)  # per chunk: from the step's end to the subscriber
-    stages: dict[str, list[float]] = field(default_factory=dict)  # per chunk: parts of that, in order
-    script_calls: int | None = None  # to the queue server
-    script_s: float | None = None  # its time in them
-    engine_s: list[float] = field(default_factory=list)  # per request: until the engine had it
+    latency_s: list[float] = field(default_factory=list)  # per chunk, from its step's end to the subscriber
+    stages: dict[str, list[float]] = field(default_factory=dict)  # per chunk, parts of `latency_s` in order
+    script_calls: int | None = None  # script calls to the queue server
+    script_s: float | None = None  # the server's time in these calls
+    engine_s: list[float] = field(default_factory=list)  # per request, until the engine had it
     cpu_s: dict[str, float] = field(default_factory=dict)  # CPU time of each process around the engine
 
 
@@ -58,7 +58,10 @@ class MeasuredEngine(Protocol):
 
 
 def serve(load: Callable[[EngineOptions], MeasuredEngine]) -> None:
-    """The child's main: load, warm up by whatever the parent sends first, answer until the stream ends."""
+    """Run the child process: load the engine, then answer each workload until the input ends.
+
+    The parent sends a workload for warming up first.
+    """
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 

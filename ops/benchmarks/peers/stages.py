@@ -1,9 +1,10 @@
-"""A token's way from the engine's step to its subscriber, taken apart by the worker's notes and the subscribers'.
+"""Splits a token's time from the engine's step to its subscriber into stages.
 
     step's end ──frame──▶ I/O process ──chunk──▶ append called ──server──▶ subscriber's connection ──told──▶ its task
 
-All processes of a benchmark are on one machine and read one monotonic clock. Of one job in so many each of them notes
-its tokens; such a job has NOTED_SEED, which greedy sampling has no use for.
+The worker and the subscribers note times, for one job in several. All processes of a benchmark are
+on one machine and read one monotonic clock. A noted job has NOTED_SEED as its seed, which greedy
+sampling ignores.
 """
 
 import time
@@ -18,16 +19,16 @@ from api_client.hub import ChannelHub, HubSubscription
 from ops.benchmarks.figures import STAGES
 from schemas.codec import decode_chunk
 
-Passage = dict[int, float]  # tokens so far → when
+Passage = dict[int, float]  # number of tokens so far → time
 NOTED_SEED = 4711
 
 
 @dataclass(slots=True)
 class Notes:
-    """What the worker wrote: the sequences of each step, by its end, and the rest per job."""
+    """Times that the worker wrote: the sequences of each step by its end, and further times by job."""
 
     steps: dict[float, int] = field(default_factory=dict)
-    num_tokens: int = 0  # of all jobs
+    num_tokens: int = 0  # tokens of all jobs
     submits: dict[str, float] = field(default_factory=dict)
     ends: dict[str, Passage] = field(default_factory=lambda: defaultdict(dict))
     frames: dict[str, Passage] = field(default_factory=lambda: defaultdict(dict))
@@ -35,7 +36,9 @@ class Notes:
 
     @classmethod
     def read(cls, path: Path, offset: int) -> "Notes":
-        """Lines from `offset` on. Where something was noted twice, the first counts."""
+        """Read the lines from byte `offset` on; of several times for the same event, the first
+        counts.
+        """
         notes = cls()
         with path.open("rb") as file:
             file.seek(offset)
@@ -55,24 +58,31 @@ class Notes:
         return notes
 
     def are_complete(self, lengths: Mapping[str, int], num_tokens: int) -> bool:
-        """`lengths` of the jobs that are noted, `num_tokens` of all."""
+        """Return whether all times are there.
+
+        Args:
+            lengths: number of tokens of each noted job.
+            num_tokens: number of tokens of all jobs.
+        """
         return self.num_tokens >= num_tokens and all(
             count in self.frames[job] and count in self.appends[job] for job, count in lengths.items()
         )
 
 
 class TimedHub(ChannelHub):
-    """Notes when each message of the jobs in `noted` came; they are decoded when the round is over."""
+    """Notes the time of each message for the jobs in `noted`; `passages` decodes them after the
+    round.
+    """
 
     def __init__(self, client: Any) -> None:
         super().__init__(client)
         self.noted: set[str] = set()
         self._channels: set[bytes] = set()
         self._messages: list[tuple[float, bytes]] = []
-        self._pass_on = super()._hand_on  # looked up once: it is called for every token
+        self._pass_on = super()._hand_on  # looked up once, because it is called for every token
 
     def note(self, jobs: Iterable[str]) -> None:
-        """These from now on, and nothing of those before."""
+        """Note these jobs from now on, and drop all earlier times."""
         self.noted = set(jobs)
         self._channels.clear()
         self._messages.clear()
@@ -102,7 +112,10 @@ class TimedClient(AsyncClient):
 
 
 def latencies(notes: Notes, heard: dict[str, Passage], told: dict[str, Passage]) -> tuple[list[float], dict[str, Any]]:
-    """From step's end to subscriber, per chunk; and the same by stage, of the chunks that came by pub/sub."""
+    """Return the latencies per chunk, from its step's end to the subscriber, and the same by stage.
+
+    The stages are of the chunks that came by pub/sub.
+    """
     whole: list[float] = []
     stages: dict[str, list[float]] = {name: [] for name in STAGES}
     for job, passage in told.items():

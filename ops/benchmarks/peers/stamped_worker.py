@@ -1,14 +1,15 @@
-"""A whole worker that notes when tokens passed: their step's end, their frame in the I/O process, their append's call.
+"""A whole worker that notes three times per token: its step's end, its frame's arrival, its append.
 
-Of the jobs that are to be noted, and as little as will do: what is kept of every token makes the worker slower, more
-by the memory that is never warm than by the time to write it. Notes become lines of a file when the engine has been
-idle for a frame: the last answers are on their way yet when it has just become so. Settings come from the environment,
-as for any worker; the file's name is the argument. Lines, all times monotonic seconds of the machine's one clock:
+It notes only selected jobs, and as little as possible: what is kept for every token makes the
+worker slower, more through cold memory than through the time of writing. The times are written to a
+file when the engine has been idle for two frames in a row, because at the first idle frame the last
+answers are still on their way. Settings come from the environment, as for any worker; the argument
+is the file's name. All times are seconds of the machine's monotonic clock. The lines are:
 
-    submit <time> <job>                     the engine is handed the job; of every job
-    step <end> <sequences> <tokens>         so many got so many; of every step
+    submit <time> <job>                     the engine receives the job; for every job
+    step <end> <sequences> <tokens>         the step gave so many sequences so many tokens; every step
     token <step's end> <time> <job> <tokens so far>
-    append <time> <job> <tokens so far>     its chunk is made; the script's call begins
+    append <time> <job> <tokens so far>     the chunk is built; the script's call begins
 """
 
 import asyncio
@@ -34,12 +35,12 @@ def job_of(request_id: str) -> str:
 
 
 class Notes:
-    """Of one worker; `write` forgets what it has written."""
+    """Times noted by one worker; `write` clears what it has written."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
-        self._so_far: dict[str, int] = {}  # tokens of the requests that are noted
-        self._noted: set[str] = set()  # their jobs
+        self._so_far: dict[str, int] = {}  # number of tokens so far, by noted request
+        self._noted: set[str] = set()  # noted jobs
         self._steps: list[tuple[float, int, int]] = []
         self._tokens: list[tuple[float, float, str, int]] = []
         self._appends: list[tuple[float, str, int]] = []

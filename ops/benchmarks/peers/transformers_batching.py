@@ -1,7 +1,7 @@
-"""Transformers' own continuous batching on the same files, through its public manager; a child of the benchmark.
+"""Transformers' own continuous batching on the same files, through its public manager.
 
-A fresh manager per round, so that no prefix of an earlier round is found; its making and its end are
-not timed.
+Runs as a child process of the benchmark. Each round has a fresh manager, so that it finds no prefix
+of an earlier round; creating and ending the manager is not timed.
 """
 
 import dataclasses
@@ -19,9 +19,10 @@ PAGE_SIZE = 32
 
 class TransformersBatching:
     def __init__(self, options: EngineOptions, model: Any = None, deadline: float = math.inf) -> None:
-        """`model` is one that is there already, on its device; else it is loaded to where our engine would be.
+        """Set up; `model` is a loaded model on its device, or None to load it where our engine
+        would.
 
-        At the deadline, of the monotonic clock, a round ends with TimeoutError.
+        A round raises TimeoutError at `deadline`, a time of the monotonic clock.
         """
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         import torch
@@ -34,7 +35,7 @@ class TransformersBatching:
         self._deadline = deadline
         self._model: Any = _load(options) if model is None else model
         self._model.generation_config.do_sample = False
-        self._model.generation_config.eos_token_id = -1  # its way to say: none
+        self._model.generation_config.eos_token_id = -1  # means: none
         self.description = f"Transformers {__version__} continuous batching, sdpa, page_size={PAGE_SIZE}"
 
     def run(self, requests: tuple[WorkloadRequest, ...]) -> Round:
@@ -42,7 +43,7 @@ class TransformersBatching:
 
         names = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
         settings: dict[str, Any] = {
-            "page_size" if "page_size" in names else "block_size": PAGE_SIZE,  # as older releases call it
+            "page_size" if "page_size" in names else "block_size": PAGE_SIZE,  # name in older releases
             "num_blocks": self._options.pool_tokens // PAGE_SIZE,
             "max_batch_tokens": self._options.max_batch_tokens,
         }
@@ -51,7 +52,7 @@ class TransformersBatching:
         with self._model.continuous_batching_context_manager(continuous_batching_config=config) as manager:
             self._wake(manager)
             started = time.perf_counter()
-            # Its own add_requests takes one max_new_tokens for all; it sorts like this for prefix hits.
+            # Its add_requests takes one max_new_tokens for all; the order is its own, for prefix hits.
             for index in sorted(range(len(requests)), key=lambda i: requests[i].prompt, reverse=True):
                 request = requests[index]
                 manager.add_request(
@@ -78,13 +79,13 @@ class TransformersBatching:
         )
 
     def _wake(self, manager: Any) -> None:
-        """One token through, so that the pool is allocated before the clock starts."""
+        """Run one token, so that the pool is allocated before the clock starts."""
         manager.add_request([100, 101], request_id="warm", max_new_tokens=1, eos_token_id=-1)
         while (result := self._next(manager)) is None or not result.is_finished():
             pass
 
     def _next(self, manager: Any) -> Any:
-        """None if nothing came within a second."""
+        """Return the next result, or None if none came within a second."""
         if time.monotonic() > self._deadline:
             raise TimeoutError("no time was left for its answers")
         result = manager.get_result(timeout=1)
@@ -93,7 +94,7 @@ class TransformersBatching:
         return result
 
     def close(self) -> None:
-        """Each round has closed its manager."""
+        """Do nothing: each round closes its manager."""
 
 
 def _load(options: EngineOptions) -> Any:

@@ -1,7 +1,8 @@
-"""vLLM on the same files, stepped through its own engine object; a child of the benchmark, in its own environment.
+"""vLLM on the same files, stepped through its engine object; a child process in its own
+environment.
 
-Only the standard library and vLLM are imported. `model` is a folder: the parent resolves names, which
-needs our own packages.
+Imports only the standard library and vLLM. `model` is a folder, because only our own packages can
+resolve model names; the parent does so.
 """
 
 import time
@@ -31,7 +32,7 @@ class Vllm:
         from vllm import SamplingParams  # type: ignore[import-not-found,unused-ignore]
         from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found,unused-ignore]
 
-        self._llm.reset_prefix_cache()  # or a later round would find the earlier one's prompts
+        self._llm.reset_prefix_cache()  # otherwise a later round finds the prompts of an earlier one
         engine = self._llm.llm_engine
         tokens: dict[str, list[int]] = {str(index): [] for index in range(len(requests))}
         first: dict[str, float] = {}
@@ -65,7 +66,7 @@ class Vllm:
         )
 
     def close(self) -> None:
-        """Its processes end with ours."""
+        """Do nothing: vLLM's processes end with this one."""
 
 
 if __name__ == "__main__":

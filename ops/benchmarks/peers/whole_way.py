@@ -1,8 +1,8 @@
-"""The whole service as a measured engine: Valkey, a worker with its engine process, SQLite, a subscriber per job.
+"""The whole service as a measured engine: Valkey, a worker and its engine, SQLite, and subscribers.
 
-Every part is a process of its own, as in service; the subscribers share this one. A round is timed from the
-first submit to the last subscriber's end, SQL's commit before it included. Each round is a tenant of its own, so that
-no round finds the prefixes of an earlier one.
+Every part is a process of its own, as in production; the subscribers, one per job, share this
+process. A round is timed from the first submit to the last subscriber's end, which includes SQL's
+commit before it. Each round is a tenant of its own, so that it finds no prefix of an earlier one.
 """
 
 import asyncio
@@ -30,11 +30,14 @@ from worker.tether import Tether
 
 QUEUE = "bench"
 START_TIMEOUT_S = 300.0
-NOTED_ONE_IN = 8  # jobs; of all of them, the notes cost half a percent of the tokens
+NOTED_ONE_IN = 8  # jobs; noting all of them would cost half a percent of the tokens
 
 
 class Reading:
-    """What one subscriber saw: its tokens, the first's and the last's time, and of a noted job when it had how many."""
+    """Tokens that one subscriber received, with the time of the first and the last.
+
+    For a noted job, `times` has the time at which each number of tokens was reached.
+    """
 
     def __init__(self, job: str, is_noted: bool) -> None:
         self.job = job
@@ -52,7 +55,9 @@ class Reading:
 
 
 class WholeWay:
-    """All on one machine, so its parts talk to the server over a Unix socket; `by_tcp`: as from elsewhere."""
+    """The service on one machine; its parts use a Unix socket, or TCP if `by_tcp`, as between
+    machines.
+    """
 
     def __init__(
         self,
@@ -61,7 +66,7 @@ class WholeWay:
         one_in: int = NOTED_ONE_IN,
         by_tcp: bool = False,
     ) -> None:
-        self._one_in = one_in  # job a token's way is noted
+        self._one_in = one_in  # one job in so many is noted
         self._undo = ExitStack()
         folder = Path(self._undo.enter_context(tempfile.TemporaryDirectory(prefix="tokenmill-bench-")))
         self._notes = folder / "notes"
@@ -79,16 +84,19 @@ class WholeWay:
         self._rounds = 0
         asyncio.run(self._wait_ready())
         self._loop = self._undo.enter_context(asyncio.Runner())
-        self._client = self._loop.run(self._connect())  # as a web backend's, which lives longer than a job
+        self._client = self._loop.run(self._connect())  # lives longer than a job, as a web backend's client does
         self._undo.callback(lambda: self._loop.run(self._client.close()))
         gc.collect()
-        gc.freeze()  # the subscribers' process pauses for no object of the benchmark
+        gc.freeze()  # garbage collection skips the benchmark's own objects from here on
         link = "TCP" if by_tcp else "a Unix socket"
         self.description = f"Valkey (append-only, by {link}), worker, SQLite (WAL), a subscriber per job"
 
     @classmethod
     def model_free(cls, model: str, log: BinaryIO) -> Self:
-        """Around an engine that computes nothing, by TCP as its peers; what the worker says goes to `log`."""
+        """Start the service with a model-free engine.
+
+        It uses TCP, as its peers do. The worker's output goes to `log`.
+        """
         options = EngineOptions(model=model, max_sequences=256, max_batch_tokens=8192, pool_tokens=1 << 18)
         return cls(options, log, one_in=1, by_tcp=True)
 
@@ -131,7 +139,10 @@ class WholeWay:
         return self._loop.run(self._run(requests, f"round-{self._rounds}"))
 
     def stream_jobs(self, jobs: int, tokens: int) -> dict[str, float]:
-        """Jobs together, a subscriber each: chunks per second, a token's way from engine to subscriber, scripts."""
+        """Run jobs together, each with a subscriber.
+
+        Returns chunks per second, a token's latency from engine to subscriber, and script calls.
+        """
         done = self.run(_plain_requests(jobs, tokens))
         return {
             "chunks_s": sum(map(len, done.tokens)) / done.wall_s,
@@ -144,7 +155,11 @@ class WholeWay:
         }
 
     def single_jobs(self, count: int) -> dict[str, float]:
-        """One job after the other on an idle worker: from submit to the engine, and to the subscriber's first token."""
+        """Run one job after the other on an idle worker.
+
+        Returns the times from submit to the engine, and from submit to the subscriber's first
+        token.
+        """
         rounds = [self.run(_plain_requests(1, 4)) for _ in range(count)]
         waits = {"submit": [done.engine_s[0] for done in rounds], "start": [done.first_s[0] for done in rounds]}
         return {
@@ -192,7 +207,7 @@ class WholeWay:
         return reading
 
     def _read_notes(self, offset: int, readings: list[Reading]) -> Notes:
-        """The file is written a moment after the last chunk."""
+        """Read the worker's notes; the worker writes its file a moment after the last chunk."""
         deadline = time.monotonic() + 10.0
         lengths = {reading.job: len(reading.tokens) for reading in readings if reading.times is not None}
         num_tokens = sum(len(reading.tokens) for reading in readings)
@@ -203,12 +218,12 @@ class WholeWay:
         return notes
 
     def _cpu(self) -> dict[str, float]:
-        """CPU seconds so far; the worker's are without its engine's, which is a process of its own."""
+        """Return the CPU seconds of each process so far; the worker's do not include its engine's."""
         pids = {"worker": self._worker.process.pid, "server": self._valkey.pid, "subscribers": os.getpid()}
         return {part: cpu_seconds(pid) for part, pid in pids.items()}
 
     def _scripts(self) -> tuple[int, float]:
-        """Calls so far, and the server's seconds in them."""
+        """Return the number of script calls so far, and the server's seconds in them."""
         found = self._info("commandstats").get("cmdstat_evalsha", {})
         return int(found.get("calls", 0)), 1e-6 * float(found.get("usec", 0))
 

@@ -1,4 +1,4 @@
-"""Pictures of what the commands measured, from the same record that `--json` writes.
+"""Draws what the commands measured, from the same record that `--json` writes.
 
 matplotlib is imported when something is drawn; it comes with the extra `bench`.
 """
@@ -13,11 +13,13 @@ FORMATS = (".png", ".svg", ".pdf")
 
 
 class PictureError(ValueError):
-    """Nothing can be drawn; one sentence for the person who asked."""
+    """Nothing can be drawn; one sentence for the user."""
 
 
 def check(path: Path) -> None:
-    """Before the measurement, so that its end is no disappointment."""
+    """Check that the picture can be drawn; called before the measurement, so that no result is
+    wasted.
+    """
     if path.suffix not in FORMATS:
         raise PictureError(f"{path}: a picture's name ends in {', '.join(FORMATS)}")
     if not path.parent.is_dir():

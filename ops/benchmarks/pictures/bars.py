@@ -1,6 +1,6 @@
-"""Bars with their spread: engines beside one another per workload, queues beside one another per figure.
+"""Draws bars with their spread: engines per workload, and queues per figure, side by side.
 
-A bar is the median over the rounds, its whisker goes from the worst round to the best.
+A bar is the median over the rounds; its whisker goes from the worst round to the best.
 """
 
 import statistics
@@ -78,7 +78,7 @@ def _throughput(axes: Axes, result: dict[str, Any], names: Sequence[str]) -> Non
 def _latency(
     axes: Axes, result: dict[str, Any], names: Sequence[str], title: str, keys: tuple[str, str, float]
 ) -> None:
-    """The median request as the bar, the slowest in a hundred as a mark."""
+    """Draw the median request as the bar and the 99th percentile as a mark."""
     median, slow, scale = keys
     axes.set_xlabel(f"{title} (|: p99)")
     values = [[scale * value for value in _values(result, name, median)] for name in names]

@@ -1,4 +1,4 @@
-"""Curves of the simulations: goodput and latencies against load, one queue server against its number of workers."""
+"""Draws curves of the simulations: goodput and latency by load, one queue server by its workers."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -67,7 +67,9 @@ def _workers(row: Sequence[Axes], name: str, rows: Rows) -> None:
 
 
 def _curves(axes: Axes, rows: Rows, key: tuple[str, str], figures: Sequence[tuple[str, str]]) -> None:
-    """One colour and mark per kind, one line style per figure. What is endless has no point."""
+    """Draw one colour and mark per kind and one line style per figure; infinite values have no
+    point.
+    """
     across, kind = key
     for number, name in enumerate(dict.fromkeys(row[kind] for row in rows)):
         for figure, style in figures:

@@ -1,4 +1,4 @@
-"""How all pictures look: Okabe and Ito's colours, which the colour-blind can tell apart, few lines, named units."""
+"""Style of all pictures: Okabe and Ito's colour-blind-safe colours, few lines, named units."""
 
 from typing import Any
 
@@ -51,7 +51,7 @@ def number(value: float) -> str:
 
 
 def tick(value: float, _place: float | None = None) -> str:
-    """On a logarithmic axis: 0.01, 10, 10k, 1M."""
+    """Format a number for a logarithmic axis: 0.01, 10, 10k, 1M."""
     for size, letter in ((1e6, "M"), (1e3, "k")):
         if value >= size:
             return f"{value / size:g}{letter}"
