@@ -1,4 +1,4 @@
-"""After a crash suspects run in halving groups, until the guilty one stands alone."""
+"""Suspects of a crash run in halving groups until the job that crashes runs alone."""
 
 from worker.jobs import Delivery
 from worker.quarantine import Quarantine

@@ -1,4 +1,4 @@
-"""In which order a worker publishes what its engine did."""
+"""Tests of the order in which a worker publishes its engine's events."""
 
 from __future__ import annotations
 

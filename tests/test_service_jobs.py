@@ -1,4 +1,4 @@
-"""Which jobs are in hand: what is lost and claimed again is another request, and nothing of the first clings to it."""
+"""Tests of owned jobs: one that is lost and claimed again is a new request, without old state."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class ScriptedHost:
 
 
 class Orders:
-    """What a service asks of the queue beside appends."""
+    """Stands in for the queue's calls other than appends."""
 
     def __init__(self) -> None:
         self.retried: list[tuple[str, int]] = []

@@ -1,4 +1,4 @@
-"""What engine tests share: tiny random models on disk, and a planner that only chunks and never preempts."""
+"""Tools of the engine tests: sequences, and a planner that only chunks and never preempts."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from worker.engine.cpu_slices import lengthen_slices
 
 
 def slice_ns(thread: int) -> int | None:
-    """As the kernel tells it, where it does."""
+    """Return the thread's scheduler slice in ns, or None if the kernel does not show it."""
     try:
         text = Path(f"/proc/self/task/{thread}/sched").read_text()
     except OSError:

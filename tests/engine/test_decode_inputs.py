@@ -110,7 +110,7 @@ def test_counted_up_or_made_anew(seed: int) -> None:
 
 
 def test_a_step_of_the_same_tokens_again_is_made_anew() -> None:
-    """As after one that failed."""
+    """The same step comes twice when its first run has failed."""
     sequence = Sequence("r", [1, 2, 3], 3, SamplingParams(), block_tables=[[5], [7]])
     builder, plans = InputBuilder(CONFIG, 64, CPU, 1), []
     for start in (2, 2, 3, 3):

@@ -300,7 +300,7 @@ assert graph.output.tolist() == [2.0, 2.0, 2.0]
 
 @pytest.mark.gpu
 def test_a_capture_that_is_refused_leaves_everything_as_it_was() -> None:
-    """In a process of its own: after one that broke off, torch before 2.12 captures no other."""
+    """A child process captures: after a broken capture, torch before 2.12 cannot capture again."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     child = subprocess.run([sys.executable, "-c", CAPTURES], cwd=ROOT, capture_output=True, text=True, check=False)

@@ -28,7 +28,7 @@ FAST = (
 
 
 def interpreted(*arguments: str) -> int:
-    """How many tests passed; none may fail."""
+    """Run tests under Triton's interpreter. Returns how many passed; none may fail."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:randomly", "-p", "no:cacheprovider", *arguments]
     environment = ("env", "TRITON_INTERPRET=1", "OMP_NUM_THREADS=1")
     result = subprocess.run(

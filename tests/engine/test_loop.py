@@ -1,4 +1,4 @@
-"""What a frame says beside a step's events."""
+"""Tests of the figures that a frame carries beside a step's events."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Steps:
 
 
 def steps_told(seconds: list[float]) -> list[int | None]:
-    """Of each frame: how many steps its figures count, None where it has none."""
+    """Return for each frame the number of steps its figures count, or None if it has no figures."""
     engine, told = Steps(seconds), list[Report]()
     loop = EngineLoop(engine, Mailbox(), told.append, clock=lambda: engine.now)  # type: ignore[arg-type]
     while engine.has_work:

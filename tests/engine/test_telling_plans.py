@@ -1,4 +1,4 @@
-"""What rank 0 tells of its plans: the others build the same steps from it, and long contexts cost it nothing."""
+"""Other ranks build rank 0's steps from its plans, whose size does not grow with the context."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Before an engine says that it is ready it has run a prompt and its decode, and nothing of that is left."""
+"""An engine runs a prompt and its decode before it reports ready, and leaves nothing of it."""
 
 from __future__ import annotations
 

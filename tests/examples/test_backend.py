@@ -1,4 +1,4 @@
-"""What the example backend answers to any client: statuses, double submissions, and events from where one was."""
+"""The example backend's answers: statuses, double submissions, and resumed events."""
 
 import asyncio
 import json

@@ -23,7 +23,10 @@ SLOW = "synthetic?step_ms=10&mean_tokens=1000000"
 
 
 async def told(*arguments: str, exits_with: int = 0) -> AsyncIterator[tuple[str, Any]]:
-    """What `producer.mjs --json` says, line by line; its exit status is 1 for a job that did not succeed."""
+    """Yield the output of `producer.mjs --json` line by line.
+
+    Its exit status is 1 for a job that did not succeed.
+    """
     try:
         command = [node(), str(EXAMPLES / "producer.mjs"), "--queue", QUEUE, "--json", *arguments]
     except NodeUnavailable as error:

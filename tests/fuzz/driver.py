@@ -32,7 +32,7 @@ class Finding(Exception):
 
 
 class Report(msgspec.Struct, kw_only=True):
-    """How a run went."""
+    """The figures of one fuzzing run."""
 
     target: str
     guided: bool
@@ -70,7 +70,10 @@ class Counter:
 
 
 def run_seeded(target: Target, inputs: int, seed: int) -> Report:
-    """Without coverage: each input is a seed, or an earlier input, with some changes. Raises Finding."""
+    """Fuzz without coverage: each input is a seed, or a seed or earlier input with some changes.
+
+    Raises Finding.
+    """
     chance = random.Random(f"{target.name}/{seed}")
     counter = Counter(target, guided=False)
     pool = list(target.seeds)
@@ -89,7 +92,10 @@ def run_seeded(target: Target, inputs: int, seed: int) -> Report:
 
 
 def run_guided(target: Target, inputs: int, seed: int, on_end: Callable[[Report], None]) -> None:
-    """With atheris; it ends the process, so `on_end` is called before the last input returns."""
+    """Fuzz with atheris.
+
+    It ends the process, so `on_end` is called before the last input returns.
+    """
     import atheris
 
     chance = random.Random(f"{target.name}/{seed}")
@@ -114,5 +120,5 @@ def run_guided(target: Target, inputs: int, seed: int, on_end: Callable[[Report]
 
 
 def limit_memory() -> None:
-    """For the process that fuzzes, before it begins."""
+    """Limit the memory of the process that fuzzes. Call it before the first input."""
     resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))

@@ -1,4 +1,4 @@
-"""What the fuzzer starts from: good messages of every kind, as the product writes them."""
+"""Builds the fuzzer's seeds: good messages of every kind, as the product writes them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""What is fuzzed: everything that reads bytes which another process wrote. Each target has seeds, and says how an
-input ends: read, or refused with the error that its documentation names. Any other exception is a finding.
+"""The fuzzed functions: everything that reads bytes which another process wrote.
+
+Each target has seeds. An input is either read or refused with the error that the target's
+documentation names; any other exception is a finding.
 """
 
 from __future__ import annotations
@@ -197,7 +199,7 @@ _URLS = (
 
 
 def targets() -> dict[str, Target]:
-    """By name; made anew, for some of them hold an event loop."""
+    """Return new targets by name. Some hold an event loop, so they are not shared."""
     undecodable = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
     made = [
         Target("request", codec.decode_request, messages_of("request"), (DecodeError,)),

@@ -25,7 +25,10 @@ MakeValkey = Callable[..., ValkeyServer]
 
 
 def is_gone(pid: int, within_s: float = 30.0) -> bool:
-    """Also a zombie is gone: whoever adopted it may be slow to collect it."""
+    """Return True if the process ends in time.
+
+    A zombie counts as ended: its parent may collect it late.
+    """
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
         try:

@@ -1,4 +1,4 @@
-"""What a comparison prints and writes: tables of 80 columns, figures of rounds that all finished, disturbed rounds."""
+"""A comparison's report: tables of 80 columns, figures of complete rounds, disturbed rounds."""
 
 import io
 import os
@@ -153,7 +153,7 @@ class TestCoreWatch:
 class TestWaitUntilQuiet:
     @staticmethod
     def pauses(proc: Path, busy_shares: list[float]) -> int:
-        """How often it waits where the cores do this much during its looks, then nothing."""
+        """Count the pauses of `wait_until_quiet` if the cores are this busy at its looks, then idle."""
         ticks, looks = [0.0, 0.0], 0
 
         def pause(_: float) -> None:

@@ -66,7 +66,7 @@ def test_a_gpu_has_more_places_than_a_cpu_and_all_of_its_settings(
 
 
 def _plain(value: object) -> str:
-    """With the defaults of ${NAME:-default}, and with NAME where ${NAME:?} must be set, in place of the variables."""
+    """Replace the variables: ${NAME:-default} by its default, ${NAME:?…} by NAME."""
     return re.sub(r"\$\{(\w+):\?[^}]*\}", r"\1", re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", str(value)))
 
 

@@ -80,7 +80,7 @@ async def _work_and_scrape(redis_url: str, folder: Path) -> str:
 
 
 def _plain(expression: str) -> str:
-    """With Grafana's variables filled in, as it does."""
+    """Replace Grafana's variables as Grafana does."""
     return expression.replace("$__rate_interval", "1m").replace("$queue", ".*")
 
 

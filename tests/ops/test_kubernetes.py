@@ -35,7 +35,7 @@ VERSIONS = ("1.30", "1.34", "1.37")
 
 
 def variables(pod: dict[str, Any]) -> dict[str, str]:
-    """What the container's environment will be."""
+    """Return the environment that the container will have."""
     (container,) = pod["containers"]
     values: dict[str, str] = {}
     for source in container.get("envFrom", []):
@@ -82,7 +82,7 @@ def test_keda_knows_every_field_of_the_scaler() -> None:
 
 
 def keda_reads(document: dict[str, Any]) -> dict[str, Any]:
-    """What is left of it in KEDA's own definition, as classes: a field that it does not know is not."""
+    """Return the document as KEDA's own classes read it; fields unknown to them are dropped."""
     from cloudcoil.models.keda.v1alpha1 import ScaledObject  # a second's import
 
     read: dict[str, Any] = ScaledObject.model_validate(document).model_dump(

@@ -107,7 +107,10 @@ class TestBatches:
 @pytest.mark.model
 @pytest.mark.slow
 def test_the_real_one_answers_in_order(tmp_path: Path) -> None:
-    """Where `ops/bench engine --peer llamacpp` has built it: more requests than slots, lengths that differ."""
+    """Run more requests than slots, of different lengths.
+
+    Skipped unless `ops/bench engine --peer llamacpp` has built llama.cpp.
+    """
     environment = PeerEnvironment("llamacpp")
     if not (environment.folder / ".finished").exists():
         pytest.skip("llama.cpp has not been built here")

@@ -114,7 +114,7 @@ def test_npm_s_failure_is_one_sentence(checkout: Path) -> None:
 
 @pytest.mark.parametrize("ci", ["", "true"])
 def test_without_npm_s_packages_setup_goes_on_but_not_in_ci(checkout: Path, tmp_path: Path, ci: str) -> None:
-    """At home their tests are skipped then; the name of the file to remove is said."""
+    """Outside CI setup names the file to remove, and the packages' tests are skipped."""
     tools = tmp_path / "tools"
     tools.mkdir()
     for name, does in (("node", "exit 0"), ("npm", "echo 'npm error network'; exit 1")):

@@ -169,7 +169,7 @@ class TestClaims:
 
 
 class TestLog:
-    """As the product cuts what has piled up into parts, and these into chunks."""
+    """The simulation cuts a backlog of events into parts and chunks as the product does."""
 
     COSTS = replace(STORED, append=1.0, chunk={1: 1.0, 8: 1.0, 32: 1.0}, opened=3.0)
 

@@ -52,7 +52,7 @@ def worker_process(folder: Path, **settings: Any) -> Iterator[subprocess.Popen[b
 
 
 async def first(folder: Path, pattern: str) -> str:
-    """What the worker's output matched, as soon as it does."""
+    """Wait until the worker's output matches `pattern`, and return the first group."""
     async with asyncio.timeout(60):
         while True:
             found = re.search(pattern, (folder / "said").read_text(errors="replace"))
@@ -200,7 +200,7 @@ def what_it_says(words: list[str], folder: Path, variables: dict[str, str]) -> s
 
 @pytest.mark.parametrize("kind", BAD_URLS)
 def test_no_command_repeats_a_password_of_a_url(kind, tmp_path, redis_url):
-    """Whether the URL is unreachable or none at all."""
+    """The URLs are unreachable, or no URLs at all."""
     servers = {"TOKENMILL_REDIS_URL": redis_url, "TOKENMILL_DATABASE_URL": f"sqlite:///{tmp_path}/none.db"}
     cases = [(url, words) for url in BAD_URLS[kind] for words in COMMANDS[kind]]
 

@@ -188,7 +188,10 @@ steps_of = st.lists(st.lists(st.sampled_from((0, 1, 2)), min_size=1, max_size=6)
 
 @given(steps_of, steps_of, st.data())
 async def test_checkpoints_of_several_choices_go_on_where_the_log_ends(first, second, data):
-    """From wherever the server left the log, whoever goes on: all but the tokens of a checkpoint that is not full."""
+    """Any worker goes on from any log that the server left.
+
+    The log gets all tokens except those of a checkpoint that is not full.
+    """
     before, _ = await checkpoints(first)
     log, places = await checkpoints(second, before[: data.draw(st.integers(0, len(before)))])
     for choice, letters in enumerate(LETTERS):

@@ -228,7 +228,7 @@ async def test_whatever_goes_wrong_the_log_is_the_result(seed, stream):
 
 @pytest.mark.parametrize(("n", "heard"), [(1, "ax"), (2, "ax"), (2, "axb"), (3, "ax")])
 async def test_text_that_was_held_back_while_the_log_was_away_is_told_all_the_same(publisher, log, n, heard):
-    """Of several choices each tells its own end, in a chunk that this log never saw."""
+    """Each of several choices has an end of its own, in a chunk that this log never received."""
     publisher.open(await admit(n=n, stop=("xyz",)))
     await publisher.handle([event(heard[:2], choice=0)])
     if heard[2:]:

@@ -1,4 +1,4 @@
-"""How the store is opened, and calls that have an end."""
+"""Tests of opening the store, and of calls with a time limit."""
 
 import asyncio
 import threading
@@ -52,7 +52,7 @@ def num_threads() -> int:
 
 @pytest.fixture
 async def threads() -> AsyncIterator[Threads]:
-    """None of them is left after a test."""
+    """Yield a Threads, and check afterwards that no thread is left."""
     before, made = num_threads(), Threads()
     yield made
     made.close()

@@ -23,7 +23,7 @@ def rig() -> Rig:
 
 
 async def test_a_commit_whose_answer_came_too_late_is_counted_once(rig: Rig) -> None:
-    """What another attempt wrote meanwhile is that one's."""
+    """A row that another attempt wrote in the meantime counts for that attempt."""
     rig.store.late = 2
     rig.store.recorded["job-1"] = finished("job-1", finished_ms=7)
     async with rig.running() as finalizer:

@@ -295,7 +295,7 @@ async def test_what_is_in_hand_when_the_worker_is_cancelled_is_still_reported(ri
 
 
 async def test_it_ends_when_a_library_swallows_its_cancellation(rig: Rig) -> None:
-    """As Python 3.11's wait_for does; a task group tells its children once."""
+    """Python 3.11's wait_for swallows one like that, and a task group cancels children once."""
 
     is_recording = False
 

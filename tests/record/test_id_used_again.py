@@ -32,7 +32,7 @@ def later(**changes: Any) -> Finished:
 
 
 async def ended(store: ResultStore, *jobs: Finished) -> tuple[list[Finished], list[Finished]]:
-    """What Redis is told, and what the metrics are."""
+    """Record the jobs and return those acknowledged to Redis and those counted in the metrics."""
     redis, told = FakeRedis(), []
     finalizer = Finalizer(store, redis, LIMITS, on_recorded=lambda items: told.extend(items))
     task = asyncio.create_task(finalizer.run())

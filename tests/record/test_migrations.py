@@ -27,7 +27,7 @@ def test_the_migrated_schema_equals_the_tables(url: str) -> None:
 
 
 def test_primary_keys_and_columns_are_those_of_the_tables(url: str) -> None:
-    """What alembic does not compare: primary keys, nullability of every column, column order."""
+    """Primary keys, nullability of every column and column order are not compared by alembic."""
     with reading(url) as connection:
         inspector = sa.inspect(connection)
         for table in metadata.tables.values():

@@ -1,4 +1,7 @@
-"""From every earlier revision, with rows in every table, to the newest and back: no row is lost on the way up."""
+"""Upgrades from every revision and downgrades to it, with rows in every table.
+
+No upgrade loses a row.
+"""
 
 from typing import Any
 

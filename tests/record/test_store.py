@@ -1,4 +1,4 @@
-"""What one call of the store leaves in the database."""
+"""Tests of the rows that one call of the store leaves in the database."""
 
 import asyncio
 import json

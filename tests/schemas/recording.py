@@ -1,8 +1,8 @@
-"""What this version writes, kept for every later one: `python -m tests.schemas.recording VERSION` makes the folder.
+"""Records this version's messages for all later ones: `python -m tests.schemas.recording VERSION`.
 
-One `.msgpack` per message of samples.py; `values.json`, what each of them means; `enums.json`, every word of every
-enumeration. Recorded once per version of the wire and never changed: a test that fails against them tells that
-running systems would break.
+One `.msgpack` per message of samples.py; `values.json`, what each of them means; `enums.json`,
+every word of every enumeration. A recording is made once per version of the wire and never changed.
+A test that fails against it shows that running systems would break.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def enumerations() -> dict[str, list[str]]:
 
 
 def differences(name: str, data: bytes, kind: object, meant: Any) -> list[str]:
-    """What of a recorded message is lost or changed when this version reads it; empty when all is well."""
+    """Return what reading a recorded message loses or changes; an empty list if nothing."""
     try:
         read = msgspec.msgpack.decode(data, type=kind)
     except msgspec.MsgspecError as error:

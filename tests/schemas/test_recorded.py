@@ -49,7 +49,10 @@ def test_what_was_recorded_means_what_it_meant(version):
 
 
 def test_a_recorded_chunk_of_several_choices_has_its_place_as_index():
-    """Until version 3 `index` counted the tokens of all choices, and `place` those of the chunk's own."""
+    """A chunk's `index` counts its own choice's tokens.
+
+    Up to version 3 it counted the tokens of all choices, and `place` those of the chunk's choice.
+    """
     (data,) = [data for name, data, _ in recorded("3") if name == "chunk"]
     before, now = msgspec.msgpack.decode(data, type=schemas.chunk.Chunk), codec.decode_chunk(data)
     assert (before.index, before.place, before.n) == (3, 1, 1)
@@ -97,7 +100,7 @@ def _defaults(kind: type[msgspec.Struct]) -> Iterator[tuple[str, object]]:
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_what_later_versions_add_is_passed_over(name):
-    """At every depth: unknown keys of maps, further elements of arrays that stand for structs."""
+    """Additions at every depth: unknown keys of maps, more elements of arrays that are structs."""
     value, _ = SAMPLES[name]
     decode = DECODERS[name.split("-")[0]]
     assert decode(msgpack.packb(_grown(msgpack.unpackb(encode(value), strict_map_key=False)))) == value

@@ -1,4 +1,4 @@
-"""What a producer can be told at once: one sentence per problem, naming the field and the value."""
+"""Validation gives a producer one sentence per problem at once, with the field and the value."""
 
 import math
 from typing import Any

@@ -24,7 +24,7 @@ _WITH_LIBRARIES = {"AWS_EXECUTION_ENV": "AWS_Lambda_nodejs22.x"}
 
 
 class NodeUnavailable(RuntimeError):
-    """What is missing, and what brings it."""
+    """Node, its packages or Chromium is missing; the message names the command that installs it."""
 
 
 def node() -> str:

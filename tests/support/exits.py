@@ -1,7 +1,7 @@
-"""Where a test process stood when it was ended from within.
+"""Writes the stacks of a test process that was ended from within.
 
-execnet calls `os._exit` when its pipe has broken, pytest-timeout when a signal will not do, and neither has anywhere to
-say so, since what a test process writes is captured.
+execnet calls `os._exit` when its pipe has broken, and pytest-timeout when a signal does not help.
+Neither can report it, since the output of a test process is captured.
 """
 
 import contextlib
@@ -13,12 +13,15 @@ from pathlib import Path
 
 
 def last_words(worker: Mapping[str, object]) -> Path:
-    """Of the test process that was given this (`workerinput`)."""
+    """Return the file for the stacks of the test process that got this `workerinput`."""
     return Path(tempfile.gettempdir()) / f"tokenmill-tests-{worker['testrunuid']}-{worker['workerid']}"
 
 
 def leave_last_words(path: Path) -> None:
-    """From now on `os._exit` in this process, not in those forked from it, writes the stacks of all threads there."""
+    """Make `os._exit` write the stacks of all threads to `path` first.
+
+    Processes forked from this one are not affected.
+    """
     process, leave = os.getpid(), os._exit
 
     def leave_with_words(status: int) -> None:

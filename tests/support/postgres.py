@@ -40,7 +40,7 @@ _SYSTEM_ROOTS = (
 
 
 class PostgresUnavailable(RuntimeError):
-    """There are no server binaries here, or no ordinary account to run them under."""
+    """No server binaries, no ordinary account to run them under, or initdb failed."""
 
 
 def postgres_binaries() -> Path:
@@ -97,7 +97,7 @@ class PostgresServer:
         return self._child is not None and self._child.is_alive
 
     def url(self, database: str = "postgres") -> str:
-        """In SQLAlchemy's form, with the driver that production uses."""
+        """Return the URL in SQLAlchemy's form, with the driver that production uses."""
         return f"postgresql+psycopg://tokenmill@127.0.0.1:{self.port}/{database}"
 
     def start(self) -> Self:
@@ -140,7 +140,7 @@ class PostgresServer:
         return self.url(name)
 
     def drop_database(self, url: str) -> None:
-        """Also while somebody is connected to it."""
+        """Drop the database, also while connections to it are open."""
         self.execute(f'DROP DATABASE IF EXISTS "{url.rsplit("/", 1)[1]}" WITH (FORCE)')
 
     def execute(self, statement: str) -> None:

@@ -1,8 +1,8 @@
-"""Which metrics a PromQL expression needs, and which labels its result has, against samples that were scraped.
+"""Finds the labels of a PromQL expression's result, and its metrics, in samples that were scraped.
 
     Catalogue(text).labels_of("sum by (queue) (rate(tokenmill:x_total[5m]))")   →   {"queue"}
 
-Raises Unresolved where a metric, a label or a label's value is not there. It evaluates nothing.
+Raises Unresolved if a metric, a label or a label's value is missing. It evaluates nothing.
 """
 
 from __future__ import annotations
@@ -84,6 +84,6 @@ class Catalogue:
 
 
 def _is_number(node: promql.Expr) -> bool:
-    """Also of the functions that give one."""
+    """Return True if the node is a number, or a function that gives one."""
     is_scalar = isinstance(node, promql.Call) and node.func.name in ("time", "scalar", "pi")
     return is_scalar or isinstance(node, promql.NumberLiteral)

@@ -89,7 +89,7 @@ class ValkeyCluster(Stoppable):
         self.wait_ready()
 
     def wait_ready(self) -> None:
-        """Until every node says that all slots are served."""
+        """Wait until every node reports that all slots are served."""
         wait_until(lambda: all(self._is_ready(node) for node in self.nodes), "the cluster's readiness")
 
     def _knows_all(self, node: ValkeyServer) -> bool:

@@ -1,4 +1,4 @@
-"""Which broker Celery is told of."""
+"""Tests of the broker URL that Celery gets."""
 
 import pytest
 

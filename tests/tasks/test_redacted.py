@@ -41,7 +41,7 @@ def test_what_is_shown_of_a_url(url: str, shown: str) -> None:
 
 
 def test_a_failed_notice_says_no_secret(sqlite_url: str, caplog: pytest.LogCaptureFixture) -> None:
-    """In the log, in `last_error` and in what the command line lists."""
+    """No secret stands in the log, in `last_error` or in the command line's list."""
     caplog.set_level(logging.DEBUG)
     record(sqlite_url, noticed("a", "http://user:S3CRET@127.0.0.1:9/hook?token=T0PSECRET#FRAGMENT"))
     engine = open_engine(sqlite_url)

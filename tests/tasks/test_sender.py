@@ -1,4 +1,4 @@
-"""Where webhooks may go, and what a receiver can do to us: nothing."""
+"""Tests of the addresses to which webhooks may go, and of receivers that misbehave."""
 
 import ipaddress
 import socket
@@ -115,7 +115,7 @@ def test_an_address_that_is_none(url: str) -> None:
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """For localhost and for no other name; certificate and key in one file."""
+    """Make a certificate for localhost only, in one file with its key."""
     folder = tmp_path_factory.mktemp("tls")
     command = (
         "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=DNS:localhost"

@@ -47,7 +47,7 @@ def tasks(redis_url: str, database: str, log: Path) -> Iterator["subprocess.Pope
 
 
 def die(process: "subprocess.Popen[bytes]") -> None:
-    """With its beat, at once."""
+    """Kill the process and its beat at once."""
     os.killpg(process.pid, signal.SIGKILL)
     process.wait(60)
 

@@ -76,7 +76,7 @@ def test_what_is_recorded_late_is_found(url: str, engine: sa.Engine) -> None:
 
 
 def test_a_day_whose_only_row_a_redrive_moved_is_emptied(url: str, engine: sa.Engine) -> None:
-    """Before the window only `reconcile` finds it, inside of it also `recent`."""
+    """The day is found by `reconcile` alone before `recent`'s window, by `recent` inside it."""
     for age in (1, 20):
         died, now = TODAY - age, clock(TODAY - age + 0.5)
         RollUp(engine, now).recent()

@@ -1,4 +1,4 @@
-"""What a working worker lets out: JSON log lines with job ids and no text, numbers that move, a telling heartbeat."""
+"""A running worker's output: JSON log lines with job ids but no text, metrics, heartbeats."""
 
 import asyncio
 import io

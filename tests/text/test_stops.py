@@ -10,7 +10,10 @@ STOPS = st.lists(st.text("abé\n", min_size=1, max_size=6), max_size=4)
 
 
 def cut(text, stops):
-    """By str.find: the text before the stop string that is complete first (of several, the longest)."""
+    """Cut the text, by str.find, before the stop string that is complete first.
+
+    Of several that are complete at once, the longest counts. Returns None without any.
+    """
     ends = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
     return text[: min(ends)[1]] if ends else None
 

@@ -33,7 +33,7 @@ KINDS = (
 
 
 def make_sampler(vocab_size: int, **options: object) -> Sampler:
-    """As the CPU's runner makes it; `kernel=None` has torch draw, as on a device."""
+    """Make a sampler as the CPU's runner does. With `kernel=None` torch draws, as on a device."""
     return Sampler(vocab_size, CPU, frozenset({EOS}), **{"kernel": DrawKernel(), **options})  # type: ignore[arg-type]
 
 
@@ -92,7 +92,10 @@ def generate(
 
 
 def generate_a_step_late(sampler: Sampler, model: ToyModel, sequence: Sequence, num_tokens: int) -> list[int]:
-    """What the device draws while the host learns each token one step late, as with asynchronous batching."""
+    """Return the tokens that the device draws when the host gets each one a step late.
+
+    This is the order of asynchronous batching.
+    """
     prompt = tuple(sequence.token_ids)
     ahead: list[int] = []  # the device's view; the sequence lags behind
     late = None

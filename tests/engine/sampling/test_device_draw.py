@@ -86,7 +86,7 @@ def test_a_mixed_batch_and_a_batch_of_one_agree() -> None:
 
 
 def test_a_vocabulary_of_several_tiles() -> None:
-    """Of equal logits in different tiles the first wins a greedy row."""
+    """The first of equal logits in different tiles wins a greedy row."""
     vocab = 2 * TILE + 100
     logits, keys = random_logits(4, vocab), row_keys(np.arange(4, dtype=np.uint64), np.arange(4) + 9)
     logits[0, [70, TILE + 3, 2 * TILE + 5]] = 50.0
@@ -118,7 +118,7 @@ def test_a_token_that_is_masked_is_never_drawn() -> None:
 
 
 def test_the_noise_is_the_same_number() -> None:
-    """With equal logits the race is decided by noise alone: its winner is torch's, for many keys."""
+    """Equal logits leave the race to the noise alone; its winner is torch's, for many keys."""
     keys = row_keys(np.arange(64, dtype=np.uint64), np.arange(64) * 31)
     flat = torch.zeros(64, 500)
     tokens, _ = DeviceDraw(DEVICE).draw(flat.to(DEVICE), drawing([(1.0, 500, 1.0, OFF)] * 64), keys)

@@ -1,4 +1,4 @@
-"""What is drawn follows the distribution that the parameters describe, worked out apart by numpy and a sort."""
+"""Draws follow the distribution of the parameters, which numpy and a sort work out apart."""
 
 import numpy as np
 import numpy.typing as npt

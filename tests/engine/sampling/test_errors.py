@@ -1,4 +1,4 @@
-"""What is wrong with one sequence costs that sequence only."""
+"""An error in one sequence's row affects that sequence only."""
 
 import math
 

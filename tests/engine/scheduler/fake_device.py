@@ -38,7 +38,7 @@ def next_token(state: bytes, seed: int = 0) -> int:
 
 
 def expected_tokens(sequence: Sequence, eos: int | None = EOS) -> list[int]:
-    """What the sequence generates when it runs alone: the truth for every schedule."""
+    """Return the tokens that the sequence generates alone: the truth for every schedule."""
     state = b""
     for token in sequence.token_ids:
         state = chain(state, token)
@@ -88,7 +88,7 @@ class FakeDevice:
         return StepOutput(plan.step_id, sampled, logprobs, {})
 
     def spoil(self, plan: StepPlan) -> None:
-        """What a failing step was to write is garbage."""
+        """Overwrite with garbage all that a failing step was to write."""
         for copies, pools in ((plan.swap_out, self._host), (plan.swap_in, self._device)):
             for copy in copies:
                 pools[copy.group][copy.target] = [b"garbage"] * self.cache.block_size

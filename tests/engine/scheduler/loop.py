@@ -103,7 +103,7 @@ class FakeRunner:
         self.known.difference_update(self._released)
 
     def take_released(self) -> list[Sequence]:
-        """Those released since this was last called."""
+        """Return the sequences released since the last call."""
         released, self._released = self._released, []
         return released
 
@@ -173,7 +173,7 @@ class Loop:
             self.scheduler.check_integrity()
 
     def run(self, max_steps: int = 2000) -> None:
-        """Until nothing is left; fails if that takes too long."""
+        """Step until no work is left. Raises AssertionError after `max_steps` steps."""
         for _ in range(max_steps):
             if not self.scheduler.has_work and not self.steps.are_under_way:
                 return

@@ -1,4 +1,4 @@
-"""How sequences end: stop tokens, lengths, deadlines, cancels in every state, errors of the device."""
+"""Sequences end by stop tokens, lengths, deadlines, cancels in every state, and device errors."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ def test_interactive_takes_blocks_from_bulk_only_if_that_helps() -> None:
 def test_interactive_disturbs_no_bulk_where_the_safety_margin_would_refuse_it_still(
     length: int, preempts: bool
 ) -> None:
-    """Of 40 blocks 16 are a standard one's and 4 the margin."""
+    """The standard sequence needs 16 of the 40 blocks, and the safety margin is 4."""
     loop = Loop.build(make_cache(41, prefix_cache=False), policy="priority", safety_margin=0.1)
     loop.add(endless("standard", 1, 60, 60, priority=1))
     loop.add(*[endless(f"bulk {number}", 2 + number, 15, 40, priority=2) for number in range(2)])

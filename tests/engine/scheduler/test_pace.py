@@ -170,6 +170,6 @@ def forever(name: str, seed: int, max_tokens: int, length: int = 5, **fields: An
 
 
 def step_of(loop: Loop) -> dict[str, int]:
-    """Who got how many tokens in the next step."""
+    """Run the next step and return the number of tokens per request."""
     loop.step()
     return {item.sequence.request_id: item.num_tokens for item in loop.plans[-1].scheduled}

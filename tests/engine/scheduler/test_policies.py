@@ -1,4 +1,4 @@
-"""What each policy schedules, step by step: who, from where, how many tokens."""
+"""Each policy's schedule, step by step: which sequences, from which position, how many tokens."""
 
 from __future__ import annotations
 
@@ -126,7 +126,10 @@ def test_the_read_budget_is_kept_and_everyone_gets_a_turn() -> None:
 @pytest.mark.parametrize("policy", ["fifo", "prefill_first", "priority"])
 @pytest.mark.parametrize(("priority", "is_cached"), [(1, False), (2, False), (1, True)])
 def test_short_requests_without_end_leave_a_long_one_its_reads(policy: str, priority: int, is_cached: bool) -> None:
-    """In the middle of its prompt, or where most of that is cached, which makes its first chunk read all of it."""
+    """The long request is in mid-prompt, or its prompt is mostly cached.
+
+    A cached prompt makes its first chunk read all of it.
+    """
     loop = Loop.build(
         make_cache(400), policy=policy, max_num_batched_tokens=16, max_num_seqs=8, max_read_tokens=100, max_bypass=4
     )

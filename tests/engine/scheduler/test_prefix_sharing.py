@@ -1,4 +1,4 @@
-"""Who computes what when prompts share a beginning: counted in computed tokens."""
+"""Prompts that share a prefix compute it once, counted in computed tokens."""
 
 from __future__ import annotations
 

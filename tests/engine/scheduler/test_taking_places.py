@@ -21,7 +21,10 @@ def full(num_blocks: int, *running: Sequence, **settings: Any) -> Loop:
 
 
 def starts(loop: Loop, urgent: Sequence) -> int:
-    """In the next step, or nobody goes for it, nor in the next steps: how many went."""
+    """Return how many sequences were preempted so that `urgent` starts in the next step.
+
+    If it does not start then, no sequence may be preempted for it. Later steps preempt none either.
+    """
     loop.add(urgent)
     loop.step()
     names = {item.sequence.request_id for item in loop.plans[-1].scheduled}

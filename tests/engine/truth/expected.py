@@ -1,4 +1,4 @@
-"""What Transformers' own `generate` answers: greedy, float32, one prompt at a time."""
+"""Computes the answers of Transformers' own `generate`: greedy, float32, one prompt at a time."""
 
 from __future__ import annotations
 

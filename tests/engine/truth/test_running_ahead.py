@@ -122,7 +122,7 @@ def test_cancelling_in_flight_frees_everything(folder):
 
 
 class Clocked(ModelRunner):
-    """On a simulated device: each step takes one unit of time, and the host takes none unless it waits."""
+    """Simulates a device: each step takes one unit of time, the host none unless it waits."""
 
     now = free_at = furthest = 0
 
@@ -174,7 +174,10 @@ def test_the_host_is_one_step_ahead_also_where_nothing_is_sampled(folder):
 
 
 def test_who_comes_back_in_the_plan_that_preempts_it_says_the_same(folder):
-    """What the sampler kept of it is dropped before the step is launched, not what it keeps of that step."""
+    """A preempted sequence that is in the same plan again gives the same tokens.
+
+    The sampler drops its old state before the step is launched, and keeps the state of that step.
+    """
     prompts = [[5, 6, 7], [90, 8]]
     params = SamplingParams(max_tokens=24, temperature=0, presence_penalty=2, ignore_eos=True)
     engine = engine_of(folder, async_batching=True)
