@@ -39,8 +39,20 @@ _NO_MASTER = (redis.sentinel.MasterNotFoundError, redis.asyncio.sentinel.MasterN
 class ClientOptions:
     """Options of a client.
 
-    `link` configures the connections; its retries are safe, because every call of the client may be
-    repeated. QueueView describes the other options.
+    Args:
+        link: options of the connections. Its retries are safe, because every call of the client
+            may be repeated.
+        queue_limit: waiting jobs above which submit raises QueueFull; the queue's own limit applies
+            too. 0: only that one.
+        idempotency_ttl_s: seconds for which an idempotency key is kept after its job has ended;
+            0: the queue's own setting.
+        idle_s: seconds of silence after which a stream reads the job's log.
+        patience_s: seconds for which a call that was connected waits for a lost server, and for
+            the record of a job that the server lost.
+        on_trouble: called once per error that is waited out, and with QueueUnserved after the first
+            submit to a queue that no worker has ever served.
+        unserved_s: seconds for which a job may wait in such a queue before stream and result raise
+            QueueUnserved; None: no limit.
     """
 
     link: Link = field(default_factory=lambda: Link(retries=3, client_name="tokenmill"))

@@ -54,12 +54,13 @@ class Client(ClientBase):
     """A client of one queue, for threads and scripts.
 
     Args:
-        url: of the Redis server, as connections.py describes. Nothing is sent before the first call.
+        url: of the Redis server: redis://, rediss://, unix://, redis+sentinel:// or
+            redis+cluster://. Nothing is sent before the first call.
         queue: name of the queue.
         database: URL of the database in which results are looked up when Redis no longer has them;
             needs the extra `sql`.
         prefix: the prefix of all keys in Redis.
-        options: timeouts, retries and limits.
+        options: timeouts, retries and limits; see ClientOptions.
         redis_client: a client to use in place of a new connection to `url`.
     """
 
