@@ -1,7 +1,8 @@
-"""What our scripts cost the queue server's main thread, measured on the real server, with a subscriber per job.
+"""Measures the cost of our scripts on the main thread of a real queue server.
 
-The thread's processor time, as the server counts it, not only that inside of scripts: reading a command, writing
-replies, messages to subscribers and the log on disk are the thread's work too.
+The cost is the thread's processor time, as the server counts it. It includes more than the scripts:
+the thread also reads commands, writes replies, sends messages to subscribers (one per job) and
+writes the log to disk.
 """
 
 import asyncio
@@ -26,12 +27,12 @@ from worker.consume.job_stream import JobStream
 from worker.embedded import EmbeddedValkey
 from worker.jobs import Append, Delivery, Finished
 
-NUM_JOBS, NUM_SINGLE, GROUP = 256, 64, 16  # jobs; those claimed and finished one by one; the others' groups
+NUM_JOBS, NUM_SINGLE, GROUP = 256, 64, 16  # jobs; those claimed and finished one by one; jobs per group of the others
 NUM_STEPS = 40
-NUM_SUBSCRIBERS = 8  # connections: backends share one between their streams
+NUM_SUBSCRIBERS = 8  # connections; a backend shares one between its streams
 
-# As `calibrate` measured them on two cores of a Xeon with AMX (lscpu: model 167 of family 6), Valkey 9.1.2, append-only
-# file on: the least of 45 rounds in a quarter of an hour, in which others used the machine.
+# `calibrate` measured these on two cores of a Xeon with AMX (lscpu: model 167 of family 6), Valkey 9.1.2, append-only
+# file on: the least of 45 rounds within a quarter of an hour on a machine that was not idle.
 STORED = ScriptCosts(
     append=21.2e-6,
     chunk={1: 3.1e-6, 8: 3.7e-6, 32: 3.7e-6},
@@ -49,7 +50,9 @@ _CALLS = tuple(each.name for each in fields(ScriptCosts) if each.name != "chunk"
 
 
 def calibrate(rounds: int = 3) -> ScriptCosts:
-    """Of each cost the smallest of the rounds: neighbours on the machine can only lengthen it."""
+    """Return the least of the rounds for each cost, because other load on the machine only adds
+    time.
+    """
     found = []
     for _ in range(rounds):
         with EmbeddedValkey() as server:
@@ -103,7 +106,9 @@ async def _measure(url: str) -> ScriptCosts:
 async def _append_costs(
     meter: "_Meter", stream: JobStream, deliveries: list[Delivery]
 ) -> tuple[float, float, dict[int, float]]:
-    """A call's own part, a chunk's that is its job's first, and a later one's by the tokens in it."""
+    """Measure what appends cost: per call, per first chunk of a job, and per later chunk by its
+    tokens.
+    """
     ends = dict.fromkeys((delivery.job_id for delivery in deliveries), 0)
 
     async def append(cutting: Cutting, some: list[Delivery]) -> None:
@@ -114,7 +119,9 @@ async def _append_costs(
         if await stream.append(items):
             raise RuntimeError("the server refused a chunk of the calibration")
 
-    first = await meter.per_call(lambda: append(TOKENS, deliveries), 1)  # from here on the voucher holds for all
+    first = await meter.per_call(
+        lambda: append(TOKENS, deliveries), 1
+    )  # from here on the ownership version is valid for all jobs
     one = await meter.per_call(lambda: append(TOKENS, deliveries[:1]), NUM_STEPS)
     many = {
         cutting.tokens: await meter.per_call(partial(append, cutting, deliveries), NUM_STEPS)
@@ -127,7 +134,7 @@ async def _append_costs(
 
 
 class _Meter:
-    """The main thread's processor time, as the server counts it."""
+    """Reads the main thread's processor time, as the server counts it."""
 
     def __init__(self, connection: Any) -> None:
         self._connection = connection
@@ -144,7 +151,7 @@ class _Meter:
 
 
 async def _listen(stack: AsyncExitStack, url: str, subscriptions: Sequence[Sequence[str]]) -> None:
-    """A connection for each, that reads what comes."""
+    """Open a connection for each list of channels, and read all messages."""
     for channels in subscriptions:
         connection: Any = redis.asyncio.Redis.from_url(url, protocol=2)
         pubsub = connection.pubsub()

@@ -1,7 +1,7 @@
-"""How long a device takes for a step: bytes and operations over what the device sustains.
+"""Cost model of a step: bytes and operations, divided by the rates that the device sustains.
 
-A roofline per part of the step: the linear layers read all weights once and multiply every token with
-them; attention reads each sequence's keys and values; and every step costs a fixed launch overhead.
+Each part of a step is a roofline. The linear layers read all weights once and multiply every token
+with them; attention reads each sequence's keys and values; every step has a fixed launch overhead.
 """
 
 from dataclasses import dataclass
@@ -11,15 +11,15 @@ from worker.engine.plan import StepPlan
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """`sustained` shares are of the peaks on the data sheet, as good kernels reach them."""
+    """A device; `sustained` shares are those of the data sheet's peaks that good kernels reach."""
 
     name: str
-    bandwidth: float  # bytes a second
-    flops: float  # a second, at the weights' precision
+    bandwidth: float  # bytes per second
+    flops: float  # operations per second at the weights' precision
     memory: float  # bytes
     sustained_bandwidth: float = 0.85
     sustained_flops: float = 0.65
-    overhead_s: float = 0.0008  # launch, sampling, copies of a step
+    overhead_s: float = 0.0008  # launch, sampling and copies of a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class CostModel:
 
     @property
     def num_cache_tokens(self) -> int:
-        """What is left of nine tenths of the memory after the weights and a tenth for everything else."""
+        """Number of tokens that fit into 0.8 of the device's memory after the weights."""
         free = 0.8 * self.device.memory - self.model.weight_bytes
         return int(free / self.model.kv_bytes_per_token)
 
@@ -66,7 +66,13 @@ class CostModel:
         return self.seconds(num_tokens, read, pairs)
 
     def seconds(self, num_tokens: int, read: int, pairs: int) -> float:
-        """`read`: tokens whose keys and values are read; `pairs`: (query, key) pairs per head."""
+        """Return the seconds of a step.
+
+        Args:
+            num_tokens: tokens that the linear layers compute.
+            read: tokens whose keys and values are read.
+            pairs: (query, key) pairs per head.
+        """
         device, model = self.device, self.model
         bandwidth = device.bandwidth * device.sustained_bandwidth
         flops = device.flops * device.sustained_flops

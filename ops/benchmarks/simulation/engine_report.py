@@ -1,4 +1,4 @@
-"""One engine under bursty load on the cost model: the policies beside one another, load by load, and their table."""
+"""Compares scheduling policies on one simulated engine under bursty load, and prints the table."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,12 +14,12 @@ from ops.benchmarks.simulation.trace import arrivals
 from ops.benchmarks.tables import plain_table
 
 TTFT_LIMIT_S = {0: 1.0, 1: 5.0, 2: float("inf")}  # by class: interactive, standard, bulk
-GAP_LIMIT_S = {0: 0.2, 1: 0.5, 2: float("inf")}  # the longest silence within an answer
+GAP_LIMIT_S = {0: 0.2, 1: 0.5, 2: float("inf")}  # longest silence within an answer
 LOADS = (0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2)
 
 _FIRST_COME: dict[str, object] = {"policy": "fifo", "max_bypass": 0, "safety_margin": 0.0}
 _CHUNKED: dict[str, object] = {"max_num_batched_tokens": 2_048, "long_prefill_token_threshold": 1_024}
-# FCFS: first come, first served. What it loses by its large steps, and what by its order, are two things.
+# FCFS: first come, first served. Two sizes separate the effect of its large steps from that of its order.
 POLICIES: dict[str, dict[str, object]] = {
     "fcfs, 8k": {**_FIRST_COME, "max_num_batched_tokens": 8_192},
     "fcfs, 2k": {**_FIRST_COME, "max_num_batched_tokens": 2_048},
@@ -30,7 +30,9 @@ Rows = list[dict[str, Any]]
 
 
 def capacity(costs: CostModel, max_num_seqs: int, seed: int) -> float:
-    """Requests a second of the same mix when there are always enough, first come, first served."""
+    """Return the requests per second of the same mix when requests always wait, first come, first
+    served.
+    """
     flood = [replace(arrival, at=0.0) for arrival in arrivals(100.0, 20.0, seed)]
     engine = SimulatedEngine(costs, {**POLICIES["fcfs, 8k"], "max_num_seqs": max_num_seqs})
     outcomes = engine.run(flood, until=float("inf"))
@@ -45,7 +47,10 @@ def measure(
     console: Console,
     told: Callable[[str, dict[str, Any]], None],
 ) -> dict[str, Any]:
-    """`told` hears what comes next, and what there is so far."""
+    """Simulate all loads and policies.
+
+    `told` receives the name of the next run and the results so far.
+    """
     costs = CostModel()
     limit = capacity(costs, max_num_seqs, seed)
     console.print(
@@ -67,7 +72,9 @@ def measure(
 
 
 def figures(outcomes: Sequence[Outcome], seconds: float) -> dict[str, float]:
-    """An answer that never came counts with an infinite time to its first token."""
+    """Compute the figures of one run; an answer that never came has an infinite time to first
+    token.
+    """
     interactive = [outcome for outcome in outcomes if outcome.arrival.rank == 0]
     ttft = [float("inf") if outcome.ttft_s is None else outcome.ttft_s for outcome in interactive]
     tpot = [outcome.tpot_s for outcome in outcomes if outcome.tpot_s is not None]
@@ -98,7 +105,7 @@ def is_good(outcome: Outcome) -> bool:
 
 
 def _table(rows: Rows) -> Table:
-    """Times to the first token and gaps are those of interactive requests."""
+    """Format the results; times to the first token and gaps are those of interactive requests."""
     table = plain_table()
     headings = ("good/s", "of", "TTFT s\np50", "\np99", "TPOT ms\np50", "\np99", "gap ms\np99", "tok/s", "bulk\ndone")
     table.add_column("load", justify="right", no_wrap=True)

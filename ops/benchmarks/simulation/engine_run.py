@@ -1,4 +1,4 @@
-"""The real scheduler in virtual time: plans as always, the device's time from the cost model, tokens made up."""
+"""Runs the real scheduler in virtual time: step times come from the cost model, tokens are made up."""
 
 from dataclasses import dataclass, field
 
@@ -16,7 +16,7 @@ _ANY_TOKEN = (5,)
 
 @dataclass(slots=True)
 class Outcome:
-    """One request as its user saw it; seconds of virtual time."""
+    """Times of one request as its subscriber saw them, in seconds of virtual time."""
 
     arrival: Arrival
     first_at: float | None = None
@@ -48,7 +48,10 @@ class Outcome:
 
 @dataclass(slots=True)
 class SimulatedEngine:
-    """`settings` are EngineConfig's; the pool is as large as the device's memory allows."""
+    """Engine with the real scheduler; `settings` are EngineConfig's.
+
+    The pool is as large as the device's memory allows.
+    """
 
     costs: CostModel
     settings: dict[str, object]
@@ -74,7 +77,7 @@ class SimulatedEngine:
         )
 
     def run(self, arrivals: list[Arrival], until: float) -> list[Outcome]:
-        """Serve in order of arrival; what is not finished at `until` stays unfinished."""
+        """Serve the requests in order of arrival; those not finished at `until` stay unfinished."""
         outcomes = [Outcome(arrival) for arrival in arrivals]
         position = 0
         while self.now < until:

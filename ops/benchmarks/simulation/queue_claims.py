@@ -1,10 +1,11 @@
-"""The product's claims in virtual time (worker/consume/consumer.py), from a backlog that never ends.
+"""Simulates the worker's claims (worker/consume/consumer.py) from a backlog that never ends.
 
     room ─▶ claim of at most MAX_AT_ONCE ─▶ still room: the next one; else idle, until a step has made room
 
-One call is under way at a time. Each gets what it asks for, so jobs are known to wait for ever: no claim is made to
-find out, and none comes back short, so the worker is never listed and no submit calls it. Where nothing has made room
-for a whole poll interval it asks for nothing, as the product does: for what has ended while it waited.
+One call runs at a time. Each claim gets as many jobs as it asks for, so the worker always knows
+that jobs wait: it never claims only to find out, it is never in the idle-worker set, and no submit
+wakes it up. If no step makes room for a whole poll interval, it sends a claim for no jobs, as the
+worker does to learn of jobs that ended while they waited.
 """
 
 from collections.abc import Callable
@@ -18,7 +19,12 @@ POLL_S = Settings.model_construct().poll_seconds
 
 
 class Claims:
-    """`credits`: how many jobs could start soon; `take` is told how many have come."""
+    """Claims of one worker.
+
+    Args:
+        credits: returns how many jobs could start soon.
+        take: receives the number of claimed jobs.
+    """
 
     def __init__(
         self,
@@ -38,7 +44,7 @@ class Claims:
             self._claim()
 
     def wait(self) -> None:
-        """Until there is room, or for the next poll."""
+        """Claim as soon as there is room, or after the poll interval."""
         self._is_idle = True
         self._num_waits += 1
         number = self._num_waits

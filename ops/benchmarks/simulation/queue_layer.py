@@ -1,7 +1,8 @@
-"""One queue server and many workers, as events in virtual time: when does the server become the limit?
+"""Simulates one queue server and many workers as events in virtual time, to find the server's
+limit.
 
-The backlog never ends: every finished job is replaced by a submitted one, and every free place is claimed for. What
-the devices could do by themselves is known, so what is missing is the queue's doing.
+The backlog never ends: every finished job is replaced by a submitted one, and every free place is
+claimed for. The speed of the devices alone is known, so any loss is due to the queue.
 """
 
 import random
@@ -15,13 +16,16 @@ from ops.benchmarks.simulation.queue_server import Clock, QueueServer, ScriptCos
 from ops.benchmarks.simulation.queue_worker import Worker
 
 MIXES = (Mix("short prompts", 64, 220), Mix("long prompts", 1_350, 1_500))
-SETTLE_S, SETTLE_PER_WORKER_S = 4.0, 0.4  # not counted: workers of an overloaded queue fill their buffers first
+SETTLE_S, SETTLE_PER_WORKER_S = 4.0, 0.4  # not counted: at first, the workers of an overloaded queue fill their buffers
 NO_COSTS = ScriptCosts(0.0, dict.fromkeys((cutting.tokens for cutting in CUTTINGS), 0.0), *(0.0,) * 8)
 
 
 @dataclass(frozen=True, slots=True)
 class QueueResult:
-    """Times in seconds. `offered_tokens_s` is what the devices would make beside a queue that takes no time."""
+    """Result of one simulation; times in seconds.
+
+    `offered_tokens_s` is the devices' speed beside a queue that takes no time.
+    """
 
     num_workers: int
     tokens_s: float
@@ -29,7 +33,7 @@ class QueueResult:
     jobs_s: float
     busy: dict[str, float] = field(default_factory=dict)  # share of the server's thread, by script
     claims_s: tuple[float, ...] = ()
-    added_s: tuple[float, ...] = ()  # per append: from the step's end to its chunks' publication
+    added_s: tuple[float, ...] = ()  # per append, from its step's end to the publication of its chunks
     beats_s: tuple[float, ...] = ()
 
     @property
@@ -38,7 +42,7 @@ class QueueResult:
 
     @property
     def speed(self) -> float:
-        """Share of what the devices could do."""
+        """Tokens per second as a share of what the devices could make."""
         return self.tokens_s / self.offered_tokens_s
 
     def times_ms(self) -> dict[str, float]:
@@ -53,7 +57,10 @@ class QueueResult:
 def simulate(
     num_workers: int, mix: Mix, cutting: Cutting, costs: ScriptCosts, seconds: float = 0.0, seed: int = 0
 ) -> QueueResult:
-    """`seconds` of virtual time are counted; by default the more, the fewer workers there are to average over."""
+    """Simulate a queue; `seconds` of virtual time are counted.
+
+    The default is longer for fewer workers, because there are fewer to average over.
+    """
     seconds = seconds or 8.0 + 40.0 / num_workers
     source = random.Random(f"queue/{seed}")
     clock, device = Clock(), CostModel()
@@ -63,7 +70,7 @@ def simulate(
 
     def replace(finished: int) -> None:
         for _ in range(finished):
-            server.call("submit", costs.submit)  # it calls nobody: no worker is listed while jobs wait
+            server.call("submit", costs.submit)  # it wakes no worker: none is in the idle-worker set while jobs wait
 
     for number in range(num_workers):
         worker = Worker(server, costs, device, mix, cutting, seen, source, replace)
@@ -83,5 +90,5 @@ def simulate(
 
 @cache
 def device_tokens_s(mix: Mix) -> float:
-    """Of one worker beside a server that takes no time."""
+    """Return the tokens per second of one worker beside a server that takes no time."""
     return simulate(4, mix, TOKENS, NO_COSTS, seconds=24.0).tokens_s / 4

@@ -1,4 +1,4 @@
-"""What a simulated queue serves, in which form its answers are told, and what is seen of it."""
+"""Load of a simulated queue: the mix of jobs, how answers become chunks, and what is observed."""
 
 from dataclasses import dataclass, field
 
@@ -7,8 +7,11 @@ from worker.publish.chunker import CHECKPOINT_TOKENS
 
 @dataclass(frozen=True, slots=True)
 class Cutting:
-    """How answers become chunks; those of bulk are logged and not published. `is_urgent`: the jobs are interactive, and
-    where their steps have piled up these go as one (worker.turns.in_turn)."""
+    """How answers become chunks of `tokens` tokens.
+
+    If not `is_published`, chunks are only logged, as those of bulk jobs. If `is_urgent`, the jobs
+    are interactive, and steps that have piled up are appended as one (worker.turns.in_turn).
+    """
 
     name: str
     tokens: int
@@ -17,20 +20,22 @@ class Cutting:
 
     @property
     def first(self) -> int:
-        """Tokens of an answer's first chunk: a stream begins with its first token."""
+        """Number of tokens in an answer's first chunk; a stream begins with its first token."""
         return 1 if self.is_published else self.tokens
 
 
 TOKENS = Cutting("token chunks", 1)  # stream: true
-INTERACTIVE = Cutting("interactive", 1, is_urgent=True)  # the same, priority: interactive
-EIGHTS = Cutting("chunks of 8", 8)  # chunk_tokens, with a chunk_wait_seconds in which they fill
+INTERACTIVE = Cutting("interactive", 1, is_urgent=True)  # stream: true, priority: interactive
+EIGHTS = Cutting("chunks of 8", 8)  # chunk_tokens = 8, and a chunk_wait_seconds in which chunks fill
 CHECKPOINTS = Cutting("checkpoints", CHECKPOINT_TOKENS, is_published=False)  # stream: false
 CUTTINGS = (TOKENS, INTERACTIVE, EIGHTS, CHECKPOINTS)
 
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """What the jobs are like. A sequence reads `context` tokens of keys and values per step on average."""
+    """Properties of the jobs; a sequence reads `context` tokens of keys and values per step on
+    average.
+    """
 
     name: str
     prompt_tokens: int
@@ -40,7 +45,7 @@ class Mix:
 
 @dataclass(slots=True)
 class Observations:
-    """Of all workers, from `since` on; seconds. Tokens count when they are logged."""
+    """Observations of all workers from `since` on, in seconds; tokens count when they are logged."""
 
     since: float
     tokens: int = 0

@@ -1,9 +1,10 @@
-"""Steps on their way into the log in virtual time, as worker/service.py and worker/publish put them there.
+"""Simulates how steps enter the log, as worker/service.py and worker/publish append them.
 
     steps that have piled up ─▶ parts of as many events as a step may have ─▶ an append for each ─▶ ends, then room
 
-The steps that wait are taken together when all of those before are logged, and parted by jobs; interactive ones go as
-one part. A job's tokens share chunks; what a part ends leaves the worker's hands with its append.
+When all earlier steps are logged, the waiting steps are taken together and split by jobs; steps of
+interactive jobs stay one part. Tokens of the same job share chunks. The jobs that end in a part
+leave the worker with the part's append.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ MAX_APPENDS = PublishLimits().max_appends
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """What one engine step made, or several, of `jobs` different jobs; `ats`: when each step was over. `opened` of the
-    chunks are their jobs' first ones."""
+    """Output of one or more engine steps of `jobs` different jobs.
+
+    `ats` has the end of each step; `opened` counts the chunks that are the first of their job.
+    """
 
     ats: tuple[float, ...]
     jobs: int
@@ -36,7 +39,7 @@ class Steps:
     ended: int
 
     def cut(self, jobs: int) -> tuple[Steps, Steps]:
-        """What they made of so many jobs, and the others'."""
+        """Split off the output of the first `jobs` jobs; return it and the rest."""
         names = ("events", "tokens", "chunks", "opened", "ended")
         first = {name: getattr(self, name) * jobs // self.jobs for name in names}
         rest = {name: getattr(self, name) - count for name, count in first.items()}
@@ -44,7 +47,7 @@ class Steps:
 
 
 def together(steps: Sequence[Steps]) -> Steps:
-    """Steps of the same jobs, of which some may not be in all of them."""
+    """Add up steps of the same jobs; some jobs may be missing in some steps."""
     sums = {
         name: sum(getattr(step, name) for step in steps) for name in ("events", "tokens", "chunks", "opened", "ended")
     }
@@ -52,7 +55,10 @@ def together(steps: Sequence[Steps]) -> Steps:
 
 
 def in_parts(pile: Steps, at_once: int) -> list[Steps]:
-    """Parts of whole jobs, of so many events at most (worker.turns.in_turn, of jobs that are not urgent)."""
+    """Split the steps into parts of whole jobs with at most `at_once` events.
+
+    This is worker.turns.in_turn for jobs that are not urgent.
+    """
     if pile.events <= at_once:
         return [pile]
     jobs = max(1, at_once * pile.jobs // pile.events)
@@ -64,14 +70,19 @@ def in_parts(pile: Steps, at_once: int) -> list[Steps]:
 
 
 def num_chunks(part: Steps, cutting: Cutting) -> int:
-    """A stream's tokens that come together share chunks; never those of several jobs."""
+    """Return the number of chunks; tokens of one stream that come together share chunks."""
     if not cutting.is_published or not part.jobs:
         return part.chunks
     return min(part.chunks, min(part.events, part.jobs) * math.ceil(part.events / part.jobs / MOST_TOGETHER))
 
 
 class Log:
-    """`on_ended` hears of each part how many jobs it ended, `on_room` when nothing is under way any more."""
+    """Log of one worker.
+
+    Args:
+        on_ended: receives the number of jobs that ended, once per part.
+        on_room: called when a batch of parts is appended completely.
+    """
 
     def __init__(
         self,
@@ -96,7 +107,7 @@ class Log:
             self._go_on()
 
     def _go_on(self) -> None:
-        """The next part that has a chunk; of those that have none the jobs just end."""
+        """Append the next part that has a chunk; a part without chunks only ends its jobs."""
         while self._parts or self._steps:
             if not self._parts:
                 self._parts.extend(self._take())
@@ -143,5 +154,5 @@ class Log:
         costs, size = self._costs, self._cutting.tokens
         chunks = num_chunks(part, self._cutting)
         opened = min(chunks, part.opened)
-        shared = max(0, part.tokens - chunks * size)  # tokens that go along
+        shared = max(0, part.tokens - chunks * size)  # tokens that share a chunk with others
         return opened * costs.opened + (chunks - opened) * costs.chunk[size] + shared * costs.token

@@ -1,4 +1,6 @@
-"""One queue under 1 to 64 workers: the simulations, their table, and how many workers one server carries."""
+"""Simulates one queue under 1 to 64 workers; prints a table and how many workers one server
+carries.
+"""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -13,7 +15,7 @@ from ops.benchmarks.simulation.queue_server import ScriptCosts
 from ops.benchmarks.tables import plain_table
 
 WORKERS = (1, 2, 4, 8, 16, 32, 64)
-KEPT = 0.95  # of the devices' tokens per second: below, the server is what limits
+KEPT = 0.95  # share of the devices' tokens per second; below it, the server is the limit
 
 
 def measure(costs: ScriptCosts, console: Console, waiting: Callable[[str], None]) -> dict[str, Any]:
@@ -35,7 +37,10 @@ def measure(costs: ScriptCosts, console: Console, waiting: Callable[[str], None]
 
 
 def carried(mix: Mix, cutting: Cutting, costs: ScriptCosts, results: Sequence[QueueResult]) -> int:
-    """The most workers whose devices one server does not slow down; the largest tried where none was slowed."""
+    """Return the largest number of workers that one server does not slow down.
+
+    It is the largest number tried if none was slowed down.
+    """
     low = max((result.num_workers for result in results if result.speed >= KEPT), default=0)
     high = min((result.num_workers for result in results if result.num_workers > low), default=low)
     while high - low > 1:
@@ -100,7 +105,7 @@ def _verdict(name: str, limit: int, rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _show_costs(costs: ScriptCosts, console: Console) -> None:
-    """Microseconds of the server's thread."""
+    """Print the cost of each script, in microseconds of the server's thread."""
     chunks = ", ".join(f"{1e6 * seconds:.1f} (of {tokens})" for tokens, seconds in costs.chunk.items())
     console.print(
         f"\n[b]The queue server's thread[/b], µs: append {1e6 * costs.append:.0f} and per chunk {chunks}, a "

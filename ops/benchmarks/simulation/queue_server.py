@@ -1,6 +1,6 @@
-"""The queue server in virtual time: one thread that serves scripts in order of arrival, a hop away from everybody.
+"""The queue server in virtual time: one thread runs scripts in order of arrival.
 
-It knows what scripts cost and nothing of what they do.
+Every client is one network hop away. The server models what scripts cost, not what they do.
 """
 
 import heapq
@@ -14,10 +14,13 @@ HOP_S = 100e-6  # one way, within a data centre
 
 @dataclass(frozen=True, slots=True)
 class ScriptCosts:
-    """Seconds of the server's main thread, as `calibrate` measures them: a call's own part, and per item in it.
+    """Seconds of the server's main thread, as `calibrate` measures them: per call, and per item of
+    a call.
 
-    `chunk`: per chunk of an append, by the tokens in it (those of a checkpoint are told to nobody), where the worker's
-    voucher holds. `opened`: per chunk that is its job's first, for which the job is asked for, and its log begun.
+    Args:
+        chunk: per chunk of an append, by its number of tokens, while the worker's ownership version is
+            valid; checkpoints are not published.
+        opened: per first chunk of a job, for which the job is looked up and its log begun.
     """
 
     append: float
@@ -33,12 +36,12 @@ class ScriptCosts:
 
     @property
     def token(self) -> float:
-        """Each that goes along in a chunk."""
+        """Cost of each further token of a chunk."""
         return max(0.0, self.chunk[8] - self.chunk[1]) / 7
 
 
 class Clock:
-    """Events in order of time; of equal times, in order of planning."""
+    """Runs events in order of time; events of equal time run in the order in which they were added."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -57,7 +60,10 @@ class Clock:
 
 @dataclass(slots=True)
 class QueueServer:
-    """`busy` is the thread's time per script, of those that end in the measured time."""
+    """Server with one thread.
+
+    `busy` has the thread's seconds per script, of scripts that end within the measured time.
+    """
 
     clock: Clock
     measured_from: float
@@ -66,7 +72,9 @@ class QueueServer:
     _free_at: float = 0.0
 
     def call(self, script: str, seconds: float, then: Callable[[float], None] | None = None) -> None:
-        """Send now; `then(effect)` runs when the reply is back, `effect` is when the script had ended."""
+        """Send a call now; `then(effect)` runs when the reply arrives, `effect` is the script's
+        end.
+        """
 
         def arrive() -> None:
             done = self._free_at = max(self._free_at, self.clock.now) + seconds

@@ -1,9 +1,10 @@
-"""One worker in virtual time, with the product's loops: engine steps, appends, claims, finishes, heartbeats.
+"""Simulates one worker with the product's loops: steps, appends, claims, finishes, heartbeats.
 
     place free ─▶ claim ─▶ joins the next step ─▶ a token per step ─▶ append ─▶ SQL ─▶ finish
 
-Each loop has one call under way, as the real one; the engine goes on while appends wait, until the jobs that were
-claimed have ended: a place is free when its job's end is logged. It knows no scripts, only what they cost.
+Each loop has one call at a time, as the real one. The engine continues while appends wait, until
+all claimed jobs have ended. A place becomes free when the end of its job is logged. The scripts
+themselves are not simulated, only their cost.
 """
 
 import random
@@ -22,7 +23,7 @@ from worker.settings import Settings
 _DEFAULTS = Settings.model_construct()
 LEASE_S, HEARTBEAT_S = _DEFAULTS.lease_seconds, _DEFAULTS.heartbeat_interval
 MAX_GROUP, MAX_BUFFERED = _DEFAULTS.record_group, _DEFAULTS.record_buffer
-COMMIT_S = 0.004  # one SQL transaction, whatever is in it
+COMMIT_S = 0.004  # one SQL transaction, whatever its size
 
 
 class Worker:
@@ -42,11 +43,13 @@ class Worker:
         self._step = 0
         self._running = 0
         self._joining = 0
-        self._phases = [0] * cutting.tokens  # sequences by the step at which their chunk is full
+        self._phases = [
+            0
+        ] * cutting.tokens  # number of sequences, by the step (modulo tokens) at which their chunk is full
         self._openings: dict[int, int] = defaultdict(int)  # step → jobs whose first chunk is full
         self._ends: dict[int, list[int]] = defaultdict(list)  # step → lengths of the answers that end there
         self._is_stepping = False
-        self._in_hand = 0  # claimed, their end not logged
+        self._in_hand = 0  # claimed jobs whose end is not logged
         self._records = Records(server, costs, seen, on_finished)
         self._claims = Claims(server, costs, seen, self._credits, self._take)
         self._log = Log(
@@ -54,7 +57,9 @@ class Worker:
         )
 
     def start(self, delay: float) -> None:
-        """In mid-service: every place taken, each answer somewhere on its way."""
+        """Start with every place taken and each answer partly generated, as in the middle of
+        service.
+        """
         self._in_hand = self._mix.num_sequences
         for _ in range(self._in_hand):
             self._admit(self._source.randint(1, self._running_length()))
@@ -63,7 +68,9 @@ class Worker:
         self._clock.at(delay + self._source.random() * HEARTBEAT_S, self._beat)
 
     def _running_length(self) -> int:
-        """Of those that run at a moment the long ones are many."""
+        """Draw the length of an answer that is running at a random time; long ones are more
+        frequent then.
+        """
         while True:
             length = answer_length(self._source)
             if self._source.random() < length / MAX_ANSWER:
@@ -100,7 +107,9 @@ class Worker:
         self._begin_step()
 
     def _made(self) -> Steps:
-        """An answer that is told to nobody is not logged at its end: its result is what counts."""
+        """Return the step's output; the rest of an unpublished answer is not logged, only its
+        result.
+        """
         cutting, ended = self._cutting, self._ends.pop(self._step, [])
         rests = [rest for length in ended if (rest := (length - cutting.first) % cutting.tokens)]
         full, opened = self._phases[self._step % cutting.tokens], self._openings.pop(self._step, 0)
@@ -119,7 +128,7 @@ class Worker:
     # ── jobs ──
 
     def _credits(self) -> int:
-        """As Service.credits, of an engine that takes in at once what it is sent."""
+        """Return the credits as Service.credits would, for an engine that admits its jobs at once."""
         return 0 if self._records.is_full else max(0, self._mix.num_sequences + LOOKAHEAD - self._in_hand)
 
     def _take(self, count: int) -> None:
@@ -146,7 +155,9 @@ class Worker:
 
 
 class Records:
-    """Ended jobs in groups through SQL, then through the script that finishes them: each stage has a group in hand."""
+    """Commits ended jobs to SQL in groups, then finishes them by script; each stage has one group
+    at a time.
+    """
 
     def __init__(
         self, server: QueueServer, costs: ScriptCosts, seen: Observations, on_finished: Callable[[int], None]

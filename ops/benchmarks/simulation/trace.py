@@ -1,7 +1,8 @@
-"""Arrivals as services see them: bursts, log-normal lengths, classes and tenants. Seeded.
+"""Generates arrivals like those of real services: bursts, log-normal lengths, classes and tenants.
 
-The medians (1,020 tokens in, 129 out) are those published for a large conversation service; spread and
-burstiness are ours, on the rough side. Bulk jobs are longer and in no hurry.
+The sequence is seeded. The medians (1,020 tokens in, 129 out) are those published for a large
+conversation service; spread and burstiness are our own choice and rather high. Bulk jobs are
+longer.
 """
 
 import random
@@ -21,8 +22,11 @@ class Arrival:
 
 
 def arrivals(rate: float, seconds: float, seed: int = 0) -> list[Arrival]:
-    """On average `rate` a second, in bursts: every few seconds another multiple of it (gamma, variation 0.7). The
-    bursts are the same for every rate, so that loads can be compared."""
+    """Draw arrivals at `rate` per second on average, in bursts.
+
+    Every few seconds the rate changes by another factor (gamma distribution, coefficient of
+    variation 0.7). The bursts are the same for every rate, so that loads can be compared.
+    """
     bursts, source = random.Random(f"bursts/{seed}"), random.Random(f"requests/{seed}")
     factors = [bursts.gammavariate(2.0, 0.5) for _ in range(max(1, round(seconds / BURST_S)))]
     mean = sum(factors) / len(factors)
