@@ -35,8 +35,9 @@ class Kind:
 
 
 class Child:
-    """One engine's process. The constructor returns at once; `wait_ready` waits until the model is
-    loaded.
+    """Process of one engine.
+
+    The constructor returns at once; `wait_ready` waits until the model is loaded.
     """
 
     def __init__(self, kind: Kind, options: EngineOptions, log: Path) -> None:

@@ -1,5 +1,4 @@
-"""Writes GGUF files for llama.cpp with our weights: float32, 8 bits, or as the model's file has
-them.
+"""Writes GGUF files for llama.cpp with our weights: float32, 8 bits, or as in the model's file.
 
 Our own float32 weights are the same file's, dequantised, so both engines multiply with the same
 numbers. Each file is written once, under a temporary name, and then renamed.

@@ -74,9 +74,7 @@ class LlamaCpp:
             self._api.llama_free(context)
 
     def _context(self, slots: int, longest: int) -> Any:
-        """Create a fresh context per round, untimed, so that no round finds the keys of an earlier
-        one.
-        """
+        """Create a context, untimed, for each round, so that none finds the keys of an earlier one."""
         params = self._api.llama_context_default_params()
         params.n_ctx = slots * (-(-longest // _PADDING) * _PADDING)
         params.n_seq_max = slots

@@ -36,9 +36,7 @@ class Notes:
 
     @classmethod
     def read(cls, path: Path, offset: int) -> "Notes":
-        """Read the lines from byte `offset` on; of several times for the same event, the first
-        counts.
-        """
+        """Read the lines from byte `offset` on; the first time of an event counts."""
         notes = cls()
         with path.open("rb") as file:
             file.seek(offset)
@@ -70,8 +68,9 @@ class Notes:
 
 
 class TimedHub(ChannelHub):
-    """Notes the time of each message for the jobs in `noted`; `passages` decodes them after the
-    round.
+    """Notes the time of each message for the jobs in `noted`.
+
+    `passages` decodes the messages after the round.
     """
 
     def __init__(self, client: Any) -> None:

@@ -19,8 +19,7 @@ PAGE_SIZE = 32
 
 class TransformersBatching:
     def __init__(self, options: EngineOptions, model: Any = None, deadline: float = math.inf) -> None:
-        """Set up; `model` is a loaded model on its device, or None to load it where our engine
-        would.
+        """Set up; `model` is already on its device, or None to load it where our engine would.
 
         A round raises TimeoutError at `deadline`, a time of the monotonic clock.
         """

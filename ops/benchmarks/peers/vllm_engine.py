@@ -1,5 +1,4 @@
-"""vLLM on the same files, stepped through its engine object; a child process in its own
-environment.
+"""vLLM on the same files, stepped through its engine object, in its own environment.
 
 Imports only the standard library and vLLM. `model` is a folder, because only our own packages can
 resolve model names; the parent does so.

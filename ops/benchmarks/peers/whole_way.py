@@ -55,8 +55,9 @@ class Reading:
 
 
 class WholeWay:
-    """The service on one machine; its parts use a Unix socket, or TCP if `by_tcp`, as between
-    machines.
+    """The service on one machine.
+
+    Its parts reach the server by a Unix socket, or by TCP as between machines if `by_tcp`.
     """
 
     def __init__(

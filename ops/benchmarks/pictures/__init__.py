@@ -17,9 +17,7 @@ class PictureError(ValueError):
 
 
 def check(path: Path) -> None:
-    """Check that the picture can be drawn; called before the measurement, so that no result is
-    wasted.
-    """
+    """Check that the picture can be drawn, before a measurement starts."""
     if path.suffix not in FORMATS:
         raise PictureError(f"{path}: a picture's name ends in {', '.join(FORMATS)}")
     if not path.parent.is_dir():

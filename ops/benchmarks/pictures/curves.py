@@ -67,9 +67,7 @@ def _workers(row: Sequence[Axes], name: str, rows: Rows) -> None:
 
 
 def _curves(axes: Axes, rows: Rows, key: tuple[str, str], figures: Sequence[tuple[str, str]]) -> None:
-    """Draw one colour and mark per kind and one line style per figure; infinite values have no
-    point.
-    """
+    """Draw a colour and mark per kind, a line style per figure; infinite values have no point."""
     across, kind = key
     for number, name in enumerate(dict.fromkeys(row[kind] for row in rows)):
         for figure, style in figures:

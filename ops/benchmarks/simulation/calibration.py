@@ -50,9 +50,7 @@ _CALLS = tuple(each.name for each in fields(ScriptCosts) if each.name != "chunk"
 
 
 def calibrate(rounds: int = 3) -> ScriptCosts:
-    """Return the least of the rounds for each cost, because other load on the machine only adds
-    time.
-    """
+    """Return each cost's least value of all rounds; other load on the machine only adds time."""
     found = []
     for _ in range(rounds):
         with EmbeddedValkey() as server:
@@ -106,9 +104,7 @@ async def _measure(url: str) -> ScriptCosts:
 async def _append_costs(
     meter: "_Meter", stream: JobStream, deliveries: list[Delivery]
 ) -> tuple[float, float, dict[int, float]]:
-    """Measure what appends cost: per call, per first chunk of a job, and per later chunk by its
-    tokens.
-    """
+    """Measure appends: cost per call, per first chunk of a job, per later chunk by its tokens."""
     ends = dict.fromkeys((delivery.job_id for delivery in deliveries), 0)
 
     async def append(cutting: Cutting, some: list[Delivery]) -> None:

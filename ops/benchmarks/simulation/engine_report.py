@@ -30,9 +30,7 @@ Rows = list[dict[str, Any]]
 
 
 def capacity(costs: CostModel, max_num_seqs: int, seed: int) -> float:
-    """Return the requests per second of the same mix when requests always wait, first come, first
-    served.
-    """
+    """Return the requests per second, first come, first served, when requests always wait."""
     flood = [replace(arrival, at=0.0) for arrival in arrivals(100.0, 20.0, seed)]
     engine = SimulatedEngine(costs, {**POLICIES["fcfs, 8k"], "max_num_seqs": max_num_seqs})
     outcomes = engine.run(flood, until=float("inf"))
@@ -72,9 +70,7 @@ def measure(
 
 
 def figures(outcomes: Sequence[Outcome], seconds: float) -> dict[str, float]:
-    """Compute the figures of one run; an answer that never came has an infinite time to first
-    token.
-    """
+    """Compute the figures of one run; a missing answer has an infinite time to first token."""
     interactive = [outcome for outcome in outcomes if outcome.arrival.rank == 0]
     ttft = [float("inf") if outcome.ttft_s is None else outcome.ttft_s for outcome in interactive]
     tpot = [outcome.tpot_s for outcome in outcomes if outcome.tpot_s is not None]

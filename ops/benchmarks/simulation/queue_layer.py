@@ -1,5 +1,4 @@
-"""Simulates one queue server and many workers as events in virtual time, to find the server's
-limit.
+"""Simulates one queue server and many workers in virtual time, to find the server's limit.
 
 The backlog never ends: every finished job is replaced by a submitted one, and every free place is
 claimed for. The speed of the devices alone is known, so any loss is due to the queue.

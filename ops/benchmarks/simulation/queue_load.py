@@ -33,8 +33,9 @@ CUTTINGS = (TOKENS, INTERACTIVE, EIGHTS, CHECKPOINTS)
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """Properties of the jobs; a sequence reads `context` tokens of keys and values per step on
-    average.
+    """Properties of the jobs.
+
+    A sequence reads `context` tokens of keys and values per step on average.
     """
 
     name: str

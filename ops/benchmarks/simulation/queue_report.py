@@ -1,6 +1,4 @@
-"""Simulates one queue under 1 to 64 workers; prints a table and how many workers one server
-carries.
-"""
+"""Simulates one queue under 1 to 64 workers; reports how many of them one server carries."""
 
 import dataclasses
 from collections.abc import Callable, Sequence

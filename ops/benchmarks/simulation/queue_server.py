@@ -14,8 +14,7 @@ HOP_S = 100e-6  # one way, within a data centre
 
 @dataclass(frozen=True, slots=True)
 class ScriptCosts:
-    """Seconds of the server's main thread, as `calibrate` measures them: per call, and per item of
-    a call.
+    """Seconds of the server's main thread per call and per item of a call; see `calibrate`.
 
     Args:
         chunk: per chunk of an append, by its number of tokens, while the worker's ownership version is
@@ -72,9 +71,7 @@ class QueueServer:
     _free_at: float = 0.0
 
     def call(self, script: str, seconds: float, then: Callable[[float], None] | None = None) -> None:
-        """Send a call now; `then(effect)` runs when the reply arrives, `effect` is the script's
-        end.
-        """
+        """Send a call now; `then(effect)` runs at its reply, `effect` is the script's end."""
 
         def arrive() -> None:
             done = self._free_at = max(self._free_at, self.clock.now) + seconds

@@ -57,9 +57,7 @@ class Worker:
         )
 
     def start(self, delay: float) -> None:
-        """Start with every place taken and each answer partly generated, as in the middle of
-        service.
-        """
+        """Start with every place taken and each answer partly generated."""
         self._in_hand = self._mix.num_sequences
         for _ in range(self._in_hand):
             self._admit(self._source.randint(1, self._running_length()))
@@ -68,9 +66,7 @@ class Worker:
         self._clock.at(delay + self._source.random() * HEARTBEAT_S, self._beat)
 
     def _running_length(self) -> int:
-        """Draw the length of an answer that is running at a random time; long ones are more
-        frequent then.
-        """
+        """Draw the length of an answer that runs at a random time, which favours long ones."""
         while True:
             length = answer_length(self._source)
             if self._source.random() < length / MAX_ANSWER:
@@ -107,9 +103,7 @@ class Worker:
         self._begin_step()
 
     def _made(self) -> Steps:
-        """Return the step's output; the rest of an unpublished answer is not logged, only its
-        result.
-        """
+        """Return the step's output; an unpublished answer's last tokens are only in its result."""
         cutting, ended = self._cutting, self._ends.pop(self._step, [])
         rests = [rest for length in ended if (rest := (length - cutting.first) % cutting.tokens)]
         full, opened = self._phases[self._step % cutting.tokens], self._openings.pop(self._step, 0)
@@ -155,8 +149,9 @@ class Worker:
 
 
 class Records:
-    """Commits ended jobs to SQL in groups, then finishes them by script; each stage has one group
-    at a time.
+    """Commits ended jobs to SQL in groups, then finishes them by script.
+
+    Each stage has one group at a time.
     """
 
     def __init__(
