@@ -163,8 +163,10 @@ def make_proxy() -> Iterator[Callable[[int], FaultProxy]]:
 
 @pytest.fixture(scope="module")
 def valkey_cluster() -> Iterator[ValkeyCluster]:
-    """Three primaries without replicas; its `.url` is for our own clients. Emptied by nobody: use queue names of
-    your own."""
+    """Yield three primaries without replicas; its `.url` is for our own clients.
+
+    No test run empties them: use queue names of your own.
+    """
     need_valkey()
     with ValkeyCluster() as cluster:
         yield cluster

@@ -1,4 +1,4 @@
-"""Both stores of batches, and a client on a real queue."""
+"""Fixtures of the batch tests: both stores of batches, and a client on a real queue."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +26,7 @@ def client(redis_url: str) -> Iterator[Client]:
 
 @pytest.fixture(params=["redis", "sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
 def any_client(request: pytest.FixtureRequest, redis_url: str) -> Iterator[Client]:
-    """Its batches are kept in Redis, SQLite or PostgreSQL."""
+    """Yield a client that keeps its batches in Redis, SQLite or PostgreSQL."""
     url = None
     if request.param == "sqlite":
         url = request.getfixturevalue("database")

@@ -1,4 +1,4 @@
-"""Lines and files of requests, and what is read back of answers."""
+"""Makes lines and files of requests, and reads answers back."""
 
 import json
 from collections.abc import Callable
@@ -24,7 +24,7 @@ def completion(name: str, prompt: Any = "Once", **body: Any) -> dict[str, Any]:
 
 
 def numbered(number: int) -> dict[str, Any]:
-    """Chats and completions by turns."""
+    """Make the request of a line: a chat if `number` is odd, else a completion."""
     return (chat if number % 2 else completion)(f"line-{number}", f"number {number}", seed=number)
 
 

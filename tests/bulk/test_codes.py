@@ -20,14 +20,17 @@ WORKER_FILES = sorted((ROOT / "worker").rglob("*.py"))
 
 
 def table() -> dict[str, str]:
-    """Code → what the guide says of the line. The last row, of the service's own faults, names none."""
+    """Return code → what the guide says of the line.
+
+    The last row, of the service's own faults, names no code.
+    """
     section = GUIDE.split("| an error's `code`")[1].split("\n\n")[0]
     rows = [line.strip("|").split(" | ") for line in section.splitlines() if line.startswith("| ")]
     return {code: says for codes, says in rows for code in re.findall(r"`(\w+)`", codes)}
 
 
 def codes_in(path: Path) -> set[str]:
-    """Texts that stand where a constructor takes a code, and defaults of parameters of that name."""
+    """Return the error codes in a source file: constructor arguments, defaults named `code`."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in PLACES:

@@ -1,4 +1,4 @@
-"""One call says what has come of a page of jobs, on a real queue; and what it says of those it does not know."""
+"""One call returns what has become of a page of jobs, on a real queue, also of unknown ones."""
 
 import asyncio
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ def line(number: int) -> JobRequest:
 
 
 async def finish(redis_url: str, count: int) -> Queue:
-    """The first `count` of the waiting jobs; one more is running."""
+    """Finish the first `count` of the waiting jobs; one more is running."""
     queue = await open_queue(redis_url)
     worker = queue.worker("w1")
     jobs = await worker.claim(credits=count + 1)

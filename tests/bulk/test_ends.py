@@ -40,7 +40,7 @@ def desk(tmp_path: Path, redis_url: str, database: str) -> Desk:
 
 
 def half_endless(path: Path) -> Path:
-    """Short ones, then such as take minutes."""
+    """Write a file of short jobs, followed by jobs that take minutes."""
     lines = [completion(f"short-{number}", max_tokens=1) for number in range(6)]
     return write(path, [*lines, *(completion(f"long-{n}", max_tokens=2000, ignore_eos=True) for n in range(4))])
 

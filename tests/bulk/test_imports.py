@@ -1,4 +1,4 @@
-"""Imports without a worker: whoever goes on with one knows its open jobs, and hands in no second window of them."""
+"""Imports without a worker: resuming one submits no second window of its open jobs."""
 
 import asyncio
 import time
@@ -198,7 +198,7 @@ def test_what_a_full_queue_never_took_has_expired(any_client: Client, store: Bat
 def test_a_queue_with_less_room_than_a_group_has_jobs_takes_what_it_can(
     any_client: Client, store: BatchStore, tmp_path: Path, limit: str
 ) -> None:
-    """All of a call or none: the groups become smaller."""
+    """A call is accepted as a whole or refused, so the groups become smaller."""
     if limit == "queue":
         any_client.set_queue_limit(20)
     else:

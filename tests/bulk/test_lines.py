@@ -1,4 +1,4 @@
-"""An input file, line by line: what is wrong with each, in memory that does not grow."""
+"""An input file is checked line by line, in memory that does not grow."""
 
 import json
 import os

@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Desk:
-    """A user's place: a folder, and where the service is."""
+    """A user's setting: a folder, and the addresses of the service."""
 
     folder: Path
     redis_url: str
@@ -64,7 +64,7 @@ class Desk:
 
 
 async def until(find: Callable[[], T | None]) -> T:
-    """The first answer that is true."""
+    """Wait for the first true answer and return it."""
     for _ in range(600):
         if found := await asyncio.to_thread(find):
             return found
@@ -299,7 +299,10 @@ async def test_an_import_is_cancelled_while_it_waits(desk: Desk, allowed_keys: l
 
 
 async def test_what_the_workers_record_elsewhere_is_counted(tmp_path: Path, redis_url: str, database: str) -> None:
-    """A producer whose database is not the workers' finds answers in the queue alone: they did not fail."""
+    """A producer whose database is not the workers' finds answers in the queue alone.
+
+    Its jobs did not fail.
+    """
     (tmp_path / "other").mkdir()
     desk = Desk(tmp_path, redis_url, database_url(tmp_path / "other"))
     path = write_many(tmp_path / "in.jsonl", 5)

@@ -1,4 +1,4 @@
-"""A result that cannot be read becomes one line of the error file; the run goes on, also when it is taken up again."""
+"""A result that cannot be read becomes one line of the error file; the run goes on or resumes."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ LEASE_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Troop:
-    """Workers of one queue. `engines`: where the engines live, in turn."""
+    """Workers of one queue. `engines` lists in turn where their engines run."""
 
     queue: str
     size: int
@@ -130,7 +130,10 @@ class Arena:
         return self._chance.choice(serving) if serving else None
 
     async def _pick_engine(self, *queues: str) -> psutil.Process | None:
-        """One that has been ready: a worker whose first engine cannot even load ends, and says why."""
+        """Pick the engine of a worker that has been ready.
+
+        A worker whose first engine cannot load ends and reports it, so it is no target.
+        """
         for _ in range(50):
             ready = [worker for worker in self._serving(*queues) if worker.is_ready]
             engines = [engine for worker in ready if (engine := worker.engine()) is not None]
@@ -165,7 +168,9 @@ class Arena:
         self.survived["all workers killed"] += 1
 
     async def freeze_worker(self) -> None:
-        """Longer than its lease: it wakes as one whose jobs are others'."""
+        """Stop a worker for longer than its lease, so that its jobs belong to others when it
+        continues.
+        """
         if (worker := self._pick(FAST.queue)) is not None:
             self._frozen.add(worker.name)
             worker.send(signal.SIGSTOP)
@@ -187,7 +192,7 @@ class Arena:
         await self._drain(REAL.queue)
 
     async def hurry_worker(self) -> None:
-        """SIGTERM, and another before the grace period is over."""
+        """Send SIGTERM twice, the second time within the grace period."""
         if (worker := self._pick(FAST.queue)) is not None:
             worker.ask_to_end()
             await asyncio.sleep(self._chance.uniform(0.0, 0.5))
@@ -212,7 +217,7 @@ class Arena:
         await self._signal_engine(REAL.queue, signal.SIGKILL, "engines killed")
 
     async def signal_engine(self) -> None:
-        """The worker decides when its engine ends, nobody else."""
+        """Send SIGTERM and SIGINT to an engine; only its worker decides when it ends."""
         for number in (signal.SIGTERM, signal.SIGINT):
             await self._signal_engine(REAL.queue, number, "engines told to end by a stranger")
 

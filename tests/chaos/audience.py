@@ -1,5 +1,7 @@
-"""Producers and subscribers that meet faults as real ones do: a refused call is made again, a broken stream is taken
-up where it broke. What they were told is kept for the checker.
+"""Producers and subscribers that handle faults as real ones do.
+
+A refused call is made again, and a broken stream is resumed at its position. All that they receive
+is kept for the checker.
 """
 
 from __future__ import annotations
@@ -47,7 +49,10 @@ async def cancel(client: AsyncClient, job: str, after_s: float) -> str:
 async def listen(
     client: AsyncClient, job: str, told: Told, *, after_s: float = 0.0, leave_after: Callable[[], int] | None = None
 ) -> None:
-    """To the end. `leave_after` says after how many chunks to hang up each time and call again later."""
+    """Read a job's stream to its end.
+
+    `leave_after` is the number of chunks after which to disconnect each time and resume later.
+    """
     await asyncio.sleep(after_s)
     while not told.ended:
         left = leave_after() if leave_after is not None else 1 << 60
@@ -78,8 +83,10 @@ def listen_in_a_thread(client: Client, job: str, told: Told) -> None:
 
 
 class Audience:
-    """The jobs of one queue have, in turn, a subscriber from the start, one who comes and goes, one who comes in the
-    middle, and one who comes when all is over. A few jobs have one more, in a thread.
+    """The subscribers of one queue.
+
+    Jobs get in turn one from the start, one that disconnects and resumes, one that joins in the
+    middle, and one that joins after the end. A few jobs have one more, in a thread.
     """
 
     def __init__(self, client: AsyncClient, threaded: Client, chance: random.Random) -> None:
@@ -118,7 +125,10 @@ class Audience:
         self._num_in_threads -= 1
 
     async def hear_the_end(self, timeout_s: float) -> None:
-        """Everyone who listens hears the end, and then those who come late. Who hears none is the checker's to tell."""
+        """Wait until all subscribers have the end, then run the late ones.
+
+        The checker reports a subscriber that gets no end.
+        """
         if self._tasks:
             done, pending = await asyncio.wait(self._tasks, timeout=timeout_s)
             for task in pending:

@@ -101,7 +101,11 @@ class Row:
 
 
 def violations(database: str, wanted: dict[str, Wanted], told: dict[str, list[Told]]) -> list[Violation]:
-    """`wanted` names every accepted job and no other; `told` has what each of its subscribers heard."""
+    """Return the broken promises.
+
+    `wanted` names every accepted job and no other; `told` has what each of its subscribers
+    received.
+    """
     found: list[Violation] = []
     engine = sqlalchemy.create_engine(database)
     with engine.connect() as connection:

@@ -1,8 +1,9 @@
 """A worker process as in production: `NAME REDIS_URL DATABASE_URL [NAME=VALUE…]`.
 
-What follows the addresses are settings. `engine_host=process` gives the engine a process of its own; otherwise it
-runs in a thread, which starts quicker. It says "listening" once signals are its own to handle, and "ready" when its
-engine is; SIGUSR1 writes down what every task and thread is doing.
+The arguments after the addresses are settings. `engine_host=process` gives the engine a process of
+its own; otherwise it runs in a thread, which starts quicker. The worker prints "listening" once it
+handles signals, and "ready" when its engine is ready. SIGUSR1 prints what every task and thread
+does.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Worker processes of a chaos run: started with a mark that every descendant inherits, ended, and accounted for.
+"""Worker processes of a chaos run: started with a mark that every descendant inherits, and ended.
 
-A process that nobody told to end, or that ended otherwise than it was told to, is a finding.
+A process that ends without being asked, or otherwise than asked, is a finding.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ PATIENCE_S = 90.0
 
 
 def environment(folder: Path, mark: str) -> dict[str, str]:
-    """Temporary files where they can be counted, and bytecode kept between starts."""
+    """Return an environment with countable temporary files and bytecode that is kept between
+    starts.
+    """
     values = dict(os.environ)  # noqa: TID251 - handed on, not read
     values.pop("PYTHONDONTWRITEBYTECODE", None)
     (folder / "tmp").mkdir(exist_ok=True)
@@ -70,7 +72,7 @@ class WorkerProcess:
 
     @property
     def is_ready(self) -> bool:
-        """Has its engine been there once?"""
+        """True if its engine has been ready once."""
         return READY in self.words
 
     def send(self, number: int) -> None:
@@ -102,7 +104,7 @@ class WorkerProcess:
         return None
 
     async def wait(self, timeout_s: float = PATIENCE_S) -> int:
-        """Its exit status. Who takes too long has to say what it is doing."""
+        """Wait for the exit status. A worker that takes too long writes down what it is doing."""
         deadline = time.monotonic() + timeout_s
         while self.is_alive:
             if time.monotonic() > deadline:

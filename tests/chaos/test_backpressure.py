@@ -25,7 +25,7 @@ SLOW_MODEL = "synthetic?step_ms=5"
 
 
 async def test_a_tenant_has_no_more_places_than_its_limit(redis_url: str, tmp_path: Path) -> None:
-    """And the others' jobs pass by."""
+    """Jobs of other tenants pass the waiting ones."""
     seen: list[int] = []
     async with (
         running_worker(redis_url, database_url(tmp_path), model=SLOW_MODEL, tenant_max_running=2),

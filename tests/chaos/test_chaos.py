@@ -1,8 +1,10 @@
-"""Everything at once, at random: workers over a real Valkey and a real PostgreSQL, killed, frozen, drained, cut off
-and restarted, while jobs come in and people listen. At the end a checker of its own counts.
+"""All faults at random, over a real Valkey and PostgreSQL.
 
-`--rounds 2` is the short form, `--rounds 200` the long one. The seed is printed; `CHAOS_SEED` repeats a run's
-choices, not its timing.
+Workers are killed, frozen, drained, cut off and restarted. Jobs and subscribers come in meanwhile.
+At the end an independent checker counts.
+
+`--rounds 2` is the short form, `--rounds 200` the long one. The seed is printed; `CHAOS_SEED`
+repeats a run's choices, not its timing.
 """
 
 import asyncio
@@ -83,7 +85,7 @@ async def workloads(redis_url, tmp_path):
 
 
 class Crowd:
-    """Everyone at one queue: who submits and cancels, who listens, and the witness."""
+    """All parties at one queue: producers that submit and cancel, subscribers, and the witness."""
 
     def __init__(self, url, database, queue, workload, chance):
         self.queue = queue
@@ -111,7 +113,7 @@ class Crowd:
         await self.client.close()
 
     async def submit(self, number):
-        """So many jobs, ten at a time."""
+        """Submit that many jobs, ten at a time."""
         for first in range(0, number, 10):
             await asyncio.gather(*(self._submit_one() for _ in range(min(10, number - first))))
 

@@ -1,4 +1,4 @@
-"""A checker that cannot fail proves nothing: each broken promise, broken on purpose, is seen."""
+"""The checker sees each broken promise that a test breaks on purpose."""
 
 import json
 
@@ -96,7 +96,7 @@ def test_a_broken_off_answer_must_be_the_beginning(store):
 
 @pytest.mark.parametrize(("text", "is_wrong"), [("abx", False), ("abxy", True), ("aby", True), ("ab", False)])
 def test_a_broken_off_answer_may_hold_the_beginning_of_a_stop_string(store, text, is_wrong):
-    """Cancelled before it was known whether the stop string would come."""
+    """The job was cancelled before it was known if the stop string would come."""
     url, write = store
     write(text=text, state="cancelled")
     wanted = {"j": Wanted(ANSWER, 3, frozenset({"cancelled"}), stops=("xy",))}

@@ -1,4 +1,4 @@
-"""Redis away, restarted, full, read-only, slow: what the runbook says, case by case."""
+"""Redis away, restarted, full, read-only or slow: the cases of the runbook."""
 
 import asyncio
 

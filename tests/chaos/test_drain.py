@@ -1,4 +1,4 @@
-"""A worker that is told to end does so, whatever it is doing: loading, waiting for a server, working, cut off."""
+"""A worker that is asked to end does so while it loads, waits, works, or is cut off."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ async def test_a_job_that_is_handed_over_is_not_cancelled(redis_url: str, tmp_pa
 async def test_told_to_end_while_redis_stands_still(
     redis_url: str, make_proxy: Any, tmp_path: Path, moment: str
 ) -> None:
-    """Connections stay open and nothing answers; the job is free when the lease has run out."""
+    """Connections stay open without replies; the job is free when the lease has run out."""
     proxy, database = make_proxy(int(redis_url.rsplit(":", 1)[1].split("/")[0])), database_url(tmp_path)
     chosen = settings(proxy.url, database, model="synthetic?step_ms=5", record_drain_seconds=1.0, **SHORT)
     worker = Worker(chosen, thread_host(chosen.engine_config()))
@@ -127,7 +127,7 @@ async def test_told_to_end_while_redis_stands_still(
 
 @pytest.fixture
 async def load(redis_url: str) -> AsyncIterator[list[str]]:
-    """Jobs come in all the time; the list of those accepted."""
+    """Submit jobs all the time; yields the list of those accepted."""
     jobs: list[str] = []
 
     async def submit() -> None:

@@ -1,4 +1,4 @@
-"""A worker that was frozen past its lease wakes as one that holds nothing, and writes nothing."""
+"""A worker that was frozen past its lease owns no job when it continues, and writes nothing."""
 
 import asyncio
 import signal
@@ -56,7 +56,7 @@ async def test_a_frozen_worker_writes_nothing_when_it_wakes(redis_url, tmp_path)
 
 
 async def test_a_lone_worker_that_wakes_takes_its_job_up_again_and_not_what_its_engine_still_says(redis_url, tmp_path):
-    """The engine's process is not frozen: it goes on with the job's first time while the second is claimed."""
+    """The engine is not frozen: it continues the first delivery while the second is claimed."""
     database = database_url(tmp_path)
     worker = WorkerProcess(
         "lone", redis_url, database, tmp_path / "log", model="synthetic?step_ms=500", drain_seconds=1.0,

@@ -112,7 +112,10 @@ class Workers:
 
 
 def attend(client, threaded, job, chance):
-    """One subscriber that stays, two that come and go, one of them in a thread's client every other time."""
+    """Read a job with three subscribers: one stays, two disconnect and resume.
+
+    One of those two uses the threaded client every other time.
+    """
     told = [Told(), Told(), Told()]
     tasks = [listen(client, job, told[0])]
     tasks += [listen(client, job, each, leave_after=lambda: chance.randint(1, 12)) for each in told[1:]]

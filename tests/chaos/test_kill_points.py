@@ -33,7 +33,7 @@ MOMENTS = [
 
 @pytest.fixture(scope="module")
 def undisturbed():
-    """The answers that no fault touched, by prompt; filled by the first test."""
+    """The answers of an undisturbed run, by prompt; filled by the first test."""
     return {}
 
 
@@ -109,7 +109,10 @@ async def wait_for_tokens(redis_url):
 
 
 async def sweep_doomed(redis_url):
-    """The doomed worker's name stays until a sweep after its lease; nobody sweeps once the survivor has gone."""
+    """Sweep the doomed worker's name, which stays until a sweep after its lease.
+
+    No worker is left to sweep once the survivor has ended.
+    """
     keys = Keys(QUEUE)
     async with connect_async(redis_url) as redis:
         await redis.delete(keys.worker("doomed"))

@@ -1,4 +1,4 @@
-"""Several workers on one queue: they share its load, and one that is told twice to end goes at once."""
+"""Workers on one queue share its load, and one that is asked twice to end goes at once."""
 
 import asyncio
 import collections
@@ -19,7 +19,7 @@ LONG = {"prompt": "a long answer", "max_tokens": 400, "ignore_eos": True, "seed"
 
 
 async def test_workers_share_the_load_by_their_free_places(redis_url, tmp_path):
-    """Three with eight places each, and jobs alike: everyone does his part, whoever comes first."""
+    """Each of three workers with eight places gets its part of equal jobs."""
     database = database_url(tmp_path)
     common = {"model": "synthetic?step_ms=5", "max_num_seqs": 8}
     async with client_of(redis_url, database) as client:
@@ -38,7 +38,7 @@ async def test_workers_share_the_load_by_their_free_places(redis_url, tmp_path):
 
 @pytest.mark.parametrize("signals", [(signal.SIGTERM, signal.SIGTERM), (signal.SIGINT,)])
 async def test_a_worker_in_a_hurry_hands_over_and_goes(redis_url, tmp_path, signals):
-    """Its grace period is longer than anyone's patience; the answer goes on elsewhere without a seam."""
+    """The grace period outlasts the test's waits; the answer continues elsewhere without a gap."""
     database = database_url(tmp_path)
     leaving = WorkerProcess(
         "leaving", redis_url, database, tmp_path / "log", model="synthetic?step_ms=20", drain_seconds=3600.0

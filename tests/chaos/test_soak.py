@@ -101,7 +101,7 @@ class Memory:
         return sizes
 
     def growths(self) -> dict[str, tuple[int, int]]:
-        """Medians of the second and of the last quarter of the run."""
+        """Return the medians of the second and of the last quarter of the run."""
         quarters = {name: len(sizes) // 4 for name, sizes in self.samples.items() if len(sizes) >= 8}
         return {
             name: (

@@ -1,5 +1,7 @@
-"""Redis Cluster and Sentinel under a whole worker and both clients: every call works, a failover in the middle of an
-answer shows no seam, and nobody leaves a connection behind (a forgotten one is a ResourceWarning, an error here).
+"""Redis Cluster and Sentinel under a whole worker and both clients.
+
+Every call works, a failover in the middle of an answer leaves no gap, and no connection is left
+open (that would be a ResourceWarning, an error here).
 """
 
 from __future__ import annotations
@@ -85,7 +87,7 @@ async def use_every_call_async(client: AsyncClient) -> None:
 
 
 async def hear_through(client: AsyncClient, trouble: Any) -> None:
-    """A long answer is told while `trouble()` happens; it ends as an undisturbed one does."""
+    """Read a long answer while `trouble()` happens; it must end as an undisturbed one does."""
     job = await client.submit(**LONG)
     told = Told()
     listening = asyncio.create_task(listen(client, job, told))
@@ -142,7 +144,7 @@ async def test_messages_of_a_cluster_stay_on_the_queues_node(valkey_cluster: Val
 
 
 async def test_a_cluster_goes_away_altogether_and_comes_back(valkey_cluster: ValkeyCluster, tmp_path: Path) -> None:
-    """Longer than the lease. The library has errors of its own for it."""
+    """The outage is longer than the lease. The Redis library has errors of its own for it."""
 
     def outage() -> None:
         for node in valkey_cluster.nodes:
@@ -174,7 +176,7 @@ async def test_a_topology_out_of_reach_is_said_in_a_sentence(form: str) -> None:
 
 
 async def test_a_sentinel_in_trouble_is_asked_once_a_try() -> None:
-    """The library would ask each ten times more, with pauses, before it turns to the next one."""
+    """The library would ask each sentinel ten times more, with pauses, before the next one."""
     asked = 0
 
     async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,7 +1,7 @@
-"""A witness that overhears every channel of a queue, and knows each chunk that was published twice.
+"""Listens on every channel of a queue and finds chunks that were published twice.
 
-He reads the bytes as plain MessagePack and takes part in no protocol: what he misses while his connection is down
-he misses, but what he hears twice was said twice.
+It reads the bytes as plain MessagePack and takes part in no protocol. Messages are missed while its
+connection is down, but a message that arrives twice was published twice.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.chaos.checker import Violation
 
 
 class Witness:
-    """One per queue; `run` until cancelled."""
+    """One per queue; `run` it until cancelled."""
 
     def __init__(self, url: str, queue: str) -> None:
         self.num_heard = 0
@@ -47,7 +47,10 @@ class Witness:
             self._tokens[job, chunk.get("choice", 0), chunk["index"] + place] += 1
 
     def violations(self, states: dict[str, str]) -> list[Violation]:
-        """A job that was ended while it waited says so at once, and again when it is recorded."""
+        """Return the double publications. A job that ends while it waits may publish its end twice.
+
+        It does so at once, and again when it is recorded.
+        """
         found = [
             Violation("duplicate", f"token {index} of choice {choice} of job {job} was published {count} times")
             for (job, choice, index), count in self._tokens.items()

@@ -25,7 +25,9 @@ FAIL = {"prompt": "poison [[fail]]", "max_tokens": 5, "retry": {"max_attempts": 
 
 
 def kind_of_job(number: int) -> dict[str, Any]:
-    """Greedy and sampled, streamed and not, one choice and several, short and long, chats, stop strings."""
+    """Return a job: greedy or sampled, streamed or not, one or several choices, chats, stop
+    strings.
+    """
     job: dict[str, Any] = {"max_tokens": 12 + 5 * number, "ignore_eos": number % 2 == 0, "seed": number}
     job["temperature"] = 0.0 if number % 3 == 0 else 0.9
     if number % 6 == 4:
@@ -46,7 +48,7 @@ def kind_of_job(number: int) -> dict[str, Any]:
 
 
 def kind_of_real_job(number: int) -> dict[str, Any]:
-    """Few tokens: a step of the real model takes a while."""
+    """Return a job of few tokens, since a step of the real model takes long."""
     job: dict[str, Any] = {"messages": [{"role": "user", "content": f"Name {number + 2} rivers."}], "max_tokens": 16}
     job |= {"temperature": 0.0} if number % 2 == 0 else {"temperature": 0.8, "seed": number}
     if number == 3:
@@ -87,7 +89,10 @@ class Workload:
         return self._twisted(number, arguments, self.answers[kind])
 
     def _twisted(self, number: int, arguments: dict[str, Any], result: Any) -> Ask:
-        """Mostly not; a job that is cancelled or late may still succeed before that."""
+        """Return the job with a twist, mostly none.
+
+        A cancelled or late job may still succeed before that.
+        """
         stops = tuple(arguments.get("stop", ()))
         if number % 13 == 5:
             states = frozenset({"cancelled", "succeeded"})

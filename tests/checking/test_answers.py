@@ -1,4 +1,4 @@
-"""A finished answer that breaks its JSON schema says so, whatever schema and answer are."""
+"""A finished answer that breaks its JSON schema is reported, for any schema and answer."""
 
 import asyncio
 from collections.abc import AsyncIterator

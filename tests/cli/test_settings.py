@@ -1,4 +1,4 @@
-"""Settings: flags over environment over defaults, and every problem told at once."""
+"""Settings: flags override the environment, which overrides defaults; all problems come at once."""
 
 import dataclasses
 

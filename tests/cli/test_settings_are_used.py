@@ -1,7 +1,4 @@
-"""Every setting does something: it is read somewhere, and what the queue's options are made of reaches them.
-
-A setting that nothing reads is worse than none: somebody sets it and believes in it.
-"""
+"""Every setting is read somewhere, and those that the queue's options are made of reach them."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def read_names() -> set[str]:
-    """Attributes that are read of something called settings or config, or of `self` within those two classes."""
+    """Return attributes read from names like settings or config, or from `self` in both classes."""
     found: set[str] = set()
     for path in sorted((ROOT / "worker").rglob("*.py")):
         own = path.name in ("settings.py", "config.py")

@@ -33,7 +33,7 @@ def run(database: str, *arguments: str, **variables: str) -> Result:
 
 
 def test_pages_follow_one_another_to_the_end(database: str) -> None:
-    """Jobs that ended in the same millisecond stand on both sides of a page's end; new ones shift nothing."""
+    """Jobs of one millisecond stand on both sides of a page's end; new jobs shift no page."""
     record(database, *(finished(f"j{n:02}", finished_ms=1000 + n // 3) for n in range(10)))
     seen: list[str] = []
     arguments: list[str] = []

@@ -1,4 +1,4 @@
-"""A worker that plays: claims and answers jobs with numbered words, so slowly that faults find a moment."""
+"""Plays a worker: claims jobs and answers with numbered words, slowly enough for faults."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def answer(worker: JobStream, delivery: Delivery, num_tokens: int, pause_s
 
 @contextlib.asynccontextmanager
 async def playing(queue: Queue, *, pause_s: float = 0.002, worker_id: str = "player") -> AsyncIterator[JobStream]:
-    """Answers every job with as many tokens as it asks for."""
+    """Answer every job with as many tokens as it asks for."""
     worker = queue.worker(worker_id)
     tasks: list[asyncio.Task[None]] = []
 
@@ -68,7 +68,7 @@ async def playing(queue: Queue, *, pause_s: float = 0.002, worker_id: str = "pla
 
 
 def assert_told(chunks: list[Chunk], num_tokens: int, first: int = 0) -> None:
-    """Exactly the tokens from `first` on, once each, in order, and the end."""
+    """Check that the tokens from `first` on came once each, in order, and then the end."""
     assert [i for chunk in chunks for i in chunk.token_ids] == list(range(first, num_tokens))
     assert "".join(chunk.text for chunk in chunks) == "".join(f"{i} " for i in range(first, num_tokens))
     assert [chunk.index for chunk in chunks] == [*range(first, num_tokens), num_tokens]

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.redis
 
 
 class Threaded:
-    """A Client behind AsyncClient's face: each call in a thread."""
+    """A Client with AsyncClient's interface: each call runs in a thread."""
 
     def __init__(self, client: Client) -> None:
         self._client = client

@@ -1,4 +1,4 @@
-"""The cursor alone: whatever is cut, repeated, lost or reordered on the way, each token is told once and in order."""
+"""The cursor alone: each token comes once and in order if chunks are cut, repeated or lost."""
 
 import itertools
 import random
@@ -181,7 +181,10 @@ LENGTHS = st.lists(st.integers(0, 12), min_size=2, max_size=4)
 
 
 def answer_of_several(lengths: list[int]) -> JobResult:
-    """A token is 100 times its choice and its place; each choice held back a "!" to its end."""
+    """Make a result with token ids 100 × choice + position.
+
+    Each choice held back a "!" to its end.
+    """
     choices = tuple(
         ChoiceResult(
             index=i,
@@ -228,7 +231,7 @@ def logged(result: JobResult, log: list[Chunk], rng: random.Random) -> list[Chun
 
 
 class Reader:
-    """Misses messages, and hangs up and comes back with its position."""
+    """A subscriber that misses messages, disconnects and resumes with its position."""
 
     def __init__(self, rng: random.Random) -> None:
         self.cursor = StreamCursor(JOB)

@@ -1,4 +1,4 @@
-"""A failover behind one address: the old primary lives on as a replica, and closes no connection."""
+"""A failover behind one address: the old primary becomes a replica and closes no connection."""
 
 import asyncio
 import time

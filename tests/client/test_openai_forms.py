@@ -265,7 +265,7 @@ def fits(entrance: str, body: Body) -> bool:
 
 
 def meant(fields: dict[str, Any]) -> dict[str, Any]:
-    """All that a shape decides about a job."""
+    """Return all that a request shape decides about a job."""
     params = {"max_tokens": 4, **{name: fields[name] for name in fields if name in SamplingParams.__struct_fields__}}
     what = {"prompt": None, "prompt_ids": None, "messages": (Message("user", "Hi"),)}
     return {**what, **{name: fields[name] for name in fields if name in what}, "params": SamplingParams(**params)}

@@ -29,7 +29,7 @@ OPTIONS = ClientOptions(idle_s=0.3, patience_s=60)
 async def faulty(
     request: pytest.FixtureRequest, valkey: ValkeyServer, redis_url: str, make_proxy: MakeProxy
 ) -> AsyncIterator[tuple[Any, FaultProxy]]:
-    """A client behind a proxy, and the proxy."""
+    """Yield a client behind a proxy, and the proxy."""
     proxy = make_proxy(valkey.port)
     if request.param == "sync":
         with Client(proxy.url, queue=QUEUE, options=OPTIONS) as client:
@@ -110,7 +110,9 @@ async def test_a_subscription_that_was_made_anew_is_no_silence(queue: Queue, red
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
 async def test_the_reader_s_own_time_is_no_silence(queue: Queue, redis_url: str, kind: str) -> None:
-    """He takes longer than the time limit over a chunk from the log, and over one that was published."""
+    """The reader takes longer than the time limit over a chunk from the log, and over a published
+    one.
+    """
     client: Any = AsyncClient(redis_url, queue=QUEUE) if kind == "async" else Threaded(Client(redis_url, queue=QUEUE))
     job = await queue.submit()
     worker = queue.worker()

@@ -1,4 +1,4 @@
-"""The in-memory queue that other people's tests use: real clients, and what one can make happen on it."""
+"""The in-memory queue for users' tests: real clients, and the faults that a test can cause."""
 
 import asyncio
 import time
@@ -177,5 +177,5 @@ async def test_the_real_worker_says_the_same_of_a_job(redis_url: str, tmp_path: 
 
 
 def shape_of(value: object) -> list[str]:
-    """The fields that are set, whatever they are set to; those aside that depend on the words and the moment."""
+    """Return the fields that are set, without those that depend on the words or the time."""
     return sorted(set(msgspec.to_builtins(value)) - {"usage", "started_ms", "text"})

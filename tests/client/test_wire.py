@@ -1,4 +1,4 @@
-"""A connection whose replies are handed on where they are read: whole, in order, and one end."""
+"""A connection hands on replies where they are read: whole, in order, and with one end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ class Heard:
 
 @asynccontextmanager
 async def wired(url: str) -> AsyncIterator[tuple[Wire, Heard, Any]]:
-    """A wire over one of the library's connections, what it told, and the client."""
+    """Yield a wire over one of the library's connections, a record of its callbacks, and the
+    client.
+    """
     client, heard = connect_async(url, Link()), Heard()
     connection = await client.connection_pool.get_connection()
     try:

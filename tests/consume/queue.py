@@ -77,7 +77,9 @@ def token(delivery: Delivery, index: int, count: int = 1, *, text: str | None = 
 
 
 async def appended(worker: JobStream, items: list[Append]) -> list[tuple[AppendReply, int]]:
-    """The reply to each chunk, with the number of the log's last entry after the call."""
+    """Append chunks; return for each the reply and the number of the log's last entry after the
+    call.
+    """
     exceptions = await worker.append(items)
     return [exceptions.get(place, (AppendReply.OK, item.end)) for place, item in enumerate(items)]
 

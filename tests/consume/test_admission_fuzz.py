@@ -1,4 +1,4 @@
-"""The worker's intake under bytes that nobody meant: an answer for each, and never by way of the safety net."""
+"""The worker's intake answers arbitrary bytes, without the safety net behind its checks."""
 
 import msgpack
 from hypothesis import HealthCheck, given, settings

@@ -35,7 +35,7 @@ class Ears:
             await self._pubsub.get_message(timeout=5)
 
     async def heard(self) -> list[str]:
-        """Names of those called since the last time, `bell` for the bell."""
+        """Return the names of workers woken since the last call; `bell` is the channel of all."""
         found = []
         await self._queue.redis.ping()
         while (message := await self._pubsub.get_message(timeout=0.05)) is not None:

@@ -1,4 +1,4 @@
-"""claim: who is next, what it is told, and what is never handed out twice."""
+"""claim: which job is next, with which data, and that none is delivered twice."""
 
 import asyncio
 from collections import Counter
@@ -152,7 +152,7 @@ async def test_entries_made_by_hand_are_adopted_or_dropped(queue: Queue) -> None
 
 
 async def test_a_lost_claim_reply_costs_one_heartbeat(queue: Queue) -> None:
-    """The claim happened, the answer never came: the jobs are not lost, and not another's."""
+    """The reply of a claim is lost: the jobs are neither lost nor another worker's."""
     job = await queue.submit()
     lossy = queue.worker("w1")
     await lossy.claim(1)

@@ -1,4 +1,4 @@
-"""The consumer with a queue that is played, and its control channel on a real server."""
+"""The consumer with a simulated queue, and its control channel on a real server."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
@@ -78,7 +78,7 @@ async def consuming(queue: FakeQueue, desk: Desk, poll_s: float = 5.0) -> AsyncI
 
 
 async def settle() -> None:
-    """Time for what must not happen."""
+    """Wait long enough for what must not happen."""
     await asyncio.sleep(0.03)
 
 
@@ -229,7 +229,9 @@ async def test_a_call_without_room_is_for_others_and_remembered() -> None:
 
 
 async def test_who_had_no_room_to_ask_for_knows_nothing() -> None:
-    """The queue does not list it, so nobody calls: it looks when it has room."""
+    """The queue does not list a worker without room, so no wake-up comes: it claims when it has
+    room.
+    """
     queue, desk = FakeQueue(), Desk(1)
     async with consuming(queue, desk, poll_s=FOR_EVER) as consumer:
         await until(lambda: queue.asked == [1])

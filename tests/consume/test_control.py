@@ -1,4 +1,4 @@
-"""The worker's ear: a channel that it may not hear costs no subscription."""
+"""A control channel that the worker may not subscribe to costs it no other subscription."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many jobs end in one call: what one of them does to the call, it does not do to the others."""
+"""Many jobs end in one call; an error of one of them does not affect the others."""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""Leases, and every way a job leaves a worker's hands: death, drain, crash, retry, cancel, deadline, dead letter."""
+"""Leases, and every way in which a worker loses a job: death, drain, crash, retry, cancel,
+deadline.
+"""
 
 import asyncio
 import time
@@ -18,7 +20,7 @@ def status(worker_id: str = "w1") -> WorkerStatus:
 
 
 async def die(queue: Queue, worker_id: str) -> None:
-    """Its lease runs out."""
+    """Let the worker's lease run out."""
     await queue.redis.delete(queue.keys.worker(worker_id))
 
 
@@ -56,7 +58,7 @@ async def test_a_living_worker_keeps_its_jobs_for_any_time(queue: Queue) -> None
 
 
 async def test_a_busy_worker_frees_orphans_for_others(queue: Queue) -> None:
-    """Whoever beats sweeps; claiming is not needed for it."""
+    """A worker that sends heartbeats sweeps; no claim is needed for it."""
     job = await queue.submit()
     await queue.worker("w1").claim(1)
     await die(queue, "w1")

@@ -96,7 +96,7 @@ async def test_a_connection_that_is_cut_fails_the_calls_under_way(make_valkey: C
 
 
 async def test_a_reply_that_nobody_waited_for_is_not_the_next_call_s(make_valkey: Callable[..., ValkeyServer]) -> None:
-    """Neither after a cancelled call nor after one that took too long."""
+    """A late reply is dropped, after a cancelled call as after one that took too long."""
     server = make_valkey(persistent=False)
     async with held_on(server, timeout_s=0.3) as line:
         server.freeze()

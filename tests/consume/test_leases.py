@@ -1,4 +1,4 @@
-"""The lease keeper on a clock of the test's own, and the guard it puts before every write."""
+"""The lease keeper on a simulated clock, and the guard that it puts before every write."""
 
 import pytest
 

@@ -110,7 +110,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.jobs[name].due = True
 
     def promote(self) -> None:
-        """Every sweep does, whoever makes it."""
+        """Make due jobs available, as every sweep does."""
         for job in self.jobs.values():
             if job.state is JobStatus.SCHEDULED and job.due:
                 job.state, job.due, job.returned = JobStatus.QUEUED, False, job.attempt > 1
@@ -279,7 +279,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(worker=st.sampled_from(WORKERS))
     def die(self, worker: str) -> None:
-        """Its lease runs out, and somebody sweeps. The object lives on, as a zombie."""
+        """Let the lease run out and sweep. The object lives on, as a zombie."""
         self.run(self.queue.redis.delete(self.queue.keys.worker(worker)))
         other = next(name for name in WORKERS if name != worker)
         self.run(self.workers[other].heartbeat(WorkerStatus(worker_id=other)))
@@ -301,7 +301,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule()
     def look_back(self) -> None:
-        """A moment to which it may come back."""
+        """Save a moment to which the server may come back."""
         self.past = (self.run(self.queue.everything()), copy.deepcopy(self.jobs), dict(self.by_key))
 
     @precondition(lambda self: self.past is not None)

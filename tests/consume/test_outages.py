@@ -1,4 +1,4 @@
-"""The server out of everybody's reach for longer than a lease: who lives keeps what he has in hand."""
+"""No client reaches the server for longer than a lease: live workers keep the jobs they own."""
 
 import asyncio
 

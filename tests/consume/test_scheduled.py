@@ -1,4 +1,4 @@
-"""A job that waits for its time is no backlog before it is due; from then on it is, whether or not a worker lives."""
+"""A scheduled job is backlog from its time on, with or without a live worker."""
 
 from __future__ import annotations
 

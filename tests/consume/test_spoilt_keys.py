@@ -1,4 +1,4 @@
-"""Keys of a running job that somebody else has written over: the others go on, and its own log is made again."""
+"""Keys of a running job are overwritten: other jobs go on, and the job's log is made again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker's appends ask nothing of jobs of which it knows how they stand, and ask again once that may have changed."""
+"""Appends read the hash of a job only if the job may have changed since the last append."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OK, DUPLICATE, LOST, GAP, CANCELLED = (
 
 
 async def running(queue: Queue, jobs: int = 1, **options: Any) -> tuple[JobStream, list[Delivery]]:
-    """A worker whose appends ask nothing any more: two tokens of each job are logged."""
+    """Return a worker whose appends read no hashes any more: each job has two logged tokens."""
     await queue.client.submit_many([{"prompt": "x"}] * jobs)
     worker = queue.worker(**options)
     deliveries = await worker.claim(jobs)
