@@ -1,4 +1,4 @@
-"""`python -m ops.bench` is `ops/bench` without its setup."""
+"""`python -m ops.bench` runs `ops/bench` without its setup."""
 
 import sys
 

@@ -1,8 +1,9 @@
-"""What no linter knows: no source file is over 350 lines, no file names the host of a package registry, and nothing
-reads bytes in a format that runs code (pickle and its kin, `torch.load` of more than weights).
+"""Checks what no linter checks: file length, hosts of package registries, unsafe formats.
 
-Packages come from whatever index the machine's pip is configured with, so a host in a file would be wrong
-somewhere. Looks at the files that git tracks or would track.
+No source file has over 350 lines. No file names the host of a package registry, because packages
+come from whatever index pip is configured with. Nothing reads bytes in a format that can run code
+(pickle and its kin, `torch.load` of more than weights). All files that git tracks or would track
+are checked.
 """
 
 import ast
@@ -13,7 +14,7 @@ from pathlib import Path
 
 MAX_LINES = 350
 SOURCES = {".py", ".lua", ".c", ".cc", ".cpp", ".h", ".cu", ".sh"}
-# Written in two parts, so that this file passes its own check.
+# Written in parts, so that this file passes its own check.
 REGISTRY_HOSTS = tuple(
     ".".join(parts)
     for parts in (
@@ -39,7 +40,7 @@ def problems(path: Path, name: str) -> Iterator[str]:
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        return  # not text: nothing that these rules are about
+        return  # a binary file, to which no rule applies
     num_lines = text.count("\n")
     if path.suffix in SOURCES and num_lines > MAX_LINES:
         yield f"{name}: {num_lines} lines, {MAX_LINES} at most"
@@ -52,7 +53,7 @@ def problems(path: Path, name: str) -> Iterator[str]:
 
 
 def dangerous_reads(source: str) -> Iterator[tuple[int, str]]:
-    """(line, what) of each import and call by which bytes from outside could become code."""
+    """Yield (line, problem) for each import and call that could run code from outside bytes."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import | ast.ImportFrom):
             modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else [item.name for item in node.names]

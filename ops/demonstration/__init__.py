@@ -1,1 +1,1 @@
-"""What `ops/demo` runs: the real parts, started small, and a view of what they do."""
+"""The program behind `ops/demo`: runs the real parts on a small scale and shows what they do."""

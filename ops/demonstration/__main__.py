@@ -1,7 +1,7 @@
-"""The demonstration from start to end: servers, worker, jobs through the public client, tables, stop.
+"""Runs the demonstration: starts servers and a worker, submits jobs, prints tables, stops.
 
-It uses nothing that a user of the service could not use: `AsyncClient` for the jobs, `SqlResults` for
-what stands in the database.
+It uses only what a user of the service can use: `AsyncClient` for the jobs, `SqlResults` for the
+database.
 """
 
 import argparse
@@ -124,7 +124,7 @@ def usage_table(database_url: str) -> Table:
 
 @contextmanager
 def notices(console: Console) -> Iterator[Notice]:
-    """A line that says what is waited for: a spinner on a terminal, a line now and then elsewhere."""
+    """Show what the program waits for: a spinner on a terminal, otherwise a line now and then."""
     if console.is_terminal:
         with console.status("") as status:
             yield lambda text: status.update(Text(text, overflow="ellipsis", no_wrap=True))

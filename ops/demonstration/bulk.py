@@ -1,7 +1,8 @@
-"""`ops/demo bulk`: a file of requests through the whole service with the command that a user would type.
+"""`ops/demo bulk`: runs a file of requests through the whole service with the user's own command.
 
-It uses the same private servers and worker as the other demonstration; what is shown is `tokenmill bulk run` itself,
-killed on the way and called again, then the first answers, the errors, and what stands in SQL.
+It uses the same private servers and worker as the other demonstration. It shows `tokenmill bulk
+run` itself, killed half-way and started again, then the first answers, the errors, and the rows in
+SQL.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _SHOWN = 4
 
 
 def requests(count: int, model: str) -> Iterator[dict[str, object]]:
-    """Chats and completions; one in a hundred asks for what no text model can do."""
+    """Generate chats and completions; one in a hundred asks for what no text model can do."""
     kinds = itertools.cycle(itertools.product(_ASKED, _THINGS))
     for number, (asked, thing) in zip(range(count), kinds, strict=False):
         text = asked.format(thing)
@@ -54,7 +55,7 @@ def requests(count: int, model: str) -> Iterator[dict[str, object]]:
 
 
 def show(stack: DemoStack, model: str, count: int, console: Console) -> None:
-    """Raises DemoError when a line got no answer."""
+    """Run the demonstration; raises DemoError if a line has no answer."""
     folder = stack.directory
     source, output = folder / "in.jsonl", folder / "out.jsonl"
     source.write_text("".join(json.dumps(request) + "\n" for request in requests(count, model)))
@@ -84,7 +85,10 @@ def show(stack: DemoStack, model: str, count: int, console: Console) -> None:
 
 
 def _killed_on_the_way(command: list[str], folder: Path, environment: dict[str, str], after: int) -> int:
-    """Ended without warning once there are so many answers; how many there were. One that is done before is let be."""
+    """Kill the command when its output has `after` answers, and return how many it has then.
+
+    A command that finishes before that is not killed.
+    """
     output = folder / "out.jsonl"
     with subprocess.Popen(command, cwd=folder, env=environment) as child:
         try:

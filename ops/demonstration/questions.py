@@ -1,4 +1,4 @@
-"""The jobs of the demonstration: chats of several tenants and priorities, so that the tables have something to say."""
+"""Jobs of the demonstration: chats of several tenants and priorities, so that the tables have rows."""
 
 from dataclasses import dataclass
 

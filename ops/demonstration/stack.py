@@ -1,6 +1,6 @@
-"""The servers and the worker behind the demonstration, started in order and stopped in the reverse one.
+"""Starts the servers and the worker of the demonstration in order; stops them in reverse order.
 
-Each is a real process with its own log, tied to this one: none can outlive it, whatever ends it.
+Each is a real process with its own log. It is tied to this process, so it cannot outlive it.
 """
 
 import os
@@ -26,11 +26,14 @@ Notice = Callable[[str], None]
 
 
 class DemoError(RuntimeError):
-    """One sentence about what did not start, with the end of its log."""
+    """Something did not start; one sentence with the end of its log."""
 
 
 class DemoStack:
-    """`start` returns when the worker has its model; leaving the context stops everything, also half-way."""
+    """Starts and stops the stack; `start` returns when the worker has loaded its model.
+
+    Leaving the context stops everything, also after a start that failed half-way.
+    """
 
     def __init__(self, model: str, queue: str) -> None:
         self._undo = ExitStack()
@@ -53,7 +56,7 @@ class DemoStack:
         self.stop()
 
     def stop(self) -> None:
-        """Drain and end the worker, then the servers, then the files. Again does nothing."""
+        """Drain and end the worker, stop the servers, remove the files; repeated calls do nothing."""
         self._undo.close()
 
     def start(self, notice: Notice) -> None:
@@ -69,7 +72,7 @@ class DemoStack:
 
             def is_ready(seconds: float, log: str) -> bool:
                 notice(f"the worker loads its model ({seconds:.0f} s) {_last_words(log)}")
-                return any(status.model for status in client.workers())  # it names its model once it is loaded
+                return any(status.model for status in client.workers())  # a worker reports its model once it is loaded
 
             self._wait("worker", worker, is_ready)
 
@@ -85,10 +88,13 @@ class DemoStack:
             self._wait(name, child, is_done)
 
     def _wait(self, name: str, child: Tether, is_done: Callable[[float, str], bool]) -> None:
-        """Until `is_done` says so; a process that ends before is a DemoError, and so is one that takes too long."""
+        """Wait until `is_done` returns True.
+
+        Raises DemoError if the process ends before that, or after START_TIMEOUT_S.
+        """
         started = time.monotonic()
         while True:
-            ended = not child.is_alive  # before the log is read, so that its last words are in it
+            ended = not child.is_alive  # checked before the log is read, so that the log is complete
             seconds = time.monotonic() - started
             log = (self.directory / f"{name}.log").read_text(encoding="utf-8", errors="replace")
             if is_done(seconds, log):
@@ -104,7 +110,7 @@ class DemoStack:
             "TOKENMILL_DATABASE_URL": self.database_url,
             "TOKENMILL_QUEUE": self.queue,
             "TOKENMILL_MODEL": self._model,
-            "TOKENMILL_HEARTBEAT_SECONDS": "1",  # what we wait for is said with a heartbeat
+            "TOKENMILL_HEARTBEAT_SECONDS": "1",  # readiness is reported with a heartbeat
         }
         command = [sys.executable, "-m", "api_client.cli", *arguments]
         with (self.directory / f"{name}.log").open("ab") as log:
@@ -112,6 +118,6 @@ class DemoStack:
 
 
 def _last_words(log: str) -> str:
-    """What the last whole line says, without its time, level and place."""
+    """Return the text of the last complete line, without its time, level and logger."""
     lines = [line for line in log.splitlines(keepends=True) if line.endswith("\n") and line.strip()]
     return re.sub(r"^\d\d:\d\d:\d\d\.\d+ \w+ +[\w.]+: ", "", lines[-1].rstrip()) if lines else ""

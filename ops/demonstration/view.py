@@ -1,6 +1,6 @@
-"""What people see while the answers come: panels side by side on a terminal, lines elsewhere.
+"""Shows answers as they arrive: panels side by side on a terminal, otherwise lines.
 
-Both are fed with the same calls; neither knows where the text comes from.
+Both views have the same methods and do not depend on where the text comes from.
 """
 
 import textwrap
@@ -26,7 +26,7 @@ LINE_WIDTH = 90
 
 @dataclass(slots=True)
 class Answer:
-    """One job as it is seen from outside."""
+    """One job with its text and state so far."""
 
     question: Question
     text: str = ""
@@ -45,7 +45,7 @@ class View(Protocol):
 
 
 class Panels:
-    """Every answer in a panel of its own, redrawn some times a second by rich."""
+    """Shows each answer in a panel of its own, which rich redraws 12 times a second."""
 
     def __init__(self, questions: Sequence[Question], console: Console) -> None:
         self._answers = [Answer(question) for question in questions]
@@ -75,7 +75,7 @@ class Panels:
         per_row = max(1, min(3, options.max_width // MIN_PANEL_WIDTH))
         width = options.max_width // per_row
         num_rows = -(-len(self._answers) // per_row)
-        height = (console.height - 2) // num_rows  # the status line, and the cursor's below it
+        height = (console.height - 2) // num_rows  # less the status line and the cursor's line below it
         num_lines = max(MIN_TEXT_LINES, min(MAX_TEXT_LINES, height - 2))
         panels = [self._panel(answer, width, num_lines) for answer in self._answers]
         yield Group(Columns(panels, width=width, padding=0), self._status(console))
@@ -106,7 +106,7 @@ class Panels:
 
 
 class Lines:
-    """For logs and pipes: a line whenever an answer has grown by one, with the time and the job's number."""
+    """Prints answers line by line, with the time and the job's number, for logs and pipes."""
 
     def __init__(self, questions: Sequence[Question], console: Console) -> None:
         self._answers = [Answer(question) for question in questions]

@@ -2,10 +2,10 @@
 
     python -m ops.examples.fastapi_app        # http://127.0.0.1:8000, for the worker of `tokenmill dev`
 
-It needs FastAPI, uvicorn and tokenmill with the extra `sql`, and nothing of the worker. An event's id is its chunk's
-position, so a browser that reconnects (Last-Event-ID) goes on where it was, on any of your servers.
-Who the user is stands in one function, `current_user`: put your own login there. Each user is a tenant of the
-queue: they share it fairly, and nobody sees another's jobs.
+It needs FastAPI, uvicorn and tokenmill with the extra `sql`, and nothing of the worker. The id of
+an event is its chunk's position, so a browser that reconnects (Last-Event-ID) resumes where it was,
+on any of your servers. The function `current_user` identifies the user: put your own login there.
+Each user is a tenant of the queue: users share it fairly and cannot see each other's jobs.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ log = logging.getLogger("uvicorn.error")
 PAGE = Path(__file__).parent / "static"
 TITLE_CHARS = 200
 MONTH_S = 30 * 24 * 3600
-SILENCE_S, RETRY_S = 3.0, 1.0  # so soon a reader learns that the queue is away; so often it is tried again
+SILENCE_S, RETRY_S = 3.0, 1.0  # seconds without a chunk after which the queue is checked; seconds between retries
 AWAY = "The service is away."
-# Scripts and styles come from here and nowhere else, whatever a model may write.
+# Scripts and styles load only from this server, so a model's output cannot add any.
 SECURITY_HEADERS = {"Content-Security-Policy": "default-src 'self'", "X-Content-Type-Options": "nosniff"}
 STATUS_CODES: dict[type[TokenmillError], int] = {
     InvalidRequest: 422, IdempotencyConflict: 409, JobNotFound: 404, RateLimited: 429, QueueFull: 503,
@@ -60,7 +60,7 @@ STATUS_CODES: dict[type[TokenmillError], int] = {
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """What the handlers use; both are safe to share."""
+    """Clients that the handlers use; both may be shared by concurrent requests."""
 
     jobs: AsyncClient
     results: SqlResults
@@ -78,7 +78,7 @@ def backend(request: Request) -> Backend:
 
 
 def current_user(visitor: Annotated[str | None, Cookie()] = None) -> str:
-    """The tenant that the visitor's jobs run and are billed under; the cookie itself is a secret and stays one."""
+    """Return the tenant of the visitor's jobs: a hash of the cookie, which itself stays secret."""
     if visitor is None:
         raise HTTPException(401, "open the page first: it gives you the cookie that says who you are")
     return "web-" + hashlib.sha256(visitor.encode()).hexdigest()[:16]
@@ -89,7 +89,7 @@ User = Annotated[str, Depends(current_user)]
 
 
 async def own_job(job_id: str, parts: Parts, user: User) -> str:
-    """The id, if the job is this user's; another's job is as unknown as none."""
+    """Return the id if the job is this user's; another user's job counts as not found."""
     if (await parts.jobs.status(job_id)).tenant != user:
         raise JobNotFound(job_id)
     return job_id
@@ -99,7 +99,7 @@ OwnJob = Annotated[str, Depends(own_job)]
 
 
 def seen_position(last_event_id: Annotated[str, Header()] = "0") -> str:
-    """Where the browser says it is; what is no position is refused before the response begins."""
+    """Return the browser's position; an invalid one is rejected before the response begins."""
     try:
         read_position(last_event_id)
     except ConfigurationError as error:
@@ -115,7 +115,10 @@ def add_job_routes(app: FastAPI) -> None:
     async def submit(
         wanted: Prompt, parts: Parts, user: User, idempotency_key: Annotated[str | None, Header()] = None
     ) -> dict[str, Any]:
-        """Sent twice with one Idempotency-Key (a retry, a double click), it is one job."""
+        """Submit a job.
+
+        Requests with the same Idempotency-Key (a retry, a double click) give one job.
+        """
         job = await parts.jobs.submit(
             messages=[{"role": "user", "content": wanted.prompt}],
             max_tokens=wanted.max_tokens,
@@ -129,7 +132,7 @@ def add_job_routes(app: FastAPI) -> None:
 
     @app.get("/api/jobs/{job_id}")
     async def status(job: OwnJob, parts: Parts) -> dict[str, Any]:
-        """How it stands; of a job that is over also its title, which travelled with it as metadata."""
+        """Return the job's status, and its title from the metadata once it is over."""
         info = await parts.jobs.status(job)
         metadata = (await parts.jobs.result(job)).metadata if info.status.is_final else {}
         return {**to_builtins(info), "title": metadata.get("title")}
@@ -140,7 +143,10 @@ def add_job_routes(app: FastAPI) -> None:
 
     @app.get("/api/jobs/{job_id}/events", response_class=EventSourceResponse)
     async def events(job: OwnJob, parts: Parts, position: Position) -> AsyncIterator[ServerSentEvent]:
-        """Goes on by itself when the queue comes back; a browser that lost us comes back with the id that it has."""
+        """Stream the answer as events, and resume by itself when the queue is reachable again.
+
+        A browser that lost the connection reconnects with its last event id.
+        """
         is_over = False
         while not is_over:
             try:
@@ -149,7 +155,7 @@ def add_job_routes(app: FastAPI) -> None:
                     async for chunk in stream:
                         position, is_over = chunk.position, chunk.is_last
                         yield as_event(chunk)
-            except ResultTimeout:  # it waits for its turn: the queue was reached, or the next try finds that it is not
+            except ResultTimeout:  # nothing new yet: the queue is reachable, or the next try fails
                 yield ServerSentEvent(event="notice", data="")
             except (QueueUnavailable, ConfigurationError):
                 yield ServerSentEvent(event="notice", data=f"{AWAY} Your answer goes on as soon as it is back.")
@@ -168,7 +174,9 @@ def as_event(chunk: Chunk) -> ServerSentEvent:
 
 
 def add_record_routes(app: FastAPI) -> None:
-    """Plain functions: FastAPI runs them in threads, where a slow database holds nobody up."""
+    """Add plain functions: FastAPI runs them in threads, so a slow database blocks no other
+    request.
+    """
 
     @app.get("/api/history")
     def history(parts: Parts, user: User, offset: int = 0, limit: Annotated[int, Field(ge=1, le=100)] = 20) -> Any:
@@ -192,7 +200,7 @@ def add_page(app: FastAPI) -> None:
 
 
 async def explain(_: Request, error: Exception) -> JSONResponse:
-    """Each error of the client as the status that says who must act; the operator's are logged."""
+    """Answer an error of the client with its HTTP status; errors for the operator are also logged."""
     if isinstance(error, QueueUnavailable | ConfigurationError):
         log.error("the queue or the database cannot be used: %s", error)
         return JSONResponse({"detail": f"{AWAY} Try again in a moment."}, 503)
@@ -225,5 +233,5 @@ app = create_app(
 )
 
 if __name__ == "__main__":
-    # Open streams would hold a stop up for ever; their browsers come back to the next server.
+    # Open streams would delay a stop for ever; the browsers reconnect to the next server.
     uvicorn.run(app, port=int(os.environ.get("PORT", "8000")), timeout_graceful_shutdown=3)

@@ -1,4 +1,4 @@
-"""Every causal family of the installed Transformers, built small and held against `generate`.
+"""Builds every causal family of the installed Transformers small, and compares it with `generate`.
 
-It belongs to development: the worker imports nothing from here.
+It is for development: the worker imports nothing from here.
 """

@@ -16,7 +16,7 @@ GUIDE = Path(__file__).parents[1] / "guides" / "models.md"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """1 where a family answers other tokens than `generate`, or crashes."""
+    """Return 1 if a family crashes or gives other tokens than `generate`, else 0."""
     parser = argparse.ArgumentParser(prog="ops/families", description=__doc__)
     parser.add_argument("families", nargs="*", help="model types, e.g. llama gemma2; none: all of them")
     parser.add_argument("--jobs", type=int, default=1, help="families tried at the same time (default 1)")
@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run_all(families: list[str], jobs: int, time_limit_s: float, fuse: bool) -> Iterator[Trial]:
-    """In the order of the families, each with the settings that it can be built with."""
+    """Yield results in the order of the families, each with the settings that it can be built with."""
     trials = [(family, setting) for family in families for setting in small.settings_of(family)]
 
     def tried(one: tuple[str, str]) -> Trial:

@@ -1,7 +1,8 @@
 """Small configurations and random weights for any causal family that Transformers can build.
 
-A configuration's fields are set by their names, wherever it has them, sub-configurations included. What a family needs
-beyond that stands in `OVERRIDES`; the attention settings that are tried beside its defaults stand in `SETTINGS`.
+Fields are set by name wherever a configuration or a sub-configuration has them. `OVERRIDES` has
+what a family needs beyond that. `SETTINGS` has the attention settings that are tried besides a
+family's defaults.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _SIZES = {name: number for number, names in _NUMBERS for name in names.split()} 
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-_LATENT: dict[str, Any] = {"num_key_value_heads": 4}  # keys come from a latent vector: one for each head
+_LATENT: dict[str, Any] = {"num_key_value_heads": 4}  # keys come from a latent vector, one for each head
 _SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
 _BY_TURNS = ["linear_attention", "full_attention"] * 2
 _SHARED: dict[str, Any] = {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
@@ -137,10 +138,13 @@ def families() -> list[str]:
 
 
 def settings_of(family: str) -> list[str]:
-    """The settings that its configuration has a field for and that differ from its small default; "" is the default."""
+    """Return the settings that change this family; "" stands for its defaults.
+
+    A setting counts if the configuration has its fields and differs from it.
+    """
     try:
         text = configuration(family).get_text_config()
-    except Exception:  # the trial tells
+    except Exception:  # the trial reports it
         return [""]
     found = [""]
     for name, changes in SETTINGS.items():
@@ -156,7 +160,7 @@ def configuration(family: str, setting: str = "") -> Any:
 
 
 def _fields(kind: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Constructor arguments: the small sizes of the fields it has, its sub-configurations', and the changes."""
+    """Return constructor arguments: small sizes of the fields, sub-configurations, `changes`."""
     taken = set(inspect.signature(kind.__init__).parameters) | set(getattr(kind, "__dataclass_fields__", {}))
     taken |= {name for name in dir(kind) if not name.startswith("_")} | set(getattr(kind, "attribute_map", {}))
     defaults = {name: getattr(kind, name, 0) for name in taken}
@@ -173,7 +177,10 @@ def _is_number(default: Any) -> bool:
 
 
 def build(family: str, setting: str = "", attention: str = "eager") -> Any:
-    """The model in float32, its weights drawn wide, so that answers vary and lead by more than float noise."""
+    """Build the model in float32 with a wide spread of weights.
+
+    Answers then vary, and the best token leads by more than float noise.
+    """
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
         configuration(family, setting), dtype=torch.float32, attn_implementation=attention

@@ -1,4 +1,4 @@
-"""The table of `ops/guides/models.md`: families by what the engine makes of them."""
+"""Writes the table of `ops/guides/models.md`: families by how the engine serves them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ END = "<!-- end of what ops/families writes -->"
 
 
 def rendered(results: Iterable[Trial]) -> str:
-    """Equal ones in one row; refused ones by their sentence, the model's name and numbers left out."""
+    """Render the table: equal families share one row, the others one row per reason."""
     equal: list[str] = []
     others: dict[str, list[str]] = {}
     for result in results:
@@ -26,19 +26,22 @@ def rendered(results: Iterable[Trial]) -> str:
 
 
 def replaced(guide: str, text: str) -> str:
-    """The guide with its table in place of the one between the markers."""
+    """Return the guide with `text` in place of the table between the markers."""
     before, rest = guide.split(BEGIN)
     _, after = rest.split(END)
     return f"{before}{BEGIN}\n\n{text}\n\n{END}{after}"
 
 
 def current(guide: str) -> str:
-    """The table that stands between the markers."""
+    """Return the table between the markers."""
     return guide.split(BEGIN)[1].split(END)[0].strip()
 
 
 def _general(reason: str) -> str:
-    """Of several sentences the first; numbers as `n`, so that families with one cause share a row."""
+    """Generalise a reason so that families with one cause share a row.
+
+    Only the first sentence stays; numbers become `n`.
+    """
     first = reason.split("; MODEL")[0].replace("MODEL cannot be served: ", "").replace("|", "\\|")
     return re.sub(r"\b\d+(\.\d+)?(e-?\d+)?\b", "n", first)
 

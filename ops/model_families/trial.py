@@ -1,6 +1,7 @@
-"""One family with one setting: greedy answers of the engine, in ragged batches, held against `generate`'s.
+"""Compares the engine's greedy answers, in ragged batches, with those of `generate`.
 
-Each trial has a process of its own, so that one that crashes or takes too long ends alone.
+One trial is one family with one setting. It runs in a process of its own, so that a crash or a
+timeout ends only this trial.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from worker.engine.engine import Engine
 
 Verdict = Literal["equal", "refused", "wrong", "crashed", "not built"]
 
-PROMPT_LENGTHS = (5, 23, 40)  # the longer ones cross a small window, and arrive in chunks
+PROMPT_LENGTHS = (5, 23, 40)  # the longer ones exceed a small window and are computed in chunks
 MAX_TOKENS = 8
-NEAR_TIE = 2e-3  # of the logits' lead; float noise is some 1e-5
+NEAR_TIE = 2e-3  # lead of the best logit below which two tokens tie; float noise is about 1e-5
 TIME_LIMIT_S = 120.0
 
 
@@ -40,7 +41,7 @@ class Trial:
     family: str
     setting: str  # "": the family's defaults
     verdict: Verdict
-    reason: str = ""  # the engine's sentence, or what went wrong
+    reason: str = ""  # the engine's sentence, or the error
 
     @property
     def name(self) -> str:
@@ -51,11 +52,14 @@ class Trial:
 class _Wanted:
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
-    leads: tuple[float, ...]  # of each answered token's logit over the next
+    leads: tuple[float, ...]  # lead of each token's logit over the next
 
 
 def run(family: str, setting: str = "", time_limit_s: float = TIME_LIMIT_S, **engine: Any) -> Trial:
-    """In a process of its own. `engine`: settings that differ from the engine's defaults."""
+    """Run one trial in a process of its own.
+
+    `engine` has the settings that differ from the engine's defaults.
+    """
     context = multiprocessing.get_context("fork")  # libraries are imported already
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_report, args=(theirs, lambda: _try(family, setting, engine)), daemon=True)
@@ -127,7 +131,7 @@ def _generate(model: Any) -> list[_Wanted]:
 
 
 def _answers(folder: Path, wanted: list[_Wanted], changes: dict[str, Any]) -> list[list[int]]:
-    """Prompts in chunks of 8 tokens, side by side with the decodes of shorter ones."""
+    """Generate with prompts in chunks of 8 tokens, beside the decodes of shorter ones."""
     settings: dict[str, Any] = {
         "model": str(folder), "dtype": "float32", "device": "cpu", "max_model_len": small.MAX_LENGTH, "num_blocks": 40,
         "max_num_seqs": 4, "max_num_batched_tokens": 20, "long_prefill_token_threshold": 8,
@@ -139,7 +143,7 @@ def _answers(folder: Path, wanted: list[_Wanted], changes: dict[str, Any]) -> li
 
 
 def _compare(wanted: list[_Wanted], answers: list[list[int]]) -> tuple[Verdict, str]:
-    """Answers may part where two tokens are as good as equal."""
+    """Compare answers; a difference where two tokens nearly tie is allowed."""
     for one, answer in zip(wanted, answers, strict=True):
         for index, (expected, lead) in enumerate(zip(one.answer, one.leads, strict=True)):
             if index >= len(answer) or answer[index] != expected:
