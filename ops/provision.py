@@ -1,5 +1,4 @@
-"""Builds or repairs the virtual environment; ops/setup calls it when its stamp is missing or
-outdated.
+"""Builds or repairs the virtual environment; ops/setup calls it if the stamp is not current.
 
 Runs on Python 3.11 or later with nothing installed. Several calls at once are safe: one works, the
 others wait for it. The stamp is written last, so an interrupted run is repeated, and pip keeps what
@@ -37,9 +36,7 @@ PROGRESS_INTERVAL_S = 5.0
 
 
 class Progress:
-    """Prints progress: one line that is rewritten on a terminal, otherwise a line every few
-    seconds.
-    """
+    """Prints progress: one rewritten line on a terminal, otherwise a line every few seconds."""
 
     def __init__(self) -> None:
         self._is_terminal = sys.stderr.isatty()
@@ -180,9 +177,7 @@ class Provisioner:
             raise SetupError(f"{title} failed: {self._last_error(begin)} (everything pip said: {self.log})")
 
     def _last_line(self, begin: int) -> str:
-        """Return the last line of pip's output, or the number of installed packages while pip is
-        silent.
-        """
+        """Return pip's last line, or the number of installed packages while pip installs silently."""
         with self.log.open("rb") as log:
             log.seek(max(begin, log.seek(0, os.SEEK_END) - 2_000))
             lines = [line.strip() for line in log.read().decode("utf-8", "replace").splitlines() if line.strip()]

@@ -34,9 +34,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Remove the lines that the older tables cannot hold: lines without a name or with a repeated
-    name.
-    """
+    """Remove lines that the older tables cannot hold: those without a name or with a repeated one."""
     op.execute("DELETE FROM batch_items WHERE custom_id IS NULL OR length(custom_id) > 255")
     op.execute(
         "DELETE FROM batch_items WHERE EXISTS (SELECT 1 FROM batch_items AS o WHERE o.batch_id = batch_items.batch_id"

@@ -116,7 +116,7 @@ def _run(module: ModuleType, name: str, argv: list[str]) -> int:
 
 
 def _write(target: str | None, record: dict[str, object]) -> None:
-    """Replace the file atomically, so that an interrupted run leaves a complete earlier file."""
+    """Replace the file atomically, so that an interrupted run leaves a complete file."""
     if target is None or target == "-":
         return
     path = Path(target)
@@ -135,9 +135,7 @@ def _finite(value: Any) -> Any:
 
 
 def machine() -> dict[str, object]:
-    """Return the CPU, the number of cores, the Python version and the system, kept with all
-    figures.
-    """
+    """Return what to record with figures: CPU, number of cores, Python version and system."""
     model = platform.processor()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():

@@ -15,8 +15,10 @@ LEAST_SHARE = 0.02
 
 
 def profile_of(step: Callable[[], object], device: torch.device, steps: int) -> dict[str, Any]:
-    """Profile steps; `busy` is the device's busy share, `kernels` and `gaps` are per step, largest
-    first.
+    """Profile steps.
+
+    `busy` is the share of the time in which the device worked; `kernels` and `gaps` are per step,
+    largest first.
     """
     kinds = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":

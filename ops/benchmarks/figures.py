@@ -80,9 +80,7 @@ def stage_figures(measured: Round) -> dict[str, float]:
 
 
 def summary(rounds: Sequence[dict[str, float]]) -> dict[str, dict[str, float]]:
-    """Return per figure the median over the rounds, and (largest − smallest) / median as its
-    spread.
-    """
+    """Return each figure's median over the rounds and its spread, (largest − smallest) / median."""
     result = {}
     for name in rounds[0]:
         values = [figures[name] for figures in rounds]

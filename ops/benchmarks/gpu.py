@@ -1,5 +1,6 @@
-"""`ops/bench gpu`: how much of a CUDA device the engine uses, on known model shapes, random
-weights.
+"""`ops/bench gpu`: how much of a CUDA device the engine uses.
+
+The models have well-known shapes and random weights.
 
 The ceilings (bytes per second, operations per second) are measured in the same run; what a step
 must move and compute is counted from the model's shapes. The most important measurements come
@@ -11,8 +12,9 @@ kernel. The record is written after every measurement and names what `--limit` l
 an interrupted run keeps all that it measured.
 
 `--device cpu --shape tiny --dtype float32` runs all of it anywhere. A machine that has torch,
-transformers, rich and msgspec runs it without an installation of ours: `python3 -m ops.benchmarks
-gpu --json gpu.json`.
+transformers, rich and msgspec runs it without an installation of ours:
+
+    python3 -m ops.benchmarks gpu --json gpu.json
 """
 
 import argparse

@@ -46,8 +46,10 @@ def configure(shape: Shape, options: argparse.Namespace, **changes: Any) -> Engi
 
 
 def headroom(prompt_tokens: int, batch: int, budget: int) -> int:
-    """Return how many tokens the first sequence may produce before the last prompt is read, plus a
-    margin.
+    """Return how many tokens a sequence needs beyond those measured.
+
+    The first sequence produces at most that many before the last prompt is read; a margin is
+    included.
     """
     return -(-prompt_tokens // (budget - batch)) + SPARE
 
@@ -146,8 +148,9 @@ class Ours(Tokenmill):
 def _start(
     engine: Engine, shape: Shape, contexts: Sequence[int], options: argparse.Namespace, params: SamplingParams
 ) -> list[str]:
-    """Start sequences of these lengths; all decode when this returns, with graphs captured, caches
-    warm.
+    """Start sequences of these lengths.
+
+    When this returns, all of them decode, graphs are captured and caches are warm.
     """
     spare = headroom(sum(contexts), len(contexts), engine.runner.config.max_num_batched_tokens)
     limits = SamplingParams(

@@ -49,9 +49,7 @@ class Shape:
         return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim * tokens * itemsize
 
     def attention_operations(self, pairs: int) -> int:
-        """Count the operations of attention for `pairs` (query, key) pairs: logits and the sum of
-        values.
-        """
+        """Count the operations of attention for (query, key) pairs: logits and the sum of values."""
         return 4 * self.num_hidden_layers * self.num_attention_heads * self.head_dim * pairs
 
     def prefill_operations(self, tokens: int) -> int:

@@ -1,5 +1,6 @@
-"""Keeps the results of a comparison: written after every turn, printed after a workload and at the
-end.
+"""Keeps the results of a comparison.
+
+They are written to the file after every turn, and printed after each workload and at the end.
 """
 
 from collections.abc import Callable

@@ -171,9 +171,7 @@ class CeleryTasks(QueueSystem):
 
 
 class Arq(QueueSystem):
-    """arq, in an environment of its own that is built on first use; its driver prints seconds as
-    JSON.
-    """
+    """arq, in an environment of its own, built on first use; its driver prints seconds as JSON."""
 
     name = "arq"
 

@@ -1,5 +1,6 @@
-"""Prints a comparison as tables of 80 columns, one per workload and one over all, and makes its
-JSON.
+"""Prints a comparison as tables of 80 columns, and makes the record for its JSON.
+
+There is a table per workload and one over all.
 """
 
 import statistics
@@ -140,9 +141,7 @@ def _lines(result: dict[str, Any]) -> list[str]:
 
 
 def show_summary(results: Sequence[dict[str, Any]], console: Console) -> None:
-    """Print all workloads in one table: our speed, and its ratio to every other engine with the
-    goal.
-    """
+    """Print all workloads in one table: our speed, and its ratio to each other engine and goal."""
     ours, *others = results[0]["summary"]
     if not others:
         return

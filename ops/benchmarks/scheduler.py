@@ -29,9 +29,7 @@ BLOCK = 16
 
 
 def measure(running: int, waiting: int, policy: str, steps: int) -> dict[str, float]:
-    """Measure plan + commit with `running` decoding sequences: median and 99th percentile,
-    microseconds.
-    """
+    """Measure plan + commit with `running` decoding sequences: median and p99, in microseconds."""
     blocks_each = (PROMPT + steps + 64) // BLOCK + 2
     num_blocks = 1 + running * blocks_each
     config = EngineConfig(

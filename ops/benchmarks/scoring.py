@@ -34,9 +34,7 @@ class Scorer:
 
     @torch.inference_mode()
     def nll(self, token_ids: Sequence[int]) -> float:
-        """Return the mean negative log-likelihood of each token after the first, given those before
-        it.
-        """
+        """Return the mean negative log-likelihood per token after the first, given those before it."""
         ids = torch.tensor(token_ids)
         logits = self._logits(ids)
         return float(F.cross_entropy(logits[:-1].float(), ids[1:]))

@@ -1,5 +1,6 @@
-"""`ops/bench step`: splits the time of a decode step into linear layers, attention, other and
-overhead.
+"""`ops/bench step`: splits the time of a decode step into its parts.
+
+The parts are linear layers, attention, the other kernels, and overhead.
 
 Overhead is what runs around the kernels (Python: planning, inputs, events). Each part is timed
 inside the engine's own steps, where kernels find the caches as the one before left them. Work that

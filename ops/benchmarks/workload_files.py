@@ -103,8 +103,9 @@ SHAPES: dict[str, Callable[[random.Random, float], Workload]] = {
 
 
 def generate(name: str, seed: int = 0, share: float = 1.0) -> Workload:
-    """Generate a workload; `share` scales the number of requests, for a quick run on a slow
-    machine.
+    """Generate a workload.
+
+    `share` scales the number of requests, for a quick run on a slow machine.
     """
     return SHAPES[name](random.Random(f"{name}/{seed}"), share)
 

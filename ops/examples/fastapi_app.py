@@ -174,9 +174,7 @@ def as_event(chunk: Chunk) -> ServerSentEvent:
 
 
 def add_record_routes(app: FastAPI) -> None:
-    """Add plain functions: FastAPI runs them in threads, so a slow database blocks no other
-    request.
-    """
+    """Add handlers that FastAPI runs in threads, so that a slow database blocks no other request."""
 
     @app.get("/api/history")
     def history(parts: Parts, user: User, offset: int = 0, limit: Annotated[int, Field(ge=1, le=100)] = 20) -> Any:

@@ -52,7 +52,10 @@ class CostModel:
 
     @property
     def num_cache_tokens(self) -> int:
-        """Number of tokens that fit into 0.8 of the device's memory after the weights."""
+        """Number of tokens whose keys and values fit beside the weights.
+
+        The engine may use 0.9 of the memory, of which 0.1 of the whole is left for everything else.
+        """
         free = 0.8 * self.device.memory - self.model.weight_bytes
         return int(free / self.model.kv_bytes_per_token)
 

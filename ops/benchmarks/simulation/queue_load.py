@@ -7,7 +7,7 @@ from worker.publish.chunker import CHECKPOINT_TOKENS
 
 @dataclass(frozen=True, slots=True)
 class Cutting:
-    """How answers become chunks of `tokens` tokens.
+    """Cutting of answers into chunks of `tokens` tokens.
 
     If not `is_published`, chunks are only logged, as those of bulk jobs. If `is_urgent`, the jobs
     are interactive, and steps that have piled up are appended as one (worker.turns.in_turn).
