@@ -54,7 +54,7 @@ class CostModel:
     def num_cache_tokens(self) -> int:
         """Number of tokens whose keys and values fit beside the weights.
 
-        The engine may use 0.9 of the memory, of which 0.1 of the whole is left for everything else.
+        The engine gets 0.9 of the memory; another 0.1 is reserved for everything else.
         """
         free = 0.8 * self.device.memory - self.model.weight_bytes
         return int(free / self.model.kv_bytes_per_token)
