@@ -90,10 +90,12 @@ async def count(
             if text is None:
                 continue
             finished += 1
-            if await checker.violation(schema or {"type": "object"}, text) is not None:
+            if (problem := await checker.violation(schema or {"type": "object"}, text)) is not None:
                 told += 1
+                print(f"told of {str(schema)[:200]}: {problem}")
             elif is_broken(schema, text):
                 silent += 1
+                print(f"silent of {str(schema)[:200]}: {text[:200]!r}")
     await checker.close()
     for sentence, times in refused.most_common():
         print(f"{times:4} refused: {sentence}")
@@ -137,6 +139,7 @@ class Writer:
 
 def is_broken(schema: dict[str, Any], text: str) -> bool:
     try:
-        return not jsonschema.Draft202012Validator(schema).is_valid(json.loads(text))
+        validator = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
+        return not validator(schema).is_valid(json.loads(text))
     except (OverflowError, RecursionError, re.error):  # numbers and patterns that Python cannot represent
         return False

@@ -38,7 +38,11 @@ def compiler() -> GrammarCompiler:
         ),
         ({**DRAFT7, "exclusiveMinimum": True}, "'exclusiveMinimum' at /exclusiveMinimum is invalid"),
         ({"then": {"pattern": "("}, "if": True}, "'pattern' at /then/pattern is invalid"),
-        ({"$defs": {"a": {"$ref": "http://x.test/y"}}}, "a '$ref' leads to 'http://x.test/y', which is not part"),
+        ({"$defs": {"a": {"$ref": "http://x.test/y"}}}, "'$ref' at /$defs/a/$ref leads to 'http://x.test/y', which"),
+        (
+            {"$id": "http://x.test/y", "items": {"$ref": "z#/a"}},
+            "'$ref' at /items/$ref leads to 'z', which is not part",
+        ),
     ],
 )
 def test_a_schema_that_cannot_be_read_is_refused_with_its_place(

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urldefrag
 
 import jsonschema_rs
 
@@ -84,14 +85,30 @@ def _explained(schema: Any, error: jsonschema_rs.ValidationError) -> str:
     if message.startswith("Unknown meta-schema"):
         return f"'$schema' at /$schema names a draft that is not supported: {str(schema['$schema'])[:_MAX_CHARS]!r}"
     if message.startswith("Resource "):
-        uri = message.split("'")[1]
-        return f"a '$ref' leads to {uri[:_MAX_CHARS]!r}, which is not part of the schema"
+        return _outside(schema, message.split("'")[1])
     steps = list(error.instance_path)
     what = _shortened(_NO_ALTERNATIVE.sub(" is not a value that it may have", message), "its value is not allowed")
     if not steps:
         return f"{what} (at the top)"
     pointer = "".join(f"/{escaped(step)}" for step in steps)
     return f"{str(steps[-1])[:_MAX_CHARS]!r} at {pointer[:_MAX_CHARS]} is invalid: {what}"
+
+
+def _outside(root: Any, uri: str) -> str:
+    """Name the reference that leads to `uri`, with its place."""
+    waiting = [("", root)]
+    while waiting:
+        pointer, value = waiting.pop()
+        if isinstance(value, list):
+            waiting += [(f"{pointer}/{i}", inner) for i, inner in enumerate(value)]
+        elif isinstance(value, dict):
+            for key in ("$ref", "$dynamicRef", "$recursiveRef"):
+                target = urldefrag(value[key]).url if isinstance(value.get(key), str) else ""
+                if target and uri.endswith(target.lstrip("./")):
+                    where = f"{pointer}/{key}"[:_MAX_CHARS]
+                    return f"{key!r} at {where} leads to {target[:_MAX_CHARS]!r}, which is not part of the schema"
+            waiting += [(f"{pointer}/{escaped(name)}", inner) for name, inner in value.items()]
+    return f"a '$ref' leads to {uri[:_MAX_CHARS]!r}, which is not part of the schema"
 
 
 def _shortened(message: str, otherwise: str) -> str:
