@@ -1,12 +1,13 @@
-"""Checks what no linter checks: file length, hosts of package registries, unsafe formats.
+"""Checks what no linter checks: file length, hosts of package registries, unsafe formats, plain docstrings.
 
 No source file has over 350 lines. No file names the host of a package registry, because packages
 come from whatever index pip is configured with. Nothing reads bytes in a format that can run code
-(pickle and its kin, `torch.load` of more than weights). All files that git tracks or would track
-are checked.
+(pickle and its kin, `torch.load` of more than weights). Every docstring of the packages opens with a
+verb or its subject. All files that git tracks or would track are checked.
 """
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -29,6 +30,14 @@ RUNS_CODE = frozenset(
     {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "jsonpickle", "joblib"}
 )
 
+PLAIN_PACKAGES = ("api_client", "schemas", "worker")
+# A docstring that opens with one of these leaves out its subject: "Of one engine.", "What is left of …", "Until …".
+WITHOUT_SUBJECT = re.compile(
+    r"[\W]*(after|among|as|at|because|before|between|by|for|from|here|how|in|nobody|none|now|of|on|since|so|than|there|those"
+    r"|though|until|what|when|where|whether|which|while|who|whom|whose|why|with|without)\b",
+    re.IGNORECASE,
+)
+
 
 def tracked_files(root: Path) -> list[Path]:
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
@@ -46,6 +55,8 @@ def problems(path: Path, name: str) -> Iterator[str]:
         yield f"{name}: {num_lines} lines, {MAX_LINES} at most"
     if path.suffix == ".py":
         yield from (f"{name}:{line}: {what}" for line, what in dangerous_reads(text))
+        if Path(name).parts[0] in PLAIN_PACKAGES:
+            yield from (f"{name}:{line}: {what}" for line, what in docstrings_without_subject(text))
     for number, line in enumerate(text.splitlines(), 1):
         for host in REGISTRY_HOSTS:
             if host in line:
@@ -70,6 +81,16 @@ def dangerous_reads(source: str) -> Iterator[tuple[int, str]]:
                 module = ast.unparse(node.args[0]).strip("'\"")
                 if module.split(".")[0] in RUNS_CODE:
                     yield node.lineno, f"imports {module}, which runs what it reads"
+
+
+def docstrings_without_subject(source: str) -> Iterator[tuple[int, str]]:
+    """(line, sentence) of each docstring that opens with a preposition, a pronoun or a relative word."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            opening = WITHOUT_SUBJECT.match(ast.get_docstring(node) or "")
+            if opening:
+                line = 1 if isinstance(node, ast.Module) else node.lineno
+                yield line, f"a docstring opens with {opening[1]!r}: begin with a verb or the subject"
 
 
 def main(root: Path) -> int:

@@ -123,7 +123,7 @@ def downgrade(
 
 @db.command()
 def status(database_url: DatabaseUrl = None, *, json: Json = False) -> None:
-    """Which revision the database has, and which this version needs. Exits with 1 when it is behind."""
+    """Show the revision that the database has and the one that this version needs. Exits with 1 when it is behind."""
     with _sentences():
         settings = load_settings({"database_url": database_url})
         from worker.record.connection import missing_file, open_engine

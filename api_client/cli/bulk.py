@@ -109,7 +109,7 @@ def submit(
 
 
 def status(target: Target, batch: BatchId, *, json: Json = False) -> None:
-    """How a batch stands."""
+    """Show a batch: its state and the counts of its lines."""
     with _open(target) as (client, store):
         found = refresh(client, store, batch)
     if json:

@@ -25,7 +25,7 @@ def list_dead(
     history: Annotated[bool, typer.Option("--history", help="Each crash before the end.")] = False,
     json: Json = False,
 ) -> None:
-    """What is set aside, the newest first, and why."""
+    """List the dead letters, newest first, each with its reason."""
     with target.client() as client:
         found = client.dead(limit)
     if json:

@@ -44,7 +44,7 @@ def register(app: typer.Typer) -> None:
 
 
 def status(target: Target, job: Job, *, json: Json = False) -> None:
-    """How a job stands: from the queue, or from SQL once the queue has forgotten it."""
+    """Show a job's state: from the queue, or from SQL once the queue has forgotten it."""
     with target.client() as client:
         info = client.status(job)
     if json:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from api_client import AsyncClient, Client, QueueUnavailable, UnreadableRecord
+from api_client import AsyncClient, Client, ConfigurationError, UnreadableRecord
 from api_client.records import read_log
 from schemas.chunk import Chunk
 from schemas.codec import encode
@@ -80,7 +80,7 @@ async def test_what_is_wrong_with_the_server_is_not_passed_over(queue: Queue, re
     await queue.redis.execute_command("ACL", "SETUSER", "reader", "on", ">secret", "~*", "&*", "+@all", "-xrange")
     try:
         async with AsyncClient(redis_url.replace("://", "://reader:secret@"), queue=QUEUE) as client:
-            with pytest.raises(QueueUnavailable, match="xrange"):
+            with pytest.raises(ConfigurationError, match="xrange"):
                 await collect(client, job)
     finally:
         await queue.redis.execute_command("ACL", "DELUSER", "reader")

@@ -65,7 +65,7 @@ async def test_each_gets_a_failed_state_and_a_sentence(redis_url, tmp_path):
         ({}, "prompt"),
         ({"prompt": "a", "messages": [{"role": "user", "content": "b"}]}, "prompt"),
         ({"prompt": "a", "temperature": -1}, "temperature"),
-        ({"prompt": "a", "top_p": 0}, "top_p"),
+        ({"prompt": "a", "top_p": -0.1}, "top_p"),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
         ({"prompt": "a", "stop": [""]}, "stop"),
         ({"prompt": "a" * (10 * 2**20)}, "bytes"),

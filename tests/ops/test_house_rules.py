@@ -4,7 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from ops.house_rules import MAX_LINES, REGISTRY_HOSTS, dangerous_reads, main, problems
+from ops.house_rules import (
+    MAX_LINES,
+    REGISTRY_HOSTS,
+    dangerous_reads,
+    docstrings_without_subject,
+    main,
+    problems,
+)
 
 
 @pytest.mark.parametrize("host", REGISTRY_HOSTS)
@@ -49,6 +56,23 @@ def test_formats_that_run_code_are_found(source: str, says: str) -> None:
 @pytest.mark.parametrize("source", ["import msgspec", "torch.load(p, weights_only=True)", "from x import pickle_free"])
 def test_other_formats_pass(source: str) -> None:
     assert list(dangerous_reads(source)) == []
+
+
+def test_docstrings_without_a_subject_are_found() -> None:
+    source = """
+class Steps:
+    '''Of one engine.'''
+
+    def run(self) -> None:
+        '''`Until` the device is lost.'''
+
+    def plan(self) -> None:
+        '''Plan the next step, which may be empty.'''
+"""
+    assert [(line, what.split(":")[0]) for line, what in docstrings_without_subject(source)] == [
+        (2, "a docstring opens with 'Of'"),
+        (5, "a docstring opens with 'Until'"),
+    ]
 
 
 def test_this_repository_keeps_them(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Which draft a JSON schema is written in, and the same schema in draft 2020-12.
+"""Tells the draft that a JSON schema is written in, and gives the same schema in draft 2020-12.
 
 jsonschema-rs, which validates the finished answers, also decides here: a schema that it cannot read is refused before
 a token is generated.
