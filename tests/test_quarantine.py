@@ -22,7 +22,7 @@ def test_the_innocent_start_at_once():
 
 
 def test_the_innocent_are_never_held_back():
-    """Full of bulk work, the engine still takes urgent jobs into its places: they must get that far."""
+    """The engine takes urgent jobs even when full of bulk work, so they must reach it."""
     quarantine = Quarantine(max_num_seqs=2)
     assert names(quarantine.admit([delivery(n) for n in "abc"])) == ["a", "b", "c"]
     assert names(quarantine.admit([delivery("urgent")])) == ["urgent"]

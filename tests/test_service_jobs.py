@@ -28,7 +28,7 @@ CAPACITY = Capacity(
 
 
 class ScriptedHost:
-    """An engine that does what a test says."""
+    """Simulates an engine by a test's script."""
 
     capacity = CAPACITY
 
@@ -55,7 +55,7 @@ class ScriptedHost:
             self._frames.task_done()
 
     async def step(self, *events: TokenEvent) -> None:
-        """Returns when the worker has acted on it."""
+        """Send a step's events, and return when the worker has handled them."""
         self._frames.put_nowait(Frame(events=events, capacity=CAPACITY, stats=EngineStats()))
         await self._frames.join()
 
@@ -91,7 +91,7 @@ class Record:
 
 
 class Bench:
-    """A service between parts that a test holds in its hands."""
+    """A service whose other parts the test controls."""
 
     def __init__(self) -> None:
         self.host, self.orders, self.record, self.log = ScriptedHost(), Orders(), Record(), FakeLog()
@@ -177,7 +177,7 @@ async def test_an_order_to_try_again_is_for_the_delivery_that_failed(bench: Benc
 
 
 async def test_what_cannot_be_taken_in_is_not_kept_in_hand(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The consumer gives it back to the queue; an end that was handed on already stays."""
+    """The consumer gives it back to the queue; an end that was already handed on stays."""
 
     async def broken(_outcomes: list[Any]) -> list[Any]:
         raise RuntimeError("a fault of ours")

@@ -1,4 +1,4 @@
-"""A worker ends with what one of its stages failed with; of a server that is away at its start it speaks once."""
+"""A worker ends with its failed stage's error, and logs once a server that is away at start."""
 
 from __future__ import annotations
 

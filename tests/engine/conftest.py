@@ -12,7 +12,10 @@ from worker.engine.kernels.toolchain import KernelUnavailableError
 
 @pytest.fixture(scope="session")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a family's tiny model. Nobody writes there."""
+    """Return a function that gives the folder of a family's tiny model.
+
+    Tests must not write there.
+    """
     made: dict[str, Path] = {}
 
     def of(name: str) -> Path:

@@ -1,6 +1,7 @@
-"""One of two ranks, as a worker runs it: an engine process of its own, which SIGTERM drains. `MODEL`.
+"""Runs one of two ranks as a worker does, in an engine process that SIGTERM drains. `MODEL`.
 
-Rank 0 prints STEPPING after its first token, and the number of tokens at the end; rank 1 has nothing to drain.
+Rank 0 prints STEPPING after its first token, and the number of tokens at the end; rank 1 has
+nothing to drain.
 """
 
 import asyncio

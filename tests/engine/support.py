@@ -13,7 +13,7 @@ from worker.engine.sequence import Sequence
 
 
 def make_sequence(name: str, prompt: Iterable[int], max_tokens: int, **params: object) -> Sequence:
-    """Greedy, and never ended by an end-of-text token."""
+    """Make a greedy sequence that no end-of-text token ends."""
     ids = list(prompt)
     sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **params)  # type: ignore[arg-type]
     return Sequence(name, ids, len(ids), sampling, max_tokens=max_tokens)
@@ -21,7 +21,10 @@ def make_sequence(name: str, prompt: Iterable[int], max_tokens: int, **params: o
 
 @dataclass
 class ChunkingPlanner:
-    """Everything at once, prompts in chunks; blocks are handed out in shuffled order and never come back."""
+    """Plans everything at once, with prompts in chunks.
+
+    Blocks are handed out in shuffled order and never come back.
+    """
 
     cache: CacheConfig
     chunk: int

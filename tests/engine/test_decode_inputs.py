@@ -78,7 +78,7 @@ class Schedule:
 
 
 def whole(inputs: StepInputs, items: list[ScheduledSequence]) -> list[object]:
-    """All that a model reads; of block tables, what is seen."""
+    """Return all that a model reads; of block tables, the part that is seen."""
     found: list[object] = [inputs.input_ids.tolist(), inputs.positions.tolist(), inputs.rows.tolist()]
     for group, one in enumerate(inputs.metadata):
         seen = [

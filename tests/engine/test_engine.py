@@ -1,4 +1,4 @@
-"""The engine as its users call it, on the model-free runner: every answer is the one that a lone run gives."""
+"""The engine's public calls on the model-free runner: every answer is that of a lone run."""
 
 import pytest
 
@@ -23,7 +23,7 @@ def engine():
 
 
 def lone(prompt, params=GREEDY):
-    """The answer of an engine that has nothing else to do."""
+    """Return the answer of an engine that runs nothing else."""
     with Engine.load(config(num_blocks=512)) as alone:
         return alone.generate_batch([prompt], [params])[0]
 
@@ -189,7 +189,7 @@ def test_a_refused_submission_ends_no_request_of_the_same_id(engine):
 
 
 def test_adding_requests_together_takes_a_time_that_grows_with_their_number():
-    """Each is looked up once, not once for each other one: counted, for a clock would not say."""
+    """Each request is looked up once, not once per other one; look-ups are counted, not timed."""
     compared = 0
 
     class Name(str):
@@ -250,7 +250,7 @@ class Broken(SyntheticRunner):
 
 
 class Unheard(Broken):
-    """Fails in words that nobody knows."""
+    """Fails with an unknown exception."""
 
     __slots__ = ()
     message = "CUDA error: a text of a later release"

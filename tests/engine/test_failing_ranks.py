@@ -1,4 +1,4 @@
-"""A rank that fails in the middle of a step ends its group: nobody waits in a collective that will never be."""
+"""A rank that fails in a step ends its group: no rank waits in a collective for ever."""
 
 import os
 import signal
@@ -33,7 +33,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Pair:
-    """Two ranks as plain processes, with nobody above them who would end one for the other's sake."""
+    """Two ranks as plain processes, without a launcher that would end one when the other fails."""
 
     def __init__(self, guilty: int, folder: Path) -> None:
         self._guilty = guilty
@@ -56,7 +56,7 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def pairs(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Pair]]:
-    """One whose rank 0 fails, and one whose rank 1 does."""
+    """Start two pairs: rank 0 fails in one, rank 1 in the other."""
     folder = tmp_path_factory.mktemp("ranks")
     script = Path(__file__).with_name("failing_ranks.py")
     variables = (f"PYTHONPATH={ROOT}", "PYTHONUNBUFFERED=1")

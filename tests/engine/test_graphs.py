@@ -94,7 +94,7 @@ def test_lengths_are_not_padded_beyond_the_models() -> None:
 
 @pytest.mark.parametrize("lens", [[(1, 30)] * 3, [(1, 30), (20, 64), (3, 3)]], ids=["decode", "mixed"])
 def test_what_a_larger_step_left_is_padding_again(lens: list[tuple[int, int]]) -> None:
-    """A step loaded after a larger one leaves the buffers as if it were the first."""
+    """A step loaded after a larger one leaves the same buffers as if it were the first."""
     larger = [(1, 60)] * 4 if lens[0] == lens[-1] else [(1, 60), (26, 64), (3, 3), (1, 2)]
     shape = padded_shape(step(lens), config(), 512)
     assert padded_shape(step(larger), config(), 512) == shape
@@ -200,7 +200,7 @@ def test_a_failing_capture_means_eager_steps_and_one_warning(caplog: pytest.LogC
 
 
 def test_a_step_that_fails_by_itself_is_no_capture_that_fails() -> None:
-    """Others are captured after it, and so is its own shape once it runs."""
+    """The other shapes are captured after it, and so is its own once it runs."""
     forward = Recorder()
 
     def fails_once(inputs: StepInputs) -> Tensor:

@@ -37,7 +37,7 @@ def is_alive(pid: int | None) -> bool:
 
 @pytest.mark.parametrize("moment", ["before the process exists", "while it loads"])
 async def test_a_stop_while_it_starts_ends_it(moment: str) -> None:
-    """A worker may be told to drain at any time; it must not wait for ever for an engine that nobody stopped."""
+    """A drain may come at any time; it must not wait for ever for an unstopped engine."""
     host = EngineProcess(CONFIG)
     starting = asyncio.create_task(host.start())
     while moment == "while it loads" and host.pid is None:  # noqa: ASYNC110 - the host tells nobody

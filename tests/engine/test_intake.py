@@ -1,4 +1,4 @@
-"""The engine's door refuses whatever could break a step, with a sentence that names it."""
+"""Request validation refuses whatever could break a step, with a sentence that names it."""
 
 import pytest
 

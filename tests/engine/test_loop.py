@@ -12,7 +12,7 @@ CAPACITY = Capacity(free_sequences=1, free_blocks=1, waiting=0, running=1, block
 
 
 class Steps:
-    """An engine with so many steps to do, each of which takes as long as is said."""
+    """Simulates an engine whose steps take the given seconds."""
 
     def __init__(self, seconds: list[float]) -> None:
         self._seconds = list(seconds)
@@ -58,7 +58,7 @@ def test_each_long_step_has_its_own() -> None:
 
 
 class Prepares(Steps):
-    """An engine with nothing to do but to wait for a grammar."""
+    """Simulates an engine that only waits for a grammar."""
 
     only_prepares = True
 
@@ -75,7 +75,7 @@ def test_an_engine_that_waits_for_a_grammar_tells_no_more_than_that_it_lives() -
 
 
 class NobodyWrites(Mailbox):
-    """A wait of no time, which must be one."""
+    """A mailbox that stays empty. Its readers must wait with a timeout above 0."""
 
     def take_all(self, timeout: float = 0.0) -> list[Command]:
         assert timeout > 0

@@ -81,7 +81,7 @@ def test_a_reader_gets_every_token_once_however_late_it_comes():
 
 
 def test_nothing_is_kept_of_an_event_but_its_tokens():
-    """A long answer that nobody streams costs a list of integers."""
+    """A long answer that is not streamed costs a list of integers."""
     outputs = Outputs()
     outputs.open("a", 1, 1, wants_logprobs=False)
     said = event(tokens=[1])

@@ -1,4 +1,4 @@
-"""Requests that wait for a grammar: they are late like others, are taken back like others, and hold nobody up."""
+"""Requests that wait for a grammar expire, are cancelled like others, and delay no others."""
 
 import time
 from concurrent.futures import Future

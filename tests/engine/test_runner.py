@@ -24,7 +24,7 @@ def load(folder: Path, **changes: object) -> ModelRunner:
 
 
 def answer(runner: ModelRunner, *sequences: Sequence, chunk: int = 64) -> list[list[int]]:
-    """Run them together to their ends."""
+    """Run the sequences together to their ends."""
     planner = ChunkingPlanner(runner.cache_config, chunk)
     for sequence in sequences:
         planner.add(sequence)
@@ -93,7 +93,7 @@ def test_a_chunk_that_is_not_the_last_gives_no_token(llama: Path) -> None:
 
 @pytest.mark.parametrize(("backend", "fuse"), [("reference", False), ("cpu", True)])
 def test_only_the_sequence_whose_logits_are_not_finite_fails(llama: Path, backend: str, fuse: bool) -> None:
-    """And the blocks that hold its NaN may be given to anyone afterwards."""
+    """The blocks that hold its NaN may be given to any sequence afterwards."""
     runner = load(llama, attention=backend, fuse=fuse, block_size=16)
     embedding = runner._loaded.model.get_input_embeddings()  # type: ignore[operator]
     good = answer(runner, make_sequence("good", range(3, 25), 5))[0]

@@ -58,7 +58,7 @@ def requests(*names: str) -> list[GenerationRequest]:
 
 
 def run(engine: Engine) -> dict[str, TokenEvent]:
-    """The last event of each request."""
+    """Return the last event of each request."""
     ends: dict[str, TokenEvent] = {}
     while engine.has_work:
         ends |= {event.request_id: event for event in engine.step() if event.finish_reason is not None}
@@ -166,7 +166,7 @@ class Ahead:
         return self.finish(self.launch(plan))
 
     def release(self, sequences: object) -> None:
-        """Nothing is kept."""
+        """Do nothing: this runner keeps no state of a step."""
 
     def is_alive(self) -> bool:
         return True
@@ -174,7 +174,10 @@ class Ahead:
 
 @pytest.mark.parametrize(("launches", "finishes"), [({2}, {1}), (set(), {1}), ({1}, set()), ({2}, set())])
 def test_a_step_on_top_of_a_failed_one_is_void_and_nobody_is_blamed(launches: set[int], finishes: set[int]) -> None:
-    """Both faults pass: the step is the failed one's or its own, and each sequence runs again."""
+    """Both faults are transient, those of the failed step and of the one on top.
+
+    Each sequence runs again.
+    """
     scheduler = Scheduler(
         EngineConfig(model="fake", block_size=4), make_cache(), max_model_len=256, eos_token_ids=frozenset({0}),
         clock=Clock(), async_depth=1,

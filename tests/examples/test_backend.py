@@ -37,14 +37,14 @@ async def call(
 
 
 def events(text: str) -> list[dict[str, Any]]:
-    """The fields of each event that has data."""
+    """Return the fields of each event that has data."""
     blocks = [dict(line.split(": ", 1) for line in block.splitlines()) for block in text.split("\n\n") if block]
     return [block for block in blocks if "data" in block]
 
 
 @pytest.mark.slow
 async def test_what_clients_are_told(redis_url: str, backend: Backend) -> None:
-    """One test, for the start of a server is what takes long."""
+    """One test checks all, since the start of a server takes long."""
     async with client_of(redis_url, backend.database) as client:
         await client.set_queue_limit(1)  # nobody takes a job yet
         assert [(await call(backend, "/api/jobs", {"prompt": word}))[0] for word in ("room", "none")] == [201, 503]

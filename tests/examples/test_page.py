@@ -1,4 +1,4 @@
-"""The example's page in a real browser, before a real backend, queue, worker and database: what a person does there."""
+"""The example's page in a real browser, with a real backend, queue, worker and database."""
 
 import asyncio
 import signal
@@ -21,7 +21,7 @@ PHONE = {"width": 360, "height": 740}
 
 
 async def open_page(browser: Browser, backend: Backend, **options: Any) -> Page:
-    """A visitor of his own. An error in the page's script fails the test."""
+    """Open the page as a new visitor. An error in the page's script fails the test."""
     page = await (await browser.new_context(**options)).new_page()
     page.set_default_timeout(WAIT_MS)
     page.on("pageerror", lambda error: pytest.fail(f"the page's script failed: {error}"))
@@ -30,7 +30,7 @@ async def open_page(browser: Browser, backend: Backend, **options: Any) -> Page:
 
 
 async def ask(page: Page, prompt: str, max_tokens: int) -> str:
-    """Returns the job's id, once the first tokens are there."""
+    """Ask a question; return the job's id once the first tokens are shown."""
     await page.get_by_label("Prompt").fill(prompt)
     await page.get_by_label("Max tokens").fill(str(max_tokens))
     before = page.url
@@ -41,7 +41,7 @@ async def ask(page: Page, prompt: str, max_tokens: int) -> str:
 
 
 async def some_tokens(page: Page, count: int) -> str:
-    """The answer, once it has so many characters (of which the model-free engine's tokens have one each)."""
+    """Return the answer once it has that many characters; each model-free token is one."""
     async with asyncio.timeout(WAIT_MS / 1000):
         while True:
             text = await answer_of(page)
@@ -55,7 +55,7 @@ async def answer_of(page: Page) -> str:
 
 
 async def ends(page: Page, status: str) -> str:
-    """Returns the answer in the end."""
+    """Wait for the end and return the answer."""
     await expect(page.locator("#status")).to_have_text(status, timeout=WAIT_MS)
     return await answer_of(page)
 

@@ -45,7 +45,7 @@ async def told(*arguments: str, exits_with: int = 0) -> AsyncIterator[tuple[str,
 
 
 async def collect(*arguments: str, exits_with: int = 0) -> tuple[str, list[Any], Any]:
-    """The job's id, its chunks, its result."""
+    """Return the job's id, its chunks and its result."""
     found = [pair async for pair in told(*arguments, exits_with=exits_with)]
     assert found[0][0] == "job"
     assert found[-1][0] == "result"

@@ -46,7 +46,7 @@ def unpack(data: bytes) -> Any:
 
 
 def mutate(data: bytes, random: random.Random, seeds: Sequence[bytes]) -> bytes:
-    """One input from another."""
+    """Make one input from another."""
     for _ in range(random.choice((1, 1, 2, 4))):
         kind = random.random()
         if kind < 0.6:
@@ -67,7 +67,7 @@ def _by_structure(data: bytes, random: random.Random) -> bytes:
 
 
 def _changed(node: Any, random: random.Random) -> Any:
-    """The same tree with one place in it changed."""
+    """Return the same tree with one place in it changed."""
     if isinstance(node, bytes) and node and random.random() < 0.8:
         return _by_structure(node, random)
     if isinstance(node, dict) and node and random.random() < 0.8:
@@ -97,7 +97,7 @@ def _changed_entry(node: dict[Any, Any], key: Any, random: random.Random) -> dic
 
 
 def _other(node: Any, random: random.Random) -> Any:
-    """Something else where `node` stood."""
+    """Return a replacement for `node`."""
     how = random.random()
     if isinstance(node, bool) or node is None or how < 0.25:
         return _leaf(random)

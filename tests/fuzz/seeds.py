@@ -17,7 +17,7 @@ from worker.engine.types import Capacity, EngineStats, GenerationRequest, TokenE
 
 
 def messages_of(prefix: str) -> list[bytes]:
-    """The samples whose name begins so."""
+    """Return the samples whose names begin with the prefix."""
     return [encode(value) for name, (value, _) in SAMPLES.items() if name.startswith(prefix)]
 
 

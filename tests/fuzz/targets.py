@@ -59,7 +59,7 @@ class Target:
     share: int = 4
 
     def try_one(self, data: bytes) -> bool:
-        """True when it was read, False when it was refused as documented."""
+        """Return True if the input was read, False if it was refused as documented."""
         try:
             self.run(data)
         except self.documented as error:
@@ -85,7 +85,7 @@ def _bytes(parts: Iterable[Any]) -> list[bytes]:
 
 @dataclass(slots=True)
 class _Intake:
-    """The worker's door: nothing may raise, and nothing may need the safety net behind the checks."""
+    """The worker's intake: nothing may raise, nor reach the safety net behind the checks."""
 
     admission: Admission = field(default_factory=lambda: Admission(byte_level(), MODEL, clock=Clock()))
     runner: asyncio.Runner = field(default_factory=asyncio.Runner)
@@ -120,7 +120,7 @@ def _log(data: bytes) -> None:
 
 
 def _cursor(data: bytes) -> None:
-    """Whatever arrives in whatever order: no chunk is told twice, and the cursor only goes forward."""
+    """Feed a cursor in any order: no chunk is delivered twice, and the cursor only goes forward."""
     cursor, told = StreamCursor("job"), 0
     for part in _bytes(_parts(data)):
         try:
@@ -159,7 +159,7 @@ def _dead(data: bytes) -> None:
 
 
 def _status(data: bytes) -> None:
-    """Never an error: a worker that says something unreadable of itself is still there."""
+    """Read a worker's status. It never fails: a worker with an unreadable status still exists."""
     assert isinstance(read_status("w1", data), WorkerStatus)
 
 

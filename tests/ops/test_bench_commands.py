@@ -75,7 +75,7 @@ def heeding_interrupts() -> Iterator[None]:
 
 
 def until(start: str, lines: Iterator[str]) -> Iterator[str]:
-    """The lines up to one that begins so, that one included."""
+    """Yield the lines up to and including the first that begins with `start`."""
     for line in lines:
         yield line
         if line.startswith(start):

@@ -20,7 +20,7 @@ FEW = ("bart", "doge", "falcon", "llama", "mamba", "stablelm")
 
 
 def lines(text: str) -> dict[str, str]:
-    """The reason that each family (with its setting) stands under."""
+    """Return for each family (with its setting) the reason under which it is listed."""
     rows = [row.strip("|").rsplit("|", 1) for row in text.splitlines()[2:]]
     return {name.strip(): reason.strip() for reason, names in rows for name in names.split("·")}
 

@@ -38,7 +38,7 @@ def test_a_stale_page_is_noticed() -> None:
 
 
 def shown(name: str) -> tuple[bytes, Any]:
-    """An example as a reader of the page has it: the bytes, and the JSON beside them."""
+    """Return an example of the page: the bytes, and the JSON beside them."""
     section = PROTOCOL.split(f"<!-- generated: bytes of {name} -->\n")[1].split("<!-- end -->")[0]
     (packed, told) = re.findall(r"```(?:json)?\n(.*?)\n```", section, re.DOTALL)
     return bytes.fromhex(packed), json.loads(told)

@@ -120,7 +120,7 @@ class TestClaims:
     COSTS = replace(STORED, claim=1e-3, claimed=0.0)
 
     def begin(self, room: int) -> None:
-        """One worker with so many free places, and nothing that frees another."""
+        """Start one worker with that many free places, which never get more."""
         self.clock, self.room = Clock(), room
         self.taken: list[tuple[float, int]] = []
         self.server = QueueServer(self.clock, measured_from=0.0, measured_to=math.inf)

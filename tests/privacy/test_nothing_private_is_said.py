@@ -98,7 +98,7 @@ def lines_with(words: str, text: str) -> str:
 
 
 async def through_good_and_bad(client: AsyncClient, database: Path) -> list[str]:
-    """Every way for a job to end; returns pieces of the answers."""
+    """Run a job for every way to end; return pieces of the answers."""
     keys, redis = client.keys, client._redis
     with sqlite3.connect(database) as sql:  # a row that the database refuses, so that its driver complains of values
         sql.execute(
@@ -147,7 +147,7 @@ async def through_good_and_bad(client: AsyncClient, database: Path) -> list[str]
 
 
 async def test_tables_and_log_hold_no_prompt_unless_asked(redis_url, tmp_path):
-    """Answers are what they are for; prompts come in by a setting only."""
+    """The tables hold answers by design, and prompts only by a setting."""
     for record, expected in (("false", False), ("true", True)):
         folder = tmp_path / record
         folder.mkdir()
@@ -177,7 +177,7 @@ COMMANDS = {
 
 
 def what_it_says(words: list[str], folder: Path, variables: dict[str, str]) -> str:
-    """A worker waits for its servers: then what it said until it was interrupted."""
+    """Return a command's output. A worker that waits for its servers is interrupted."""
     with tempfile.TemporaryFile() as said:
         command = [sys.executable, "-m", "api_client.cli", *words]
         environment = os.environ | variables  # noqa: TID251
@@ -235,6 +235,6 @@ def test_settings_are_shown_without_passwords(url, shown):
 
 
 def test_keys_hold_no_text():
-    """Key names travel into monitoring: they are made of ids and names, never of what was asked."""
+    """Key names appear in monitoring, so they hold ids and names, never a request's text."""
     keys = Keys("q")
     assert keys.idempotency("t", "k") == "tm:{q}:idem:t:k"

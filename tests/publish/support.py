@@ -80,7 +80,7 @@ class FakeLog:
         return AppendReply.CANCELLED if chunk.job_id in self.cancelled else AppendReply.OK, item.end
 
     def truncate(self, job_id: str, length: int) -> None:
-        """The server lost the log's tail."""
+        """Drop the log's tail, as a server that lost it."""
         del self.chunks[job_id][length:]
 
     def text(self, job_id: str, choice: int = 0) -> str:

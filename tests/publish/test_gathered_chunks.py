@@ -1,4 +1,4 @@
-"""Several tokens in one chunk of a stream, by `chunk_tokens` or since the log is behind: the same answer."""
+"""Tokens share a chunk, by `chunk_tokens` or since the log is behind; the answer is the same."""
 
 import asyncio
 import math

@@ -1,4 +1,4 @@
-"""The log away, slow to answer, shorter than believed, another's: nothing is told twice or out of order."""
+"""The log is away, slow, too short or another's: no chunk comes twice or out of order."""
 
 import random
 

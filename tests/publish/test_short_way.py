@@ -1,4 +1,4 @@
-"""A plain stream's next token goes a short way: what it tells, and when, is what the long way tells."""
+"""The fast path for a plain next token gives the slow path's chunks at the same times."""
 
 import asyncio
 import random
@@ -83,7 +83,7 @@ class SlowLog(FakeLog):
 
 
 async def test_a_flush_waits_for_what_is_on_its_way():
-    """Jobs are handed over after it: a chunk that came later would be refused."""
+    """Jobs are handed over after the flush: a later chunk would be refused."""
     log = SlowLog()
     log.may_answer.set()
     publisher = Publisher(log, clock=Clock())
@@ -135,7 +135,7 @@ async def test_a_preemption_is_counted_whenever_it_is_told():
 
 
 class BrokenOnce(FakeLog):
-    """Fails as no log should, before it has written anything."""
+    """Fails once with an unexpected error, before it has written anything."""
 
     async def append(self, items: list[Append]) -> Exceptions:
         if len(self.calls) == 1:

@@ -89,7 +89,7 @@ def rows(url: str, statement: str) -> list[dict[str, Any]]:
 
 
 def counts(url: str) -> tuple[int, int, int, int]:
-    """Rows and distinct ids of jobs and of usage: all four equal when everything is there exactly once."""
+    """Count rows and distinct ids of jobs and of usage: equal if each job is there once."""
     statement = (
         "SELECT (SELECT count(*) FROM jobs) AS a, (SELECT count(DISTINCT id) FROM jobs) AS b, "
         "(SELECT count(*) FROM usage) AS c, (SELECT count(*) FROM usage JOIN jobs ON jobs.id = usage.job_id) AS d"

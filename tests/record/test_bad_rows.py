@@ -88,7 +88,7 @@ async def test_a_row_that_is_refused_in_every_form_is_reported_and_the_others_st
 
 
 async def test_names_as_long_as_a_request_may_have_them_are_kept(url: str, store: ResultStore) -> None:
-    """An id that no column holds could be neither recorded nor given up."""
+    """An id that no column holds could neither be recorded nor dropped."""
     longest = "x" * MAX_NAME_CHARS
     assert (await store.record([finished(longest, tenant=longest, model=longest)])).written == {longest}
     assert rows(url, "SELECT id, tenant, model FROM jobs") == [{"id": longest, "tenant": longest, "model": longest}]

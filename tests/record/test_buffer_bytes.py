@@ -31,7 +31,7 @@ def is_full(finalizer: Finalizer) -> bool:
 
 
 async def test_few_large_results_fill_the_buffer_too(rig: Rig) -> None:
-    """They are recorded in groups that are bounded by bytes as well; one alone may be larger than the bound."""
+    """Groups are bounded by bytes as well; a single result may be larger than the bound."""
     large = replace(finished("job-0"), result=large_result("job-0"))
     size = size_of(large)
     assert size > len(encode(large.result))

@@ -1,4 +1,4 @@
-"""Metrics and log lines of ended jobs: each that was recorded here is told once, however often the way was gone."""
+"""Metrics and log lines count each job recorded here once, however often the connection broke."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def test_a_commit_whose_answer_came_too_late_is_counted_once(rig: Rig) -> 
 
 
 async def test_a_job_that_is_there_twice_is_counted_once(rig: Rig) -> None:
-    """It was lost while it waited for SQL, and came back here."""
+    """The job was lost while it waited for SQL, and came back here."""
     async with rig.running() as finalizer:
         for token in (2, 1):
             await finalizer.submit(finished("job-0", token=token))
@@ -45,7 +45,7 @@ async def test_a_job_that_is_there_twice_is_counted_once(rig: Rig) -> None:
 
 
 async def test_what_sql_had_when_it_came_back_is_only_acknowledged(rig: Rig) -> None:
-    """It was counted when it was recorded, also by this very worker."""
+    """The job was counted when it was recorded, perhaps by this very worker."""
     first = finished("job-0")
     rig.store.recorded["job-0"] = first
     async with rig.running() as finalizer:
@@ -59,7 +59,7 @@ async def test_what_sql_had_when_it_came_back_is_only_acknowledged(rig: Rig) -> 
 
 
 async def test_a_late_commit_of_a_real_database_is_counted_once(url: str) -> None:
-    """It stands still for longer than its answer is waited for, and then commits; the next call finds the rows."""
+    """The commit outlasts the time limit, then succeeds; the next call finds the rows."""
     engine = open_engine(url)
     pauses = [0.6]
 

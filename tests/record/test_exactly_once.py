@@ -1,4 +1,4 @@
-"""Real databases, real deaths: a job's rows are there exactly once, and it is acknowledged only after them."""
+"""Real databases, killed processes: a job's rows exist exactly once, before it is acknowledged."""
 
 import asyncio
 import os
@@ -83,7 +83,7 @@ async def test_postgres_stops_and_comes_back(own_postgres: PostgresServer, crash
 
 
 def freeze(server: PostgresServer, number: int) -> None:
-    """SIGSTOP or SIGCONT for every process of the server."""
+    """Send SIGSTOP or SIGCONT to every process of the server."""
     main = int((server.data_directory / "postmaster.pid").read_text().split()[0])
     children = Path(f"/proc/{main}/task/{main}/children").read_text().split()
     for process in (main, *map(int, children)):

@@ -1,4 +1,4 @@
-"""The revisions and the tables say the same, on both databases, and a start refuses only what is too old."""
+"""Revisions and tables agree on both databases; a start refuses only schemas too old for it."""
 
 import subprocess
 import sys
@@ -54,7 +54,7 @@ def test_where_a_database_stands_is_what_alembic_says(empty_url: str) -> None:
 
 
 def test_a_workers_modules_leave_alembic_alone() -> None:
-    """It costs a start as much as SQLAlchemy does; only who migrates needs it."""
+    """Its import costs a start as much as SQLAlchemy's; only migrations need it."""
     program = "import sys, worker.app, worker.record; print('alembic' in sys.modules, 'sqlalchemy' in sys.modules)"
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
     assert said.stdout.split() == ["False", "True"]

@@ -50,7 +50,7 @@ _NUMBERS = ("prompt_tokens", "cached_tokens", "completion_tokens", "queue_ms", "
 
 
 def fill(engine: sa.Engine) -> None:
-    """The tables without their indexes, then these: an index is made quicker than it is kept up."""
+    """Fill the tables without their indexes, then create these, which is quicker."""
     dialect = engine.dialect.name
     values = {
         jobs: {**_JOBS, "result": f"CASE WHEN n > {ROWS - 1000} THEN {_blob(dialect)} END"},
@@ -121,7 +121,7 @@ def plan(engine: sa.Engine, statement: Any) -> str:
 
 
 def check(engine: sa.Engine, statement: Any) -> str:
-    """No table is read from end to end."""
+    """Check that no table is read from end to end."""
     found = plan(engine, statement)
     assert "Seq Scan" not in found, found
     whole = [line for line in found.splitlines() if line.startswith("SCAN ") and "USING INDEX" not in line]

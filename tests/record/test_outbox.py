@@ -1,4 +1,4 @@
-"""A job that asks for a notice leaves one in the outbox, in the transaction of its result, and never two."""
+"""A job with a webhook leaves exactly one message in the outbox, in its result's transaction."""
 
 import msgspec
 import pytest
@@ -45,7 +45,7 @@ async def test_a_job_that_is_recorded_twice_is_told_once(url: str, store: Result
 
 
 async def test_a_death_that_is_recorded_twice_is_told_once(url: str, store: ResultStore) -> None:
-    """The first to record it died before it could acknowledge."""
+    """The first worker to record it died before it could acknowledge."""
     await store.record([noticed(failed("a", status=JobStatus.DEAD, finished_ms=50))])
     await store.record([noticed(failed("a", status=JobStatus.DEAD, finished_ms=60))])
     assert [row["id"] for row in rows(url, "SELECT id FROM webhooks")] == ["msg_a_50"]
@@ -59,7 +59,7 @@ async def test_a_redriven_job_is_told_again(url: str, store: ResultStore) -> Non
 
 
 async def test_no_result_without_its_notice(url: str) -> None:
-    """The outbox cannot be written: then neither is the result, and both come later together."""
+    """The result is not written without the outbox; both are written together later."""
     engine = open_engine(url)
     with engine.begin() as connection:
         connection.execute(sa.text("ALTER TABLE webhooks RENAME TO hidden"))

@@ -1,4 +1,4 @@
-"""A dead job that is redriven and succeeds: its `dead` row is replaced once, and it is billed once, whoever dies."""
+"""A dead job is redriven and succeeds: its `dead` row is replaced once, and it is billed once."""
 
 import asyncio
 import signal
@@ -20,7 +20,7 @@ TOKENS = 24
 
 
 def rows(url: str) -> list[tuple[object, ...]]:
-    """(state in jobs, state in usage, completion tokens) of every row there is."""
+    """Return (state in jobs, state in usage, completion tokens) of every row."""
     engine = open_engine(url)
     with engine.connect() as connection:
         found = connection.execute(
@@ -34,7 +34,7 @@ def rows(url: str) -> list[tuple[object, ...]]:
 
 
 async def set_aside(client: AsyncClient, redis_url: str, database: str) -> str:
-    """A job of which every trace says that it is dead: hash, dead-letter stream, SQL."""
+    """Make a job that is dead by every trace: hash, dead-letter stream, SQL."""
     job = await client.submit(prompt="once more", max_tokens=TOKENS, ignore_eos=True, seed=5, tenant="acme")
     redis = connect_async(redis_url)
     unlucky = JobStream(redis, client.keys, "unlucky")

@@ -22,7 +22,7 @@ FOLDER = Path(__file__).parent / "recorded"
 
 
 def meaning(value: object) -> Any:
-    """A message as plain values, as they are in JSON."""
+    """Return a message as plain values, as they are in JSON."""
     return msgspec.json.decode(msgspec.json.encode(value))
 
 

@@ -1,4 +1,4 @@
-"""Bytes that earlier versions wrote stay readable, mean the same, and what later versions add does no harm."""
+"""Bytes of earlier versions keep their meaning; additions of later versions do no harm."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -67,7 +67,7 @@ def test_no_word_of_an_enumeration_is_gone(version):
 
 
 def test_every_field_of_every_message_is_in_a_sample():
-    """Or a later change of it would be noticed by nobody."""
+    """A later change of the field would otherwise go unnoticed."""
     structs = {
         kind for module in MODULES for kind in vars(module).values()
         if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and kind is not msgspec.Struct

@@ -1,4 +1,4 @@
-"""Whatever a worker writes can be read; the size limit is for what producers send."""
+"""Every message of a worker can be read; the size limit applies to producers' messages."""
 
 import pytest
 

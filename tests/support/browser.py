@@ -28,7 +28,7 @@ class NodeUnavailable(RuntimeError):
 
 
 def node() -> str:
-    """The one that ops/setup uses: the environment's own, or the machine's."""
+    """Return the Node that ops/setup uses: the environment's own, or the machine's."""
     path = f"{Path(sys.prefix) / 'bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}"  # noqa: TID251
     found = shutil.which("node", path=path)
     if found is None or not (EXAMPLES / "node_modules").is_dir():

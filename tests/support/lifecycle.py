@@ -1,4 +1,4 @@
-"""Servers of a test's own: what it means where there are none."""
+"""Decides what a missing server means for a test."""
 
 import os
 from typing import NoReturn
@@ -9,7 +9,7 @@ from worker.embedded import EmbeddedServerError, server_binary
 
 
 def missing(reason: str) -> NoReturn:
-    """Skips at home, fails where CI=true."""
+    """Skip the test, or fail it if CI=true."""
     if os.environ.get("CI", "").lower() in ("1", "true"):  # noqa: TID251 - the tests' own switch
         pytest.fail(f"CI must have it: {reason}")
     pytest.skip(reason)

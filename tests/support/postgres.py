@@ -61,7 +61,7 @@ def _version(path: Path) -> tuple[int, ...]:
 
 
 def _ordinary_user() -> int | None:
-    """The account for the server's processes; None: we are not root and run it as ourselves."""
+    """Return the account for the server's processes; None to run it as ourselves, without root."""
     if os.getuid() != 0:
         return None
     for name in ("postgres", "nobody"):
@@ -120,13 +120,16 @@ class PostgresServer:
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def halt(self, with_signal: int = signal.SIGINT) -> None:
-        """SIGINT: roll back and end in order. SIGQUIT: end at once, recover at the next start. The data stays."""
+        """Send a signal to the server; its data stays.
+
+        SIGINT: roll back and end in order. SIGQUIT: end at once, recover at the next start.
+        """
         child, self._child = self._child, None
         if child is not None:
             child.end(with_signal)
 
     def kill(self) -> None:
-        """SIGKILL to the server process; its children notice and end by themselves."""
+        """Send SIGKILL to the server process; its children notice and end by themselves."""
         self.halt(signal.SIGKILL)
 
     def restart(self, *, crash: bool = False) -> Self:

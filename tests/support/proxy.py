@@ -72,7 +72,7 @@ class FaultProxy(Stoppable):
         self._apply(change)
 
     def lead_to(self, port: int) -> None:
-        """New connections go there; those that are open stay where they are."""
+        """Lead new connections to another port; open ones stay where they are."""
 
         def change() -> None:
             self._target = (self._target[0], port)
@@ -88,7 +88,7 @@ class FaultProxy(Stoppable):
         self._apply(change)
 
     def freeze(self) -> None:
-        """Connections are accepted and stay open, and nothing passes, until `heal`."""
+        """Freeze: connections are accepted and stay open, and no data passes, until `heal`."""
         self._apply(self._open.clear)
 
     def lose_replies(self, count: int = 1) -> None:
@@ -101,7 +101,7 @@ class FaultProxy(Stoppable):
         self._apply(change)
 
     def heal(self) -> None:
-        """No more faults; what a freeze held back flows again."""
+        """End all faults; data held back by a freeze flows again."""
 
         def change() -> None:
             self._refuses, self._delay_s, self._replies_to_lose = False, 0.0, 0

@@ -39,7 +39,7 @@ class Authority:
 
 @contextlib.asynccontextmanager
 async def tls_front(port: int, context: ssl.SSLContext) -> AsyncIterator[int]:
-    """Listens with TLS on a loopback port, which is given, and passes everything on to `port`."""
+    """Listen with TLS on a loopback port, pass everything on to `port`, and yield the new port."""
     links: set[asyncio.Task[None]] = set()
 
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

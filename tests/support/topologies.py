@@ -18,7 +18,7 @@ _TIMEOUT_S = 30.0
 
 
 def wait_until(is_so: Callable[[], bool], what: str, timeout_s: float = _TIMEOUT_S) -> None:
-    """Polls; errors of servers that are not up yet count as "not so"."""
+    """Poll until the condition holds; errors of servers that are not up yet count as false."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         try:
@@ -67,7 +67,7 @@ class ValkeyCluster(Stoppable):
             node.stop()
 
     def node_of(self, key: str) -> ValkeyServer:
-        """The primary that answers for a key now."""
+        """Return the primary that serves a key now."""
         slot = self._ask(self._living(), "CLUSTER KEYSLOT", key)
         for first, last, primary, *_ in self._ask(self._living(), "CLUSTER SLOTS"):
             if first <= slot <= last:
@@ -172,7 +172,7 @@ class SentinelGroup(Stoppable):
 
     @property
     def primary(self) -> ValkeyServer:
-        """Whom the sentinels name as the primary now."""
+        """Return the primary that the sentinels name now."""
         with self.sentinels[0].client() as client:
             address: Any = client.execute_command("SENTINEL GET-MASTER-ADDR-BY-NAME", self.service)
         return next(server for server in self.servers if server.port == int(address[1]))

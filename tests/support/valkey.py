@@ -30,7 +30,7 @@ class ValkeyServer(EmbeddedValkey):
         super().__init__(directory, port=port, settings={**ours, **(settings or {})}, at_death=signal.SIGKILL)
 
     def restart(self, *, keep: bool = True, crash: bool = False) -> Self:
-        """Down and up again on the same port. `crash` uses SIGKILL; `keep=False` comes back empty."""
+        """Stop and start on the same port. `crash` uses SIGKILL; `keep=False` comes back empty."""
         self.halt(signal.SIGKILL if crash else signal.SIGTERM)
         if not keep:
             self.wipe()
@@ -44,7 +44,7 @@ class ValkeyServer(EmbeddedValkey):
             snapshot.unlink()
 
     def freeze(self) -> None:
-        """The process stands still: connections stay open, nothing answers."""
+        """Stop the process: connections stay open without replies."""
         assert self._child is not None, "the server is not running"
         self._child.process.send_signal(signal.SIGSTOP)
 

@@ -1,4 +1,4 @@
-"""Waiting for what has no event of its own: until it is so, with a deadline for a busy machine and no other clock."""
+"""Waits for states without events: polls with a deadline that suits a busy machine."""
 
 import asyncio
 import inspect
@@ -10,7 +10,7 @@ LONG_S = 60.0
 async def until(
     is_so: Callable[[], bool | Awaitable[bool]], *, timeout_s: float = LONG_S, pause_s: float = 0.01
 ) -> None:
-    """Asks again and again; the question may be a coroutine. Raises TimeoutError."""
+    """Ask until the answer is true; the question may be a coroutine. Raises TimeoutError."""
     async with asyncio.timeout(timeout_s):
         while True:
             answer = is_so()

@@ -19,14 +19,14 @@ QUEUE = "q"
 
 
 def database_url(folder: Path) -> str:
-    """A migrated SQLite database."""
+    """Return the URL of a migrated SQLite database."""
     url = f"sqlite:///{folder}/tokenmill.db"
     migrate.upgrade(url)
     return url
 
 
 def settings(redis_url: str, database: str, **changes: Any) -> Settings:
-    """A model-free worker with short times; `changes` are settings."""
+    """Return the settings of a model-free worker with short times; `changes` are settings."""
     values: dict[str, Any] = {
         "redis_url": redis_url, "database_url": database, "queue": QUEUE, "model": "synthetic", "num_blocks": 512,
         "lease_seconds": 2.0, "drain_seconds": 5.0, "poll_seconds": 0.2, "log_level": "warning",
@@ -47,7 +47,7 @@ def thread_host(config: EngineConfig) -> Callable[[], EngineThread]:
 async def running_worker(
     redis_url: str, database: str, *, in_process: bool = False, **changes: Any
 ) -> AsyncIterator[Worker]:
-    """Ready to claim inside the block; drained after it."""
+    """Run a worker that is ready to claim inside the block, and drain it after it."""
     chosen = settings(redis_url, database, **changes)
     worker = Worker(chosen, None if in_process else thread_host(chosen.engine_config()))
     task = asyncio.create_task(worker.serve())

@@ -1,4 +1,4 @@
-"""Somebody's backend with Celery, as `celery -A tests.tasks.backend_app` and a test import it."""
+"""A user's Celery application, as `celery -A tests.tasks.backend_app` and a test import it."""
 
 import os
 from typing import Any

@@ -1,4 +1,4 @@
-"""Orders of bulk files that cannot be carried out: a sentence in the log, and a task that failed for good."""
+"""Impossible import requests give a sentence in the log and a task that fails for good."""
 
 from pathlib import Path
 
@@ -46,7 +46,7 @@ def test_a_file_that_cannot_be_read_is_said_in_a_sentence(
 
 
 def test_files_take_half_of_the_threads_at_most(sqlite_url: str) -> None:
-    """A file without a place gives its thread back at once, to webhooks and upkeep, and comes again."""
+    """A file without a place frees its thread for webhooks and upkeep, and is retried later."""
     own = {"database_url": sqlite_url, "redis_url": "redis://127.0.0.1:1/0", "queue": "q", "tasks_threads": 4}
     desk = Desk(load_settings(own))
     with desk.bulk.place(), desk.bulk.place():

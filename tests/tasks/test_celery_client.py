@@ -87,7 +87,7 @@ def task(app: Celery, name: str = "tokenmill.generate") -> Any:
 
 @pytest.fixture
 def lonely(redis_url: str) -> Iterator[GenerationTask]:
-    """A task whose queue nobody serves, and whose application has no result backend."""
+    """A task whose queue has no worker, and whose application has no result backend."""
     app = Celery("lonely", broker="memory://", set_as_current=False)
     made = generation_task(app, queue=QUEUE, url=redis_url)
     yield made

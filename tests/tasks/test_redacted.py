@@ -1,4 +1,4 @@
-"""A webhook's password, its query's values and its fragment stand nowhere but where they are sent from."""
+"""A webhook's password, query values and fragment appear only where the request is sent from."""
 
 from __future__ import annotations
 

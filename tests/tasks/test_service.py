@@ -64,7 +64,7 @@ async def test_webhooks_and_bulk_files(
 
 
 def _follow_webhooks(redis_url: str, database: str, folder: Path) -> None:
-    """The process that sends is killed in the midst of it; the next one sends the same again."""
+    """Kill the sending process in the middle of a delivery; the next one sends the same again."""
     hold = threading.Event()
     with Receiver(hold=hold) as receiver, Client(redis_url, queue=QUEUE) as client:
         job = client.submit(prompt="a b c", max_tokens=3, webhook=receiver.url, tenant="acme")

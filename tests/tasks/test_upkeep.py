@@ -1,4 +1,4 @@
-"""Sums by day equal what they are sums of, however often they are made; what is old goes, and the sums stay."""
+"""Sums by day equal their rows however often they are made; old rows are deleted, the sums stay."""
 
 from datetime import UTC, datetime
 from typing import Any
@@ -94,7 +94,7 @@ def test_a_day_whose_only_row_a_redrive_moved_is_emptied(url: str, engine: sa.En
 
 
 def test_a_day_that_lost_one_row_and_got_another_is_made_again(url: str, engine: sa.Engine) -> None:
-    """It has as many jobs as before."""
+    """The day has as many jobs as before."""
     record(url, failed("a", status=JobStatus.DEAD, finished_ms=at(TODAY - 20)))
     roll_up = RollUp(engine, clock())
     roll_up.recent()

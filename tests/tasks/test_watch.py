@@ -31,7 +31,7 @@ SWEEP = "tokenmill.webhooks.sweep"
 
 
 def ask(port: int, path: str) -> tuple[int, dict[str, str]]:
-    """The status, and what is wrong."""
+    """Return the status, and the list of problems."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=30) as reply:
             status, body = reply.status, reply.read()

@@ -1,4 +1,4 @@
-"""A notice on its way: signed, retried, set aside, never lost with whoever held it, never told to the wrong one."""
+"""A webhook message is signed, retried, marked dead, never lost, and sent to no wrong receiver."""
 
 import json
 import random

@@ -52,7 +52,7 @@ def scrape(port: int, path: str = "/metrics") -> str:
 
 
 def value(text: str, name: str, **labels: str) -> float:
-    """The sum of the samples that have these labels."""
+    """Return the sum of the samples that have these labels."""
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     found = [s.value for s in samples if s.name == f"tokenmill:{name}" and labels.items() <= s.labels.items()]
     assert found, f"no sample {name} with {labels}"

@@ -1,4 +1,4 @@
-"""Tokens are counted some ten times a second, and before anybody asks."""
+"""Tokens are counted some ten times a second, and before each scrape."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def test_text_that_was_encoded_comes_back_in_whole_characters(make, text):
 
 @pytest.mark.parametrize("make", [*FAMILIES, *REAL])
 def test_what_was_told_is_never_taken_back(make):
-    """Each prefix of the tokens, decoded as a whole, begins with what was told before its last token."""
+    """Each prefix of the tokens, decoded as a whole, begins with the text before its last token."""
     tokenizer = make()
     draw = random.Random(1)
     ids = [draw.randrange(min(tokenizer.vocab_size, 400)) for _ in range(60)]
@@ -91,7 +91,7 @@ def test_what_was_told_is_never_taken_back(make):
 
 @pytest.mark.parametrize("make", REAL)
 def test_ordinary_tokens_are_told_at_once(make):
-    """Holding back is for half characters; a stream that lags by a token would be felt."""
+    """Text is held back for half characters only; a lag of one token would be noticeable."""
     tokenizer = make()
     ids = tokenizer.encode("The quick brown fox, jumps over 13 lazy dogs.")
     assert all(pieces_of(tokenizer, ids)[:-1])

@@ -56,7 +56,7 @@ def test_the_token_that_completes_a_stop_string_is_the_last_one_billed(output):
 
 
 def told(tokenizer, ids):
-    """The certain text of these tokens, without any stop string to look for."""
+    """Return the certain text of these tokens, without any stop string to look for."""
     return "".join(stream_of(tokenizer, ids).pieces)
 
 

@@ -21,7 +21,7 @@ LAYER = 1
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`lens` holds (query tokens, tokens in the cache) of each sequence."""
+    """One problem. `lens` holds (query tokens, tokens in the cache) of each sequence."""
 
     name: str
     lens: tuple[tuple[int, int], ...]
@@ -117,7 +117,7 @@ def filled_cache(backend: AttentionBackend, problem: Problem, kv_dtype: torch.dt
 
 
 def round_as_stored(problem: Problem, kv_dtype: torch.dtype) -> None:
-    """Its keys and values become what a cache of this type holds."""
+    """Round a problem's keys and values to what a cache of this type holds."""
     for stored in (problem.key, problem.value):
         stored.copy_(stored_as(stored, kv_dtype))
 
@@ -128,7 +128,7 @@ def attend(backend: AttentionBackend, problem: Problem, cache: Tensor) -> Tensor
 
 
 def with_threads(counts: Sequence[int], backend: AttentionBackend, problem: Problem, cache: Tensor) -> list[Tensor]:
-    """`attend` with so many threads of torch each; afterwards there are as many as before."""
+    """Call `attend` with that many torch threads each, then restore the number of threads."""
     before, results = torch.get_num_threads(), []
     try:
         for count in counts:
@@ -140,7 +140,7 @@ def with_threads(counts: Sequence[int], backend: AttentionBackend, problem: Prob
 
 
 def dense(problem: Problem) -> Tensor:
-    """The same attention sequence by sequence in float64, straight from its definition."""
+    """Compute attention sequence by sequence in float64, straight from its definition."""
     case, results, query_end, key_end = problem.case, [], 0, 0
     per_key = case.num_heads // case.num_kv_heads
     for query_len, seq_len in case.lens:

@@ -1,4 +1,4 @@
-"""Attention in the matrix registers: as exact as in the vector ones, and no row can tell who came with it."""
+"""Attention in matrix registers is as exact as in vector ones; no row depends on its batch."""
 
 from __future__ import annotations
 

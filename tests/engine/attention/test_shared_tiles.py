@@ -1,4 +1,4 @@
-"""Decodes over the same blocks are computed together, and none of them can tell."""
+"""Decodes over the same blocks are computed together, and no result changes by that."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def backend(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def decode(
     backend: CpuAttention, tables: list[list[int]], lens: list[int], block_size: int, group: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """All sequences in one call, and each in a call of its own."""
+    """Return the results of all sequences in one call, and of each in a call of its own."""
     generator = torch.Generator().manual_seed(3)
     heads, count, width = 2, len(tables), max(map(len, tables))
     num_blocks = 1 + max(max(table) for table in tables)

@@ -44,7 +44,7 @@ def test_split_contexts_fold_to_the_whole(case: Case) -> None:
 
 @kernels
 def test_one_long_context_among_short_ones_is_split() -> None:
-    """Their shares but the first are empty: nothing is stored for them."""
+    """The shares of short contexts are empty but for the first: nothing is stored for them."""
     case = Case("uneven", ((1, 4000), *((1, 40),) * 8, (1, 1500)))
     problem = make_problem(case, DEVICE)
     backend = TritonAttention(num_multiprocessors=9)

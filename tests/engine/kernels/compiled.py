@@ -1,4 +1,4 @@
-"""A test's own C++ over the kernels' headers."""
+"""Compiles a test's own C++ against the kernels' headers."""
 
 import ctypes
 import dataclasses

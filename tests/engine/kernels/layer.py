@@ -1,4 +1,4 @@
-"""A linear layer's arguments filled by hand, for what only a program asks of it."""
+"""Fills a linear layer's arguments by hand, for tests of what only a program asks of it."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ def arguments_of(packed: PackedWeight, x: Tensor) -> tuple[LinearArguments, Tens
 
 
 def refuse(answer: int) -> None:
-    """A program's kernels are to answer nothing."""
+    """Fail the test: a program's kernels must give no answer."""
     raise AssertionError(f"a kernel answered {answer}")

@@ -30,7 +30,7 @@ def packer() -> NarrowPacker:
 
 
 def error_of(packed: PackedWeight, weight: Tensor, x: Tensor) -> float:
-    """The largest error, in units of rounding the sum of all magnitudes once."""
+    """Return the largest error, in units of rounding the sum of all magnitudes once."""
     exact, size = x.double() @ weight.double().T, x.double().abs() @ weight.double().abs().T
     return float(((packed(x).double() - exact).abs() / (size * EPSILON + 1e-30)).max())
 

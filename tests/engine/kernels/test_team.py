@@ -1,4 +1,4 @@
-"""Teams of threads: every unit done once, phases in order, and nobody kept waiting by a thread that stands still."""
+"""Teams of threads do every unit once and phases in order; a stopped thread delays no other."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class CheckArguments(ctypes.Structure):
 
 
 class Phase:
-    """A kernel of `units` units, and behind it a look at whether each was done once."""
+    """A kernel of `units` units, followed by a check that each was done once."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ def test_every_unit_is_done_once(threads: int, handed_in: bool) -> None:
 @pytest.mark.parametrize("stalls_at", [0, 3, 4, 7])
 @pytest.mark.parametrize("threads", [2, 4])
 def test_a_thread_that_stands_still_in_a_unit_keeps_nobody_waiting(threads: int, stalls_at: int) -> None:
-    """It stands until a later phase has been reached, which takes its unit done by somebody else."""
+    """The thread stands still until a later phase, so another thread must do its unit."""
     stalling = Phase(8, handed_in=True, stalls_at=stalls_at)
     later = [Phase(units, grain, handed_in=bool(units % 2)) for units in (5, 1, 40) for grain in (1, 3)]
     run([stalling, *later], threads)
@@ -89,7 +89,10 @@ def test_a_thread_that_stands_still_in_a_unit_keeps_nobody_waiting(threads: int,
 
 @pytest.mark.parametrize("threads", [2, 4])
 def test_who_is_through_with_a_unit_first_hands_it_in(threads: int) -> None:
-    """The one that began it goes on as soon as another computes it again, who stands still until a later phase."""
+    """The thread that began the unit goes on as soon as another thread computes it again.
+
+    The second thread then stands still until a later phase.
+    """
     stalling = Phase(8, handed_in=True, stalls_at=3, stalls_second=True)
     run([stalling, Phase(5), Phase(40, handed_in=True)], threads)
     assert stalling.stalled.value > 1
@@ -153,7 +156,7 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 def test_a_helper_hears_of_its_own_faults_and_of_no_other_signal() -> None:
-    """Blocked, a fault ends the process at once, and no handler can tell where it was."""
+    """A blocked fault signal ends the process at once, so no handler could report its place."""
     run([Phase(100)], 2)
     masks = []
     for task in Path("/proc/self/task").iterdir():

@@ -1,4 +1,4 @@
-"""Host blocks: who may be displaced by whom."""
+"""Tests of host blocks: which block may displace which."""
 
 import pytest
 

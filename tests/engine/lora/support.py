@@ -1,4 +1,4 @@
-"""Adapters as peft writes them, with weights drawn wide enough to change every answer; and what peft answers."""
+"""Saves adapters as peft writes them, with weights that change every answer, and runs peft."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 def save_adapter(model_folder: Path, folder: Path, seed: int, **changes: Any) -> Path:
-    """A random adapter for this model; `changes` are options of LoraConfig."""
+    """Save a random adapter for this model; `changes` are options of LoraConfig."""
     torch.manual_seed(seed)
     options: dict[str, Any] = {
         "r": 4,
@@ -63,7 +63,7 @@ def greedy(max_tokens: int, lora: str = "") -> SamplingParams:
 
 
 def run(engine: Engine, wanted: list[tuple[str, Expected]], join_every: int = 1) -> list[tuple[int, ...]]:
-    """Let requests (adapter's name, what is expected) join one after the other; their answers."""
+    """Run requests (adapter's name, expected) that join one by one; return their answers."""
     ids = []
     for name, one in wanted:
         ids.append(engine.add_request(one.prompt, greedy(len(one.answer), name)))

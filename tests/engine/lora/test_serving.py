@@ -1,4 +1,4 @@
-"""Adapters in a running engine: who is refused, which versions part, what is cached, and what plain steps pay."""
+"""Adapters in a running engine: refusals, versions in the cache, and the cost to plain steps."""
 
 from __future__ import annotations
 

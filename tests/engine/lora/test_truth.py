@@ -30,7 +30,7 @@ Case = tuple[Path, dict[str, Path], list[tuple[str, Expected]]]
 
 @pytest.fixture(scope="session")
 def cases(folder_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
-    """A family's folder, two adapters, and what peft answers with each and with none; made once."""
+    """Return a family's folder, two adapters, and peft's answers with each and none; made once."""
     made: dict[str, Case] = {}
 
     def of(family: str) -> Case:

@@ -137,7 +137,7 @@ def test_a_fused_model_gives_the_same_tokens(family: str, kinds: set[str], tmp_p
 
 
 def test_a_layer_with_a_twist_stays_as_it_is(tmp_path: Path) -> None:
-    """An addition that is not the plain one: its parts are fused, the layer is not."""
+    """A layer whose addition is not the plain one: its parts are fused, the layer is not."""
     loaded = load(tiny_models.save("llama", tmp_path, num_layers=2))
     model: Any = loaded.model
     layer = model.model.layers[1]
@@ -153,7 +153,7 @@ def load(folder: Path) -> LoadedModel:
 
 
 def answers(loaded: LoadedModel, attention: AttentionName) -> list[list[int]]:
-    """Greedy, in chunks: a prompt's, a decode's and mixed steps."""
+    """Return greedy answers computed in chunks: prompt, decode and mixed steps."""
     config = EngineConfig(
         model="none", dtype="float32", device=DEVICE, attention=attention, block_size=4, num_blocks=40,
         max_model_len=64, cuda_graphs=False, fuse=False,

@@ -54,7 +54,7 @@ def test_what_is_swapped(name: str, folder_of: Callable[[str], Path]) -> None:
 
 
 def answers(folder: Path, fuse: bool, attention: str) -> list[tuple[tuple[int, ...], Tensor]]:
-    """Greedy tokens of ragged prompts in chunks, and the highest log-probabilities at each of them."""
+    """Return ragged prompts' greedy tokens, computed in chunks, and their top log-probabilities."""
     config = EngineConfig(
         model=str(folder), dtype="float32", device="cpu", attention=attention, fuse=fuse, block_size=4, num_blocks=200,  # type: ignore[arg-type]
         max_num_batched_tokens=24, max_num_seqs=8,
@@ -105,7 +105,7 @@ class ClampedMLP(LlamaMLP):
 
 
 class ExactGeluMLP(LlamaMLP):
-    """The activation is named like one that is known and is another."""
+    """Its activation is another one than its name says."""
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down_proj(nn.functional.gelu(self.gate_proj(x)) * self.up_proj(x))
@@ -120,7 +120,7 @@ class ClippedAttention(LlamaAttention):
 
 
 class RepeatingAttention(LlamaAttention):
-    """The right queries, keys and values, and another way out."""
+    """Computes the right queries, keys and values, and another output."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         out, weights = super().forward(*args, **kwargs)
@@ -128,7 +128,7 @@ class RepeatingAttention(LlamaAttention):
 
 
 class ScaledLayer(LlamaDecoderLayer):
-    """The right parts, put together in another way."""
+    """Puts the right parts together in another way."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         out: Tensor = super().forward(hidden_states, *args, **kwargs)
@@ -136,7 +136,7 @@ class ScaledLayer(LlamaDecoderLayer):
 
 
 class TupleLayer(LlamaDecoderLayer):
-    """The right numbers, handed back differently."""
+    """Returns the right numbers in another form."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return (super().forward(*args, **kwargs),)

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("linear_kernels")
 
 
 def packed_as(lens: tuple[int, ...], block_size: int = 4) -> AttentionMetadata:
-    """Prompts of these lengths, in blocks from 1 on."""
+    """Make the metadata of prompts of these lengths, in blocks from 1 on."""
     starts = [0, *itertools.accumulate(lens)]
     widths = [-(-length // block_size) for length in lens]
     firsts = [1 + sum(widths[:index]) for index in range(len(lens))]

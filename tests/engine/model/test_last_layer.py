@@ -1,4 +1,4 @@
-"""Rows of the last layer that nobody reads are left out, and the others do not change by a bit."""
+"""Rows of the last layer that are not read are left out, and the others do not change by a bit."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def test_every_product_is_quantised_and_the_head_keeps_8_bits(folder_of: Callabl
 def test_a_model_that_was_bfloat16_stays_so_in_memory_and_gives_the_same_bits(
     folder_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """Most checkpoints are bfloat16; in float32 the engine computes with the same weights at half the traffic."""
+    """Most checkpoints are bfloat16; float32 steps read these weights at half the traffic."""
     original: Any = load_model(folder_of("llama"), config(folder_of("llama"), None, fuse=False)).model
     original.bfloat16().save_pretrained(tmp_path)
     plain = config(tmp_path, None, dtype="float32", narrow_weights=False, amx=False)

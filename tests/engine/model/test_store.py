@@ -1,4 +1,4 @@
-"""Finding models: folders, GGUF files, built-in names; one conversion however many ask for it."""
+"""Finding models: folders, GGUF files, built-in names; parallel requests share one conversion."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_a_missing_gguf_file_is_named(tmp_path: Path) -> None:
 def test_a_models_own_code_is_fetched_where_it_is_trusted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_code: bool
 ) -> None:
-    """The hub itself cannot be had in tests."""
+    """The test has no access to the hub itself."""
     (tmp_path / "model.safetensors").touch()
     asked: list[list[str]] = []
 

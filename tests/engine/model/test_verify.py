@@ -119,7 +119,7 @@ def test_the_difference_is_float_noise(name: str, folder_of: Callable[[str], Pat
 
 
 def verified(folder: Path, window: int | None = -1, tolerance: float = verify.TOLERANCE) -> str | None:
-    """The difference that is found with these windows (-1: the model's own) in all layers."""
+    """Return the difference found with these windows (-1: the model's own) in all layers."""
     loaded = load_model(folder, config(folder, verify_model=False))
     by_layer = {index: group.window for group in loaded.groups for index in group.layers}
     own = [LayerKind(shape, by_layer[index]) for index, shape in enumerate(loaded.shapes)]

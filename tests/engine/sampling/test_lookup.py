@@ -15,14 +15,14 @@ from worker.engine.sampling.lookup import MIN_MATCH, NgramIndex
 
 
 def propose(token_ids: list[int], max_tokens: int, min_match: int = MIN_MATCH) -> tuple[int, ...]:
-    """The draft for a sequence seen for the first time."""
+    """Return the draft for a sequence seen for the first time."""
     index = NgramIndex(min_match)
     index.extend(token_ids, len(token_ids))
     return index.continuation(token_ids, max_tokens)
 
 
 def naive(token_ids: list[int], max_tokens: int, min_match: int) -> list[tuple[int, ...]]:
-    """Every continuation of a longest earlier match of the end."""
+    """Return every continuation of a longest earlier match of the end."""
     best, found = 0, list[int]()
     for place in range(min_match, len(token_ids)):
         length = 0

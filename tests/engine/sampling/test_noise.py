@@ -18,7 +18,7 @@ def costs(seeds: list[int], positions: list[int], tokens: int) -> torch.Tensor:
 
 
 def exact_cost(seed: int, position: int, token: int) -> float:
-    """The same hash in Python's unbounded integers."""
+    """Compute the same hash in Python's unbounded integers."""
 
     def mix(z: int) -> int:
         z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & MASK64

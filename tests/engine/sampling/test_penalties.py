@@ -77,7 +77,7 @@ PENALISED = SamplingParams(
 
 
 def by_loop(num_tokens: int) -> list[int]:
-    """Greedy generation with penalties from a loop."""
+    """Generate greedily with penalties from a loop over the tokens."""
     model, prompt, output = ToyModel(VOCAB, memory=1), [2, 3, 4], list[int]()
     for _ in range(num_tokens):
         scores = naive(model.row([*prompt, *output]).tolist(), prompt, output, PENALISED)

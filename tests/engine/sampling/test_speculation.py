@@ -31,7 +31,7 @@ def without_drafts(name: str, seed: int, num_tokens: int) -> list[int]:
 
 
 class OracleProposer:
-    """Proposes what will come, each token spoilt with probability 1 − quality."""
+    """Proposes the tokens to come, each replaced by a wrong one with probability 1 − quality."""
 
     def __init__(self, truth: list[int], rng: random.Random, quality: float) -> None:
         self.truth, self.rng, self.quality = truth, rng, quality

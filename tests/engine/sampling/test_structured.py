@@ -240,7 +240,7 @@ def test_a_grammar_that_holds_up_every_step_fails_alone(
 
 
 def test_a_grammar_belongs_to_its_sequence_and_is_compiled_in_no_step(compiler: GrammarCompiler) -> None:
-    """Its compiler has forgotten it since, and would take as long again for it."""
+    """The compiler has dropped the grammar since; a new compilation would take as long."""
     sequence = structured(DATE)
     compiled = compiler.compile(DATE)
     compiled.result(60)

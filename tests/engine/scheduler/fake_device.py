@@ -33,7 +33,7 @@ def chain(before: bytes, token: int) -> bytes:
 
 
 def next_token(state: bytes, seed: int = 0) -> int:
-    """EOS once in 50."""
+    """Return the next token; 1 in 50 is EOS."""
     return int.from_bytes(blake2b(state + seed.to_bytes(8, "little"), digest_size=4).digest(), "little") % VOCABULARY
 
 

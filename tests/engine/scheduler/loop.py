@@ -181,7 +181,10 @@ class Loop:
         raise AssertionError(f"no end after {max_steps} steps: {self.scheduler.request_ids()}")
 
     def assert_truth(self) -> None:
-        """Every request that ended by itself said what it says alone; the others said a beginning of it."""
+        """Check that each request that ended by itself has the tokens of a lone run.
+
+        All others must have the beginning of those tokens.
+        """
         for name, truth in self.truth.items():
             said = self.tokens.get(name, [])
             if self.ends.get(name) in (FinishReason.STOP, FinishReason.LENGTH):
@@ -190,7 +193,7 @@ class Loop:
                 assert said == truth[: len(said)], name
 
     def plan(self) -> StepPlan:
-        """A plan that the caller executes and commits."""
+        """Return a plan that the caller executes and commits."""
         plan = self.scheduler.plan()
         self.note(plan)
         return plan

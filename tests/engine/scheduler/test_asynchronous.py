@@ -113,7 +113,7 @@ def test_a_preempted_sequences_result_in_flight_is_stale() -> None:
 
 @pytest.mark.parametrize(("num_bulk", "length"), [(2, 14), (3, 6), (3, 14)])
 def test_what_an_urgent_request_takes_from_bulk_work_is_not_given_back(num_bulk: int, length: int) -> None:
-    """Blocks that a step in flight may write come free after it: nobody else starts until then."""
+    """Blocks that a step in flight may write come free after it: no sequence starts until then."""
     loop = ahead(num_blocks=21, policy="priority", safety_margin=0.05, bulk_slowdown=None)
     loop.add(*[endless(f"bulk {number}", number, length, 60, priority=2) for number in range(num_bulk)])
     for _ in range(6):

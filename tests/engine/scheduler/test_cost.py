@@ -12,7 +12,7 @@ from tests.engine.scheduler.loop import Loop, make_cache, make_sequence
 
 
 def calls_of_a_step(loop: Loop) -> int:
-    """Python and C calls of one plan and commit."""
+    """Count the Python and C calls of one plan and commit."""
     count = 0
 
     def trace(frame: FrameType, event: str, argument: object) -> None:
@@ -34,7 +34,7 @@ def calls_of_a_step(loop: Loop) -> int:
 
 
 def filled(policy: str, waiting: int, running: int = 8, blocked_by: str = "rows") -> Loop:
-    """`running` decodes, and `waiting` that cannot start for want of rows or of blocks."""
+    """Make a loop of `running` decodes, and of `waiting` that lack rows or blocks to start."""
     num_blocks = 1 + running * 12 if blocked_by == "rows" else 1 + running * 3
     rows = running if blocked_by == "rows" else 1000
     loop = Loop.build(

@@ -1,4 +1,4 @@
-"""The priority policy over time: ageing, tenants, preempting to admit; and that nobody starves under any policy."""
+"""The priority policy over time: ageing, tenants, preemption; no policy starves a sequence."""
 
 from __future__ import annotations
 

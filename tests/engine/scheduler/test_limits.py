@@ -1,4 +1,4 @@
-"""Limits on prefills, bounded bypass, and what the door refuses."""
+"""Tests of the limits on prefills, of bounded bypass, and of refused requests."""
 
 from __future__ import annotations
 

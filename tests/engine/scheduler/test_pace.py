@@ -53,7 +53,10 @@ def test_the_first_steps_are_bounded_before_anything_is_known() -> None:
     [(0.005, 3 * 0.01, ALONE_S), (0.1, ALONE_S, ALONE_S), (0.3, 1.5 * 0.305, 1.5 * 0.305)],
 )
 def test_a_step_of_bulk_alone_is_short_after_others_were_there(fixed: float, lately: float, long_ago: float) -> None:
-    """Three times as long as one token takes, but no longer than the target, unless a shared step is longer."""
+    """Such a step may take three times as long as one token, but no longer than the target.
+
+    A shared step that takes longer raises that bound.
+    """
     pace = taught(0.5, fixed, each=0.005)
     pace.room_at(1000.0, 1)
     seconds = [fixed + 0.005 * (pace.room_at(1000.0 + after, 0) or 0) for after in (RECENT_S, 2 * RECENT_S)]
@@ -61,7 +64,7 @@ def test_a_step_of_bulk_alone_is_short_after_others_were_there(fixed: float, lat
 
 
 def test_bulk_alone_is_bounded_also_where_nobody_else_ever_came() -> None:
-    """Whoever comes first waits for the end of the step that runs."""
+    """The first other request waits for the end of the running step."""
     loop = Loop.build(make_cache(2000), max_num_seqs=8, max_num_batched_tokens=512, policy="priority")
     loop.seconds_of = lambda plan: 0.02 + 0.002 * plan.num_tokens
     for number in range(8):
@@ -147,7 +150,7 @@ def test_urgent_prompts_without_end_leave_bulk_its_part() -> None:
 
 @pytest.mark.parametrize(("num_decodes", "at_least"), [(0, 200), (9, 14)])
 def test_urgent_prompts_without_end_leave_a_bulk_prompt_its_part(num_decodes: int, at_least: int) -> None:
-    """Beside decodes of bulk work, which come first, it gets on slowly."""
+    """The bulk prompt advances slowly beside decodes of bulk work, which come first."""
     loop = Loop.build(make_cache(2000), max_num_seqs=200, max_num_batched_tokens=32, policy="priority")
     loop.seconds_of = lambda plan: 0.02 + 0.01 * plan.num_tokens
     for number in range(num_decodes):

@@ -95,7 +95,7 @@ def test_tenants_do_not_see_one_anothers_blocks() -> None:
 
 
 def test_after_a_failed_step_its_blocks_are_not_found() -> None:
-    """The prefix is registered before it is computed; if that fails, nobody may build on it."""
+    """The prefix is registered before it is computed; if that fails, no sequence may use it."""
     loop = Loop.build(make_cache(64))
 
     def guilty_runs(plan: StepPlan) -> bool:

@@ -1,4 +1,4 @@
-"""Out of blocks: who goes, where to, and that everybody comes back and finishes."""
+"""Out of blocks: which sequence is preempted, to where, and that each comes back and finishes."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ def test_everything_at_once_in_a_tight_pool(
 
 
 def test_who_was_preempted_comes_back_only_with_room_to_grow() -> None:
-    """Else it would be the next victim, over and over: without that room these six are preempted ten times."""
+    """A sequence without it would be the next victim: these six would be preempted ten times."""
     loop = Loop.build(make_cache(20), max_num_seqs=6)
     loop.add(*[long_one(f"r{index}", index, 4 + index % 3, 30) for index in range(6)])
     loop.run()

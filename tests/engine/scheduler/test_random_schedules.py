@@ -60,7 +60,7 @@ worlds = st.fixed_dictionaries(
 
 
 class Schedules(RuleBasedStateMachine):
-    """One random world; the device breaks on steps that hold a marked request, and now and then for no reason."""
+    """One random world. The device fails on steps with a marked request, and at random."""
 
     def __init__(self) -> None:
         super().__init__()

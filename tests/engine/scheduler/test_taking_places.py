@@ -1,4 +1,4 @@
-"""An urgent request takes the places of bulk work where it can start then, and else disturbs nobody."""
+"""An urgent request preempts bulk work if it can start then, and otherwise preempts nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ URGENT, STANDARD, BULK = 0, 1, 2
 
 
 def full(num_blocks: int, *running: Sequence, **settings: Any) -> Loop:
-    """One row for each of those that run."""
+    """Return a loop with one row for each running sequence."""
     loop = Loop.build(make_cache(num_blocks + 1), policy="priority", max_num_seqs=len(running), **settings)
     for sequence in running:
         loop.add(sequence)
@@ -55,7 +55,7 @@ def test_a_row_is_of_no_use_without_room_for_an_adapter() -> None:
 
 
 def test_the_room_for_an_adapter_may_be_bulk_works() -> None:
-    """The one that would go first has none."""
+    """The sequence that would be preempted first has no adapter."""
     bulk = [
         endless("without", 1, 4, 12, priority=BULK),
         endless("with one", 2, 9, 12, priority=BULK, adapter="a"),

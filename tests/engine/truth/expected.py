@@ -35,7 +35,7 @@ def load(folder: Path, attention: str = "sdpa") -> transformers.PreTrainedModel:
 
 @torch.inference_mode()
 def generate(model: transformers.PreTrainedModel, prompt: list[int], max_tokens: int) -> Expected:
-    """Exactly max_tokens tokens: nothing ends the answer early."""
+    """Generate exactly max_tokens tokens: nothing ends the answer early."""
     ids = torch.tensor([prompt])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -54,7 +54,7 @@ def generate(model: transformers.PreTrainedModel, prompt: list[int], max_tokens:
 
 
 def clear_answer(model: transformers.PreTrainedModel, length: int, max_tokens: int, vocab: int) -> Expected:
-    """The answer to the first random prompt of this length that is nowhere a near tie."""
+    """Return the answer to the first random prompt of this length without a near tie."""
     draw = random.Random(f"{length}/{max_tokens}")
     for _ in range(40):
         found = generate(model, [draw.randrange(3, vocab) for _ in range(length)], max_tokens)

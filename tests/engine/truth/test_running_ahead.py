@@ -49,7 +49,7 @@ def requests(seed, count=14):
 
 
 def run(engine, made):
-    """Everything that each request was told, in order: (tokens, reason)."""
+    """Return every event of each request in order: (tokens, reason)."""
     told = {}
     step = 0
     waiting = sorted(enumerate(made), key=lambda item: item[1][2])
@@ -154,7 +154,7 @@ class Mark:
 
 
 def test_the_host_is_one_step_ahead_also_where_nothing_is_sampled(folder):
-    """Else a prompt of many chunks is all on the device at once, and who comes then waits for its end."""
+    """Otherwise all chunks of a prompt are launched at once, and a new request waits for them."""
     changes = {"num_blocks": 200, "max_num_batched_tokens": 8, "policy": "priority"}
     settings = engine_of(folder, async_batching=True, **changes).runner.config
     runner = Clocked.load(settings)

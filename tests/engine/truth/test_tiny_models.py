@@ -28,7 +28,7 @@ Answers = tuple[Path, list[Expected]]
 
 @pytest.fixture(scope="session")
 def answers(folder_of: Callable[[str], Path]) -> Callable[[str], Answers]:
-    """A family's folder and what `generate` says there; made once."""
+    """Return a family's folder and the answers of `generate`; made once."""
     made: dict[str, Answers] = {}
 
     def of(name: str) -> Answers:
@@ -44,7 +44,7 @@ def answers(folder_of: Callable[[str], Path]) -> Callable[[str], Answers]:
 
 
 def run(engine: Engine, wanted: list[Expected], join_every: int = 3) -> list[tuple[int, ...]]:
-    """Let the requests join one after the other while the earlier ones run; their answers."""
+    """Run the requests, which join one after the other, and return their answers."""
     ids = []
     for one in wanted:
         params = SamplingParams(temperature=0.0, max_tokens=len(one.answer), ignore_eos=True)
@@ -134,7 +134,7 @@ def test_steps_launched_ahead_give_the_same_tokens(name: str, answers: Callable[
 
 
 class Oracle:
-    """Proposes what will come, and by turns something else at one place of it."""
+    """Proposes the tokens that will come; by turns one of them is wrong."""
 
     def __init__(self, wanted: list[Expected]) -> None:
         self._texts = [one.prompt + one.answer for one in wanted]
