@@ -2,8 +2,8 @@
 
 No source file has over 350 lines. No file names the host of a package registry, because packages
 come from whatever index pip is configured with. Nothing reads bytes in a format that can run code
-(pickle and its kin, `torch.load` of more than weights). Every docstring of the packages opens with a
-verb or its subject. All files that git tracks or would track are checked.
+(pickle and its kin, `torch.load` of more than weights). Every docstring opens with a verb or its
+subject. All files that git tracks or would track are checked.
 """
 
 import ast
@@ -30,7 +30,6 @@ RUNS_CODE = frozenset(
     {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "jsonpickle", "joblib"}
 )
 
-PLAIN_PACKAGES = ("api_client", "schemas", "worker")
 # A docstring that opens with one of these leaves out its subject: "Of one engine.", "What is left of …", "Until …".
 WITHOUT_SUBJECT = re.compile(
     r"[\W]*(after|among|as|at|because|before|between|by|for|from|here|how|in|nobody|none|now|of|on|since|so|than|there|those"
@@ -55,8 +54,7 @@ def problems(path: Path, name: str) -> Iterator[str]:
         yield f"{name}: {num_lines} lines, {MAX_LINES} at most"
     if path.suffix == ".py":
         yield from (f"{name}:{line}: {what}" for line, what in dangerous_reads(text))
-        if Path(name).parts[0] in PLAIN_PACKAGES:
-            yield from (f"{name}:{line}: {what}" for line, what in docstrings_without_subject(text))
+        yield from (f"{name}:{line}: {what}" for line, what in docstrings_without_subject(text))
     for number, line in enumerate(text.splitlines(), 1):
         for host in REGISTRY_HOSTS:
             if host in line:
