@@ -94,7 +94,7 @@ def test_every_sum_is_that_of_float32(kernels: tuple[LinearKernels, str], form: 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_deep_products_and_gates(kernels: tuple[LinearKernels, str], form: str) -> None:
-    """So many inputs that a panel does not fit the cache whole; gate and up rows side by side."""
+    """Use more inputs than a panel in the cache holds; gate and up rows lie side by side."""
     torch.manual_seed(1)
     plain, march = kernels
     narrow = NarrowPacker(plain, march=march)
