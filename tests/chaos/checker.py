@@ -1,4 +1,4 @@
-"""Verifies the promises from outside: what was accepted, what subscribers were told, what stands in SQL and in Redis.
+"""Verifies the promises from outside: accepted jobs, subscribers' chunks, SQL rows, Redis keys.
 
 Shares no code with the worker: rows are read with plain SQL, results as plain MessagePack, keys by the names in the
 documents, and a job's expected answer comes from an undisturbed run.

@@ -33,7 +33,7 @@ POINTS = (
     "after commit",
 )
 NEEDS_ENGINE_PROCESS = ("suspects", "dead letter")  # for its engine has to die
-NEEDS_DRAIN = ("hand-over", "resign")  # somebody asks it to end while it has jobs: they take longer then
+NEEDS_DRAIN = ("hand-over", "resign")  # it is asked to end while it owns jobs, which take longer then
 
 _REASON_OF = {"hand": "hand-over", "crash": "suspects", "retry": "retry"}
 _countdown: dict[str, int] = {}

@@ -32,7 +32,7 @@ def environment(folder: Path, mark: str) -> dict[str, str]:
     values = dict(os.environ)  # noqa: TID251 - handed on, not read
     values.pop("PYTHONDONTWRITEBYTECODE", None)
     (folder / "tmp").mkdir(exist_ok=True)
-    # torch makes this folder when it is imported, among the temporary files unless told, and keeps it.
+    # torch makes this folder at its import and keeps it, by default among the temporary files.
     return values | {MARK: mark, "TMPDIR": str(folder / "tmp"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
 
 

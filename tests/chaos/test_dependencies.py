@@ -21,7 +21,7 @@ SHORT = {"prompt": "short", "max_tokens": 5, "ignore_eos": True}
 
 
 async def check_through(url, database, trouble):
-    """A long job is under way while `trouble(told)` happens; it ends as if nothing had, and so does one after it."""
+    """Run a long job while `trouble(told)` happens; it and a later one end as if undisturbed."""
     async with running_worker(url, database, model=SLOW_MODEL, **LEASE), client_of(url, database) as client:
         job = await submit(client, "long", **LONG)
         told = Told()

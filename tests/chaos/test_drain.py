@@ -71,7 +71,7 @@ class SlowLog(JobStream):
 
 @pytest.mark.parametrize("gives_back", [True, False])
 async def test_a_job_that_is_handed_over_is_not_cancelled(redis_url: str, tmp_path: Path, gives_back: bool) -> None:
-    """The engine is told to stop its sequence and says that it did; that is not the job's end."""
+    """The engine stops its sequence and reports that; this is not the job's end."""
     database = database_url(tmp_path)
 
     class Leaving(SlowLog):

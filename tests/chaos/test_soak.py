@@ -173,7 +173,7 @@ async def disturb(arena: Arena, chance: random.Random) -> None:
 
 
 def compared(database: str, number: int, answers: list[Any], told: dict[str, Told]) -> list[str]:
-    """Every job has one row with the answer of its kind, and one row of usage; subscribers were told that answer."""
+    """Compare the jobs: one row with the kind's answer, one usage row, subscribers with that answer."""
     found: list[str] = []
     engine = sqlalchemy.create_engine(database)
     with engine.connect().execution_options(yield_per=10_000) as connection:

@@ -162,7 +162,7 @@ async def run_doomed(
 
 
 async def settle(told: dict[str, list[Told]]) -> None:
-    """Wait until the subscribers hear nothing more of the worker that has died."""
+    """Wait until the subscribers get no more chunks of the dead worker."""
     heard = -1
     while heard != (heard := sum(subscribers[0].num_tokens for subscribers in told.values())):  # noqa: ASYNC110
         await asyncio.sleep(0.1)

@@ -52,7 +52,7 @@ def database(tmp_path: Path) -> str:
 
 @pytest.fixture
 def shell(redis_url: str, database: str, allowed_keys: list[str]) -> Shell:
-    allowed_keys.append("tm:{q}:*")  # nobody works here: what is submitted stays
+    allowed_keys.append("tm:{q}:*")  # no worker runs: submitted jobs stay
     return Shell(redis_url, database)
 
 
@@ -130,7 +130,7 @@ def test_a_wrong_password_is_a_wrong_setting(shell: Shell) -> None:
 def test_without_the_worker_s_packages_its_commands_are_missing_without_a_word(
     shell: Shell, monkeypatch: pytest.MonkeyPatch, missing: str, is_silent: bool
 ) -> None:
-    """A package of our own that is missing is a broken installation, and is told."""
+    """A missing package of our own is a broken installation, which is reported."""
 
     def load(_entry: EntryPoint) -> None:
         raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)

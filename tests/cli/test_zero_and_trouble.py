@@ -38,7 +38,7 @@ def test_a_zero_that_makes_no_sense_is_refused(redis_url, option, says):
 
 
 async def test_a_zero_that_makes_sense_arrives(redis_url, allowed_keys):
-    allowed_keys.append("tm:{q}:*")  # nobody works here
+    allowed_keys.append("tm:{q}:*")  # no worker runs
     zeros = [
         "--temperature",
         "0",

@@ -21,7 +21,7 @@ async def test_messages_come_in_order_whether_somebody_waits_or_not() -> None:
     mailbox = subscription()
     first = asyncio.create_task(mailbox.receive(5))
     await asyncio.sleep(0)
-    for number in range(4):  # the first goes to who waits, the others come before he has run
+    for number in range(4):  # the first goes to the waiting task, the others come before it has run
         mailbox.deliver(b"%d" % number)
     assert await first == b"0"
     assert [await mailbox.receive(5) for _ in range(3)] == [b"1", b"2", b"3"]

@@ -1,4 +1,4 @@
-"""A web backend waits for hundreds of jobs and reads hundreds of streams through one client."""
+"""One client waits for hundreds of jobs and reads hundreds of streams, as in a web backend."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ async def test_a_subscriber_slower_than_the_servers_patience_recovers(
         stream = client.stream(job, timeout=60)
         await worker.append([token(delivery, 0)])
         told = [await asyncio.to_thread(next, stream)]
-        for i in range(1, 400):  # 40 MB that nobody reads: more than the sockets' buffers take
+        for i in range(1, 400):  # 40 MB unread: more than the sockets' buffers take
             text = f"{i} " + "x" * 100_000
             await worker.append([token(delivery, i, text=text)])
         told += await asyncio.to_thread(lambda: [next(stream) for _ in range(399)])
@@ -273,7 +273,7 @@ async def test_a_server_that_lost_everything_in_mid_stream_ends_in_the_database(
 
 
 async def test_a_stream_of_checkpoints_is_told_too(queue: Queue, redis_url: str, tmp_path: Path) -> None:
-    """`stream=False`: nothing is published; whoever looks all the same gets it from the log."""
+    """`stream=False` publishes nothing; a subscriber gets the chunks from the log."""
     job = await queue.submit(stream=False)
     worker = queue.worker()
     (delivery,) = await worker.claim(1)

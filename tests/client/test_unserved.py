@@ -25,7 +25,7 @@ SOON = ClientOptions(unserved_s=0.05, idle_s=0.05)
 
 @pytest.fixture
 def url(redis_url: str, allowed_keys: list[str]) -> str:
-    allowed_keys.append("tm:{*}:*")  # nobody works here: what is submitted stays
+    allowed_keys.append("tm:{*}:*")  # no worker runs: submitted jobs stay
     return redis_url
 
 

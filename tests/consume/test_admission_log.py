@@ -1,4 +1,4 @@
-"""Jobs that come back: what the log tells is taken up as if nothing had happened, or was the end already."""
+"""Jobs that come back continue from their log as if undisturbed, or had already ended in it."""
 
 import pytest
 from hypothesis import given, settings
@@ -129,7 +129,7 @@ async def test_a_complete_answer_is_not_set_aside(verdict, status):
 
 
 async def test_what_several_choices_held_back_is_in_the_result():
-    """The last chunk cannot tell it; a reader that was told no end of a choice reads the result."""
+    """The last chunk cannot hold it; a reader without the end of a choice reads the result."""
     outcome = await resume(tokens("a#"), tokens("b", 0, 1), n=2, stop=("##",), verdict="cancelled")
     assert isinstance(outcome, Finished)
     assert [c.text for c in outcome.result.choices] == ["a#", "b"]

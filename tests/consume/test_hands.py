@@ -221,7 +221,7 @@ async def test_who_dies_with_an_ended_job_passes_it_on(queue: Queue) -> None:
 
 
 async def test_cancelled_while_it_waits_for_its_next_worker_it_is_ended_by_him(queue: Queue) -> None:
-    """Its end may be in SQL already, recorded by a worker that died before it could say so: nobody is told another."""
+    """SQL may have its end already, by a worker that died before it acknowledged; none other is sent."""
     worker, job = queue.worker(), await queue.submit()
     (delivery,) = await worker.claim(1)
     await worker.append([token(delivery, 0), token(delivery, 1)])

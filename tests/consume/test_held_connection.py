@@ -120,7 +120,7 @@ async def test_what_the_server_tells_unasked_is_no_call_s_reply(redis_url: str) 
     async with held(redis_url) as (line, client):
         await line.call(ECHO, KEY, "a")
         assert line._line is not None
-        await line._line.ask("CLIENT", "TRACKING", "ON", "BCAST")  # it is told of every key that changes
+        await line._line.ask("CLIENT", "TRACKING", "ON", "BCAST")  # the server reports every key that changes
         for number in range(5):
             await client.set(f"key{number}", number, ex=60)
             assert await line.call(ECHO, KEY, str(number)) == str(number).encode()

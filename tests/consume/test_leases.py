@@ -101,7 +101,7 @@ async def test_a_short_freeze_is_nothing() -> None:
 
 
 async def test_a_server_that_is_away_is_no_freeze() -> None:
-    """The loop goes on, nobody else can claim either: the jobs are kept, and the tokens decide later."""
+    """The loop goes on and no other worker can claim: the jobs are kept; tokens decide later."""
     stream, clock = FakeBeats(), Clock()
     keeper, heard = keeper_of(stream, clock)
     for _ in range(60):

@@ -54,7 +54,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.seen: list[tuple[str, Delivery]] = []  # (worker, delivery), also outdated ones
         self.workers: dict[str, JobStream] = {}
         self.by_key: dict[tuple[str, int], tuple[str, str]] = {}  # (tenant, key) → (job, prompt)
-        self.written: dict[tuple[str, str, int], int] = {}  # (worker, job, token) → the log's end, as last told
+        self.written: dict[tuple[str, str, int], int] = {}  # (worker, job, token) → the log's end in the last reply
         self.past: Any = None  # (all keys, the jobs, submissions by key) of an earlier moment
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -307,13 +307,13 @@ class QueueMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.past is not None)
     @rule()
     def lose_last_moments(self) -> None:
-        """Everybody else remembers them: claims, tokens, ends."""
+        """Lose them on the server only; workers and clients keep their claims, tokens and ends."""
         held, self.jobs, self.by_key = copy.deepcopy(self.past)
         self.run(self.queue.go_back(held))
         self.seen = [(worker, delivery) for worker, delivery in self.seen if delivery.job_id in self.jobs]
         self.steps(-1)
 
-    # ── what everybody may rely on ──
+    # ── invariants ──
 
     @invariant()
     def counters_agree(self) -> None:

@@ -26,7 +26,7 @@ async def hold_two_each(queue: Queue, *names: str) -> list[JobStream]:
 
 async def test_the_first_to_come_back_takes_nothing_from_the_others(queue: Queue) -> None:
     first, second = await hold_two_each(queue, "w1", "w2")
-    await asyncio.sleep(2 * LEASE_S)  # as long as nobody reaches it, nobody sweeps
+    await asyncio.sleep(2 * LEASE_S)  # without a reachable server no worker sweeps
     assert await beat(first) == ()
     assert await first.claim(9) == []
     assert await beat(second) == ()

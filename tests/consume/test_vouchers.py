@@ -87,7 +87,7 @@ async def test_a_job_that_another_has_by_now_is_lost_however_late_its_next_token
     theirs, mine = (a, b) if taken.job_id == a.job_id else (b, a)
     (again,) = await zombie.claim(1)
     assert again.job_id == mine.job_id
-    for index in (2, 3):  # its voucher stands again, by what it was told of this one
+    for index in (2, 3):  # its ownership version is valid again, by the reply to this append
         assert await appended(zombie, [token(again, index)]) == [(OK, index + 1)]
     assert await appended(heir, [token(taken, 2)]) == [(OK, 3)]
     assert await appended(zombie, [token(theirs, 2), token(again, 4)]) == [(LOST, 3), (OK, 5)]
@@ -99,7 +99,7 @@ async def test_a_job_that_another_has_by_now_is_lost_however_late_its_next_token
 async def test_who_was_struck_off_between_two_appends_writes_nothing(queue: Queue) -> None:
     zombie, (a,) = await running(queue)
     await queue.redis.delete(queue.keys.worker("w1"))
-    await queue.worker("w2").claim(0)  # sweeps; nobody has the job
+    await queue.worker("w2").claim(0)  # sweeps; no worker owns the job
     assert await appended(zombie, [token(a, 2)]) == [(LOST, 2)]
     (heirs,) = await queue.worker("w2").claim(1)
     assert await appended(zombie, [token(a, 2)]) == [(LOST, 2)]

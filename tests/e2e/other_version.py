@@ -25,7 +25,7 @@ FUTURE = {"future": {"deep": [1, None, "x"]}, "later": 5}
 
 
 def rewritten(data: bytes, version: str) -> bytes:
-    """A message as the other version would have packed it."""
+    """Return a message as the other version would have packed it."""
     packed: bytes = msgpack.packb(_changed(msgpack.unpackb(data, strict_map_key=False), version))
     return packed
 

@@ -42,7 +42,7 @@ def guarded(make_valkey: Callable[..., ValkeyServer], tmp_path: Path) -> ValkeyS
 
 @pytest.fixture
 def guarded_cluster(tmp_path: Path) -> Iterator[ValkeyCluster]:
-    """The default user stays, for the fixture's own questions."""
+    """Guard a cluster by the ACL file; the default user stays for the fixture's own calls."""
     rules = tmp_path / "users.acl"
     rules.write_text(RULES.replace("user default off", "user default on nopass ~* &* +@all"))
     with ValkeyCluster(settings={"aclfile": str(rules)}) as cluster:
@@ -50,7 +50,7 @@ def guarded_cluster(tmp_path: Path) -> Iterator[ValkeyCluster]:
 
 
 async def work(address: str, folder: Path) -> None:
-    """Everything that the three do, while a worker serves."""
+    """Do all that producer and reader do while a worker serves."""
     database = database_url(folder)
     lease: dict[str, Any] = {"lease_seconds": 1.0, "heartbeat_seconds": 0.25}
     async with (

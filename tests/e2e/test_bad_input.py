@@ -1,4 +1,4 @@
-"""Whatever a producer sends gets an answer, and the jobs beside it are untouched."""
+"""Any input of a producer gets an answer and leaves other jobs untouched."""
 
 import msgpack
 import pytest

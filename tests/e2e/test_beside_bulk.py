@@ -1,4 +1,4 @@
-"""Interactive jobs beside bulk work that fills the worker: they start, and end, while it goes on."""
+"""Interactive jobs start and end while bulk work fills the worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of the worker die or misbehave; no job is lost, none is told twice."""
+"""Parts of the worker die or misbehave; no job is lost, and no token is sent twice."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""Two workers that run at once under one name: the first ends and says why, and no job hangs between them."""
+"""Two workers run under one name: the first ends with a reason, and no job hangs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One job's whole way: submitted, claimed, generated, streamed, recorded, acknowledged."""
+"""One job from submit to row: claimed, generated, streamed, recorded, acknowledged."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""A job's log is written over in mid-answer: its worker makes it again, and nobody is told anything else."""
+"""A job's log is overwritten in mid-answer: its worker makes it again; subscribers see no change."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.worker import client_of, database_url, running_worker
 pytestmark = pytest.mark.redis
 
 Spoil = Callable[[Any, str], Awaitable[object]]
-MODEL = "synthetic?step_ms=30"  # so long is there no log: who comes in that time must bear it
+MODEL = "synthetic?step_ms=30"  # there is no log for that time: a subscriber must handle it
 NUM_TOKENS = 36
 SPOILT_AT = (5, 15, 25)
 
@@ -89,7 +89,7 @@ def said(told: list[Chunk], num_choices: int) -> list[tuple[list[int], tuple[int
 
 
 async def spoil_and_attend(client: AsyncClient, redis: Any, job: str, spoil: Spoil) -> list[list[Chunk]]:
-    """Three times in mid-answer; each time somebody comes at that very moment. What everyone was told."""
+    """Overwrite the log three times, each with a new subscriber; return all received chunks."""
     audience: list[list[Chunk]] = [[], []]
     listening = [listen(client, job, audience[0]), listen(client, job, audience[1], leave_after=4)]
     tasks = [asyncio.create_task(each) for each in listening]

@@ -1,4 +1,4 @@
-"""Tenants share a worker and not its prefix cache: how long an answer took tells nothing of what others asked."""
+"""Tenants share no prefix cache: an answer's time does not depend on other tenants' prompts."""
 
 import msgpack
 import pytest

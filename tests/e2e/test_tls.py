@@ -1,4 +1,4 @@
-"""TLS to Redis and to PostgreSQL, through a whole worker and both clients; certificates that nobody vouches for."""
+"""TLS to Redis and PostgreSQL, in a whole worker and both clients; untrusted certificates."""
 
 from __future__ import annotations
 

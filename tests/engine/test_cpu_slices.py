@@ -1,4 +1,4 @@
-"""The engine's threads ask for longer slices; where the kernel tells, it has them, and its share is as before."""
+"""The engine's threads get longer scheduler slices at the same CPU share, where the kernel shows it."""
 
 import os
 import platform

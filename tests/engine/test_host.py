@@ -148,7 +148,7 @@ async def test_a_thread_that_hangs_is_left_behind() -> None:
 
 
 def test_without_a_parent_it_ends_without_a_word() -> None:
-    """The worker may be killed before it has told its engine what to load."""
+    """The worker may be killed before it has sent its engine the model to load."""
     ours, theirs = socket.socketpair()
     with theirs:
         ours.close()

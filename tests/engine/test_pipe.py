@@ -67,7 +67,7 @@ async def test_a_worker_that_does_not_read_holds_up_no_step_and_misses_nothing()
     talking = threading.Thread(target=say)
     talking.start()
     talking.join(60)
-    assert not talking.is_alive()  # although nobody has read a byte
+    assert not talking.is_alive()  # although no byte was read
     reports: asyncio.Queue[Report | None] = asyncio.Queue()
     await asyncio.get_running_loop().create_unix_connection(lambda: Frames(reports.put_nowait), sock=ours)
     async with asyncio.timeout(60):

@@ -46,7 +46,7 @@ def events(text: str) -> list[dict[str, Any]]:
 async def test_what_clients_are_told(redis_url: str, backend: Backend) -> None:
     """One test checks all, since the start of a server takes long."""
     async with client_of(redis_url, backend.database) as client:
-        await client.set_queue_limit(1)  # nobody takes a job yet
+        await client.set_queue_limit(1)  # no worker takes a job yet
         assert [(await call(backend, "/api/jobs", {"prompt": word}))[0] for word in ("room", "none")] == [201, 503]
         await client.set_queue_limit(100)
         async with running_worker(redis_url, backend.database):

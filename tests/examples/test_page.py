@@ -117,7 +117,7 @@ async def test_a_restarted_backend_goes_on_where_the_browser_was(
         await asyncio.to_thread(backend.stop, signal.SIGKILL)
         await expect(page.locator("#notice")).to_contain_text("reconnecting", timeout=WAIT_MS)
         await backend.start()
-        text = await ends(page, "succeeded")  # told from the beginning again, it would be longer
+        text = await ends(page, "succeeded")  # sent from the beginning again, it would be longer
         assert text == await recorded(redis_url, backend, job)
         assert text.startswith(before)
         assert sum(url.endswith("/events") for url in requested) >= 2

@@ -1,4 +1,4 @@
-"""Inputs that nobody meant: valid messages with a part changed, by structure or by bytes; seeded, so repeatable.
+"""Makes fuzzing inputs: valid messages with a part changed, by structure or bytes; repeatable by seed.
 
 A change by structure unpacks MessagePack (also where it stands inside a byte string, as chunks do in a log),
 replaces, repeats, nests or drops one node and packs it again: what a producer of another make would send.

@@ -1,4 +1,4 @@
-"""The test servers themselves: they start, lose or keep their data as told, and never outlive their starter."""
+"""The test servers start, lose or keep their data as asked, and never outlive their starter."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Finished jobs, a database to put them in, and a Redis that can be told to fail."""
+"""Makes finished jobs, a database for them, and a simulated Redis that fails on request."""
 
 import itertools
 from collections.abc import Iterator

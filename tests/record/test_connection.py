@@ -62,7 +62,7 @@ async def threads() -> AsyncIterator[Threads]:
 async def test_one_thread_serves_calls_that_follow_one_another(threads: Threads) -> None:
     served = {await threads.run(threading.get_ident, 5.0) for _ in range(20)}
     assert len(served) == 1
-    both = threading.Barrier(2)  # who waits for the other has a thread of his own
+    both = threading.Barrier(2)  # a call that waits for the other has a thread of its own
     await asyncio.gather(*(threads.run(lambda: both.wait(30), 60.0) for _ in range(2)))
 
 

@@ -30,7 +30,7 @@ class FakeStore:
     groups: list[int] = field(default_factory=list)
     down: bool = False
     fail: int = 0
-    late: int = 0  # calls that commit, and whose answers nobody waits for any more
+    late: int = 0  # calls that commit after their time limit
     refuse: set[str] = field(default_factory=set)
     gate: asyncio.Event | None = None
 
@@ -244,7 +244,7 @@ async def test_a_redelivered_job_ends_in_redis_as_it_stands_in_sql(rig: Rig) -> 
     assert told.result == first.result
     assert told.token == 2  # under our lease
     assert told.final_chunk.usage == first.result.usage
-    # A subscriber who was told fewer tokens than SQL has must see a gap, and not the end.
+    # A subscriber with fewer tokens than SQL must see a gap, and not the end.
     assert told.final_chunk.index == len(first.result.token_ids)
     assert told.final_chunk.finish_reason == first.result.finish_reason
     assert rig.told == []  # it was counted when it was recorded

@@ -1,4 +1,4 @@
-"""A receiver of webhooks: a real HTTP server that answers as it is told and remembers what came."""
+"""A receiver of webhooks: a real HTTP server that gives prepared answers and keeps the requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ragged attention problems, and their answer in dense float64 arithmetic that knows no blocks.
+"""Ragged attention problems, and their answers in dense float64 arithmetic.
 
 A problem's pool is full of NaN wherever nothing was written, its blocks are shuffled, and its tables are
 padded with block 0, which is also where entries that left the window point.

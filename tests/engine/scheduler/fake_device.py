@@ -18,7 +18,7 @@ from worker.engine.sequence import NULL_BLOCK, Sequence
 
 VOCABULARY = 50
 EOS = 0
-PROBE = "probe"  # the scheduler's own sequence, which writes where nobody reads
+PROBE = "probe"  # the scheduler's own sequence, which writes to blocks that are not read
 
 
 class WrongContentError(Exception):

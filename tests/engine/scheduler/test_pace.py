@@ -43,7 +43,7 @@ def test_the_first_steps_are_bounded_before_anything_is_known() -> None:
     assert pace.room_at(0.0, 0) == FIRST_TOKENS
     assert pace.room_beside(1) == FIRST_TOKENS
     for _ in range(50):
-        pace.note(64, 0.5)  # all of one size: what a token costs cannot be told, so each costs its part
+        pace.note(64, 0.5)  # all of one size: a token's own cost is unknown, so each costs its share
     assert pace.room_at(0.0, 0) == pytest.approx(64 * ALONE_S / 0.5, abs=1)
     assert pace.room_beside(1) == MIN_TOKENS
 

@@ -158,7 +158,7 @@ def test_gemma3_answers_prompts_around_and_far_beyond_its_window(
 def test_gemma3_writes_an_answer_that_crosses_its_window_several_times(
     narrow_gemma3: Path, gemma3_ids: list[int]
 ) -> None:
-    """An answer is greedy iff each of its tokens is the best one after those before it: one dense pass tells."""
+    """An answer is greedy iff each of its tokens is the best one after those before it: one dense pass checks it."""
     prompt = tuple(gemma3_ids[:30])
     with make_gemma(narrow_gemma3, attention="cpu", fuse=True, num_blocks=20) as engine:
         assert [group.window for group in engine.runner.cache_config.groups] == [64, None]
