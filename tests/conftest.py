@@ -123,7 +123,7 @@ def allowed_keys() -> list[str]:
 
 @pytest.fixture
 def redis_url(valkey: ValkeyServer, allowed_keys: list[str], request: pytest.FixtureRequest) -> Iterator[str]:
-    """An empty database on the shared server. After the test, every key must have a time to live or be listed."""
+    """Yield an empty database on the shared server. Keys left must have a TTL or be allowed."""
     with valkey.client() as client:
         client.flushall()
         yield valkey.url

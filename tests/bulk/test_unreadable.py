@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.redis, pytest.mark.timeout(120)]
 
 
 async def answer_badly(queue: Queue) -> None:
-    """The first line as it should be; the second with a damaged result; the third as something that is no job."""
+    """Answer the first line well, the second with a damaged result, the third with no valid job."""
     worker, num_left = queue.worker(), 3
     while num_left:
         for delivery in await worker.claim(num_left):

@@ -93,7 +93,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A job as it stands in SQL."""
+    """A job's row in SQL."""
 
     state: str
     answer: Answer

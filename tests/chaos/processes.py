@@ -95,7 +95,7 @@ class WorkerProcess:
         self.send(signal.SIGKILL)
 
     def engine(self) -> psutil.Process | None:
-        """The engine's process, if it has one of its own."""
+        """Return the engine's process, or None if there is none."""
         with contextlib.suppress(psutil.Error):
             for child in psutil.Process(self.process.pid).children(recursive=True):
                 with contextlib.suppress(psutil.Error):
@@ -129,7 +129,7 @@ class WorkerProcess:
 
 
 def marked_processes(mark: str) -> list[psutil.Process]:
-    """Every process on this machine that descends from one that we marked."""
+    """Return every process on this machine that descends from a marked one."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):

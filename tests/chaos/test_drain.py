@@ -62,7 +62,7 @@ async def test_told_to_end_while_it_waits_for_a_server(tmp_path: Path) -> None:
 
 
 class SlowLog(JobStream):
-    """The log takes longer than an engine step."""
+    """A log whose appends take longer than an engine step."""
 
     async def append(self, items: list[Append]) -> Exceptions:
         await asyncio.sleep(0.1)

@@ -42,7 +42,7 @@ KINDS = [
 
 
 class ForgetfulServer:
-    """A Valkey that can lose its last moments, and what it lost so far: log entries of jobs that went on."""
+    """A Valkey that can lose its last writes; it counts the lost log entries of running jobs."""
 
     def __init__(self, valkey):
         self._redis = valkey.client()

@@ -40,7 +40,7 @@ def no_connection_is_forgotten() -> Iterator[None]:
 
 @contextlib.asynccontextmanager
 async def serving(url: str, folder: Path, queue: str, model: str = SLOW_MODEL) -> AsyncIterator[AsyncClient]:
-    """A worker and a client of one queue."""
+    """Yield a worker and a client of one queue."""
     database = database_url(folder)
     lease: dict[str, Any] = {"lease_seconds": 1.0, "heartbeat_seconds": 0.25}
     async with (

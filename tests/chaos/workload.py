@@ -60,7 +60,7 @@ def kind_of_real_job(number: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One job to submit, what is to be done to it, and how it may end."""
+    """One job to submit, the twist to apply to it, and the ways in which it may end."""
 
     arguments: dict[str, Any]
     wanted: Wanted

@@ -69,7 +69,7 @@ async def close_queue(queue: Queue) -> None:
 
 
 def token(delivery: Delivery, index: int, count: int = 1, *, text: str | None = None) -> Append:
-    """Tokens index … index+count-1 of a lone choice; token i is the number i and says "<i> "."""
+    """Make a chunk of tokens index … index+count-1, n = 1; token i has id i and text "<i> "."""
     ids = tuple(range(index, index + count))
     words = "".join(f"{i} " for i in ids) if text is None else text
     chunk = Chunk(job_id=delivery.job_id, index=index, token_ids=ids, text=words)

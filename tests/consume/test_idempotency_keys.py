@@ -18,7 +18,7 @@ FOR_EVER = -1  # what the server answers for a key without a time to live
 
 @pytest.fixture
 async def hasty(redis_url: str) -> AsyncIterator[AsyncClient]:
-    """Its keys are to be remembered for hundredths of a second, which the server rounds up to one."""
+    """Yield a client whose idempotency keys last 0.01 s, which the server rounds up to 1 s."""
     async with AsyncClient(redis_url, queue=QUEUE, options=ClientOptions(idempotency_ttl_s=0.01)) as client:
         yield client
 

@@ -192,7 +192,7 @@ class QueueMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.written)
     @rule(worker=st.sampled_from(WORKERS), left_out=PICK)
     def step(self, worker: str, left_out: int) -> None:
-        """The next token of every job that this worker writes, or believes it does, but perhaps of one."""
+        """Append the next token of this worker's jobs, owned or lost, perhaps without one of them."""
         mine = [d for name, d in self.seen if name == worker and (name, d.job_id, d.token) in self.written]
         chosen = [d for place, d in enumerate(mine) if place != left_out]
         if not chosen:
@@ -261,7 +261,7 @@ class QueueMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.seen)
     @rule(pick=PICK, how=st.sampled_from(["now", "later", "dead"]))
     def fail(self, pick: int, how: str) -> None:
-        """A failure that may pass is tried again after a while; one that will not is set aside."""
+        """Fail a job: it is retried, now or later, or becomes a dead letter."""
         worker, delivery, job, is_holder = self.pick_seen(pick)
         if how == "dead":
             done = self.run(worker.dead_letter(delivery.job_id, delivery.token, "why"))

@@ -118,7 +118,7 @@ def run(server: Any, script: Script, *arguments: Any) -> Any:
 
 
 def populated(server: Any) -> dict[str, bytes]:
-    """One waiting, one running and one dead job; returns the fencing tokens."""
+    """Make one waiting, one running and one dead job; return the fencing tokens."""
     server.flushall()
     server.hset(KEYS.meta, "served", 1)  # else submit's reply has one word more
     tokens = {}
@@ -141,7 +141,7 @@ def everything(server: Any) -> dict[bytes, Any]:
 
 
 def check_counts(server: Any) -> None:
-    """The counters say what the jobs' hashes say, and every waiting job can be found."""
+    """Check that the counters agree with the jobs' hashes, and that every waiting job is found."""
     meta = server.hgetall(KEYS.meta)
     jobs = {name: server.hgetall(name) for name in server.keys(KEYS.job("*"))}
     findable = {name for key in (KEYS.delayed, KEYS.returned) for name in server.zrange(key, 0, -1)}

@@ -29,7 +29,7 @@ LONG: dict[str, Any] = {"prompt": "long", "max_tokens": 4_000, "ignore_eos": Tru
 
 
 def named(user: str, address: str) -> str:
-    """The address with the user's name and password."""
+    """Return the address with the user's name and password."""
     return address.replace("://", f"://{user}:change-me-{user}@", 1)
 
 

@@ -17,7 +17,7 @@ class Shell:
         self.where = {"TOKENMILL_REDIS_URL": redis_url, "TOKENMILL_DATABASE_URL": database, "TOKENMILL_QUEUE": QUEUE}
 
     async def run(self, *arguments, **variables):
-        """(status, standard output, standard error) of `tokenmill ARGUMENTS`."""
+        """Run `tokenmill ARGUMENTS`; return (status, standard output, standard error)."""
         environment = {**os.environ, **self.where, "COLUMNS": "160", **variables}  # noqa: TID251 - the child's
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "api_client.cli", *arguments, env=environment,

@@ -51,7 +51,7 @@ async def test_python_in_the_guides_runs(name: str, redis_url: str, tmp_path: Pa
 
 
 def command_lines() -> Iterator[tuple[str, str]]:
-    """(page, line) of everything typed that begins with `tokenmill`."""
+    """Return (page, line) of every command that begins with `tokenmill`."""
     for page in PAGES:
         for block in blocks(page, "(?:sh|bash)?"):
             for line in block.splitlines():

@@ -31,7 +31,7 @@ async def other_worker(version, redis_url, database):
 
 
 async def told(client, job):
-    """(index, token ids) of every chunk, and the text."""
+    """Return (index, token ids) of every chunk, and the text."""
     chunks = [chunk async for chunk in client.stream(job, timeout=90)]
     places = [place for chunk in chunks for place in range(chunk.index, chunk.end)]
     return places, tuple(token for chunk in chunks for token in chunk.token_ids), "".join(c.text for c in chunks)

@@ -106,7 +106,7 @@ async def test_a_worker_says_why_it_does_not_start(
 
 @pytest.fixture
 def guarded_postgres(tmp_path: Path) -> Iterator[tuple[PostgresServer, Authority, Authority]]:
-    """A server with a certificate of our authority, and another authority that did not sign it."""
+    """Yield a server with our authority's certificate, and an authority that did not sign it."""
     server, ours, strange = PostgresServer(), Authority.found(tmp_path), Authority.found(tmp_path, "strange")
     certificate = ours.ca.issue_cert("127.0.0.1")
     files = {"ssl_cert_file": server.directory / "server.pem", "ssl_key_file": server.directory / "server.key"}

@@ -15,7 +15,7 @@ from worker.engine.sequence import Sequence
 
 
 def told(telling: Telling, plan: StepPlan, others: dict[int, Sequence]) -> tuple[StepPlan, int]:
-    """The plan as another rank has it, and the bytes that it took."""
+    """Return the plan as another rank decodes it, and its number of bytes."""
     message = msgspec.msgpack.encode(telling.describe(plan))
     return rebuild(msgspec.msgpack.decode(message, type=Step), others), len(message)
 

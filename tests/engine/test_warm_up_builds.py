@@ -69,7 +69,7 @@ def metadata_of(lens: Lens, window: int | None) -> AttentionMetadata:
 
 
 def builds_of(steps: Iterable[Lens], shape: AttentionShape, window: int | None, element_size: int) -> set[Launch]:
-    """Launches without what a build does not depend on."""
+    """Return the launches, reduced to what a build depends on."""
     builds = set()
     for lens in steps:
         launch = plan_launch(

@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _child(options: argparse.Namespace) -> int:
-    """One target; its report goes to the file."""
+    """Fuzz one target and write its report to the file."""
     guided = not options.plain and find_spec("atheris") is not None
     if guided:
         import atheris

@@ -87,7 +87,7 @@ def log_seeds(*, with_result: bool = False) -> list[bytes]:
 
 
 def hash_seeds() -> list[bytes]:
-    """A job's fields in the order of HMGET, then its log."""
+    """Return a job's fields in the order of HMGET, then its log."""
     values = {"state": b"running", "class": b"bulk", "created_ms": b"5", "attempt": b"2", "error": b"e"}
     running = [values.get(name, b"") for name in FIELDS]
     ended = values | {"state": b"succeeded", "settled": b"1", "result": encode(RESULT), "error_code": b"x"}

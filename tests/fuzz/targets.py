@@ -172,7 +172,7 @@ def _delivery(data: bytes) -> None:
 
 
 def _python_request(data: bytes) -> None:
-    """The producer's side of the same checks: arguments of any kind."""
+    """Run the producer's side of the same checks with arguments of any kind."""
     (arguments, *_) = [*_parts(data), {}]
     if isinstance(arguments, dict):
         build_request({str(name): value for name, value in arguments.items()})

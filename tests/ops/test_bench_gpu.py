@@ -94,7 +94,7 @@ def test_what_would_not_end_in_time_is_not_begun() -> None:
 
 
 class Silent:
-    """A manager of Transformers that never answers, and a model that has no other."""
+    """A Transformers batching manager that never answers, and its model."""
 
     generation_config = argparse.Namespace()
 
@@ -102,7 +102,7 @@ class Silent:
         return contextlib.nullcontext(self)
 
     def add_request(self, *_: object, **__: object) -> None:
-        """It is taken, and that is all."""
+        """Accept the request and do nothing."""
 
     def get_result(self, timeout: float) -> None:
         assert timeout <= 1

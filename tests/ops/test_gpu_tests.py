@@ -30,7 +30,7 @@ sys.meta_path[:] = [Hidden if finder is PathFinder else finder for finder in sys
 
 @pytest.fixture
 def bare(tmp_path: Path) -> dict[str, str]:
-    """The environment of an interpreter without those packages."""
+    """Return the environment of an interpreter without those packages."""
     (tmp_path / "sitecustomize.py").write_text(HIDING)
     kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}  # noqa: TID251 - a child's
     return {**kept, "PYTHONPATH": f"{tmp_path}:{ROOT}", "PYTHON": sys.executable, "HF_HUB_OFFLINE": "1"}

@@ -34,7 +34,7 @@ class Store(ResultStore):
 
 
 class Acknowledgements:
-    """Lines of a file: what Redis would still know."""
+    """A file with a line per acknowledged job, as Redis would keep it."""
 
     def __init__(self, path: Path, moment: str) -> None:
         self._path = path

@@ -52,7 +52,7 @@ async def test_many_bad_rows_among_good_ones(store: ResultStore, url: str) -> No
 
 
 def _refuse(engine: Engine, job_id: str, *, unless_bare: bool) -> None:
-    """A database that finds something wrong with one job's row, as a constraint would."""
+    """Make the database refuse one job's row, as a constraint would."""
 
     @event.listens_for(engine, "before_cursor_execute")
     def refuse(_connection: Any, _cursor: Any, statement: str, parameters: Any, *_rest: Any) -> None:

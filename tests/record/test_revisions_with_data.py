@@ -18,7 +18,7 @@ REVISIONS = [script.revision for script in ScriptDirectory.from_config(configura
 
 
 def fill(url: str) -> dict[str, dict[str, Any]]:
-    """A row in each table as it is now, by its own columns: whatever the revision. Returns the rows."""
+    """Add a row to each table by the columns of its revision. Returns the rows."""
     engine = open_engine(url)
     written = {}
     with engine.begin() as connection:

@@ -26,7 +26,10 @@ _LIVE_STATES = frozenset({b"scheduled", b"queued", b"running", b"dead"})
 
 
 def leaked_keys(client: "redis.Redis", allowed: Iterable[str] = ()) -> list[str]:
-    """One line per key that would stay for ever and has no right to. `allowed`: shell patterns of a test's own keys."""
+    """Return one line per key that would wrongly stay for ever.
+
+    `allowed`: shell patterns of a test's own keys.
+    """
     patterns = tuple(allowed)
     found = []
     for raw in cast("Iterable[bytes]", client.scan_iter(count=1_000)):

@@ -44,7 +44,7 @@ class PostgresUnavailable(RuntimeError):
 
 
 def postgres_binaries() -> Path:
-    """The folder that holds initdb and postgres, the newest version first."""
+    """Return the folder with initdb and postgres, the newest version first."""
     found = [path for root in _SYSTEM_ROOTS for path in Path("/").glob(root.lstrip("/")) if (path / "initdb").exists()]
     if found:
         return max(found, key=_version)
@@ -137,7 +137,7 @@ class PostgresServer:
         return self.start()
 
     def create_database(self) -> str:
-        """A fresh, empty database; returns its URL."""
+        """Create an empty database and return its URL."""
         name = f"test_{os.getpid()}_{next(self._numbers)}"
         self.execute(f'CREATE DATABASE "{name}"')
         return self.url(name)

@@ -57,7 +57,7 @@ def llama_like() -> Tokenizer:
 
 @cache
 def metaspace() -> Tokenizer:
-    """A decoder that no state machine of ours follows: the window detokenizer's case."""
+    """Make a tokenizer without a state machine of ours, so the window detokenizer is used."""
     backend = _fallback_backend()
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Metaspace()

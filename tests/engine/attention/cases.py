@@ -77,7 +77,7 @@ def make_problem(case: Case, device: str = "cpu") -> Problem:
 
 
 def metadata_of(problem: Problem, lens: tuple[tuple[int, int], ...], rows: Tensor | None = None) -> AttentionMetadata:
-    """The step that computes the last `query_len` of each sequence's tokens; `rows` picks sequences."""
+    """Make a step's metadata: the last `query_len` tokens of each sequence that `rows` picks."""
     case, device = problem.case, problem.table.device
     table = problem.table if rows is None else problem.table[rows]
     slots = []
@@ -104,7 +104,7 @@ def metadata_of(problem: Problem, lens: tuple[tuple[int, int], ...], rows: Tenso
 
 
 def filled_cache(backend: AttentionBackend, problem: Problem, kv_dtype: torch.dtype | None = None) -> Tensor:
-    """A layer's view of a pool of NaN into which the backend has written every key and value."""
+    """Return a layer's view of a pool of NaN with all keys and values written by the backend."""
     case = problem.case
     block_shape = backend.block_shape(case.block_size, case.num_kv_heads, case.head_dim)
     size = (problem.num_blocks, NUM_LAYERS, 2, *block_shape)

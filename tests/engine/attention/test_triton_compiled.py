@@ -176,7 +176,10 @@ def assert_nothing_is_spilled(assembly: str, capability: int, folder: Path) -> N
 
 
 def assert_loads_are_ahead(program: str) -> None:
-    """A tile's keys and values are waited for while the next tile's are under way, each in a buffer of its own."""
+    """Check that the next tile's loads are in flight while a tile's own loads are waited for.
+
+    Each tile has a buffer of its own.
+    """
     buffers = [int(count) for count in re.findall(r"local_alloc : \(\) -> !ttg.memdesc<(\d+)x\d+x\d+x", program)]
     assert len(buffers) == 2, "keys and values"
     assert min(buffers) >= 2, buffers

@@ -41,7 +41,7 @@ def check(packed: PackedWeight, x: Tensor) -> None:
 
 
 def by_highest_bytes(x: Tensor) -> Tensor:
-    """Numbers as they are without their lower bytes."""
+    """Return the numbers without their lower bytes."""
     groups = x.view(len(x), -1, 32)
     unit = 2.0 ** (groups.abs().amax(dim=-1, keepdim=True).log2().floor() + 1 - 23)
     return (((groups / unit + 0x8080) / 65_536).floor() * 65_536 * unit).view(x.shape)

@@ -16,7 +16,7 @@ CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 
 
 def make_pool(num_blocks: tuple[int, int], device: str, pinned: bool = False) -> KVCachePool:
-    """Every block holds its own number."""
+    """Make a pool in which every block holds its own number."""
     pool = KVCachePool.allocate(
         GROUPS, num_blocks, 4, ReferenceAttention(), torch.float32, torch.device(device), pinned
     )
@@ -26,7 +26,7 @@ def make_pool(num_blocks: tuple[int, int], device: str, pinned: bool = False) ->
 
 
 def held(tensor: torch.Tensor) -> list[float]:
-    """The number in each block, which must be the same in all of the block."""
+    """Return the number in each block; it must be the same in all of the block."""
     flat = tensor.cpu().flatten(1)
     assert (flat == flat[:, :1]).all()
     return [float(value) for value in flat[:, 0]]

@@ -41,7 +41,7 @@ def save_adapter(model_folder: Path, folder: Path, seed: int, **changes: Any) ->
 
 
 def peft_answers(model_folder: Path, adapter: Path | None, family: str, sizes: list[tuple[int, int]]) -> list[Expected]:
-    """Greedy, one prompt of (length, answer's length) at a time; with the adapter, or without one."""
+    """Return greedy answers for (prompt length, answer length), with the adapter or without."""
     attention = tiny_models.FAMILIES[family].attention
     model: Any = expected.load(model_folder, attention)
     if adapter is not None:

@@ -17,7 +17,7 @@ from worker.engine.model.store import BuiltIn, ModelNotFoundError, ModelUnusable
 
 @pytest.fixture(scope="module")
 def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A little Llama in GGUF, with a byte-level vocabulary, written by the format's own library."""
+    """Write a small Llama in GGUF by the format's own library, with a byte-level vocabulary."""
     path = tmp_path_factory.mktemp("gguf") / "Tiny.gguf"
     write_llama(path)
     return path

@@ -44,7 +44,7 @@ def make_sequence(
 
 
 def plan_item(sequence: Sequence, drafts: tuple[int, ...] = ()) -> ScheduledSequence:
-    """The item of a decode step (or of the last chunk of a prefill: only the end of the range matters here)."""
+    """Plan a decode step, or the last chunk of a prefill: only the range's end matters here."""
     start = sequence.num_tokens + sequence.num_inflight - 1
     return ScheduledSequence(sequence, start, 1 + len(drafts), True, drafts, sequence.epoch)
 

@@ -14,7 +14,7 @@ VOCAB = [bytes([i]) for i in range(256)] + [b""]
 
 
 class Slow:
-    """A compiler whose sources wait until they are let go; "bad" ones fail."""
+    """A compiler that blocks until the test releases it; "bad" sources fail."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []

@@ -48,7 +48,7 @@ def make_sampler(compiler: GrammarCompiler | None) -> Sampler:
 
 
 class Writer(ToyModel):
-    """Random logits that like to end, to close brackets and to write digits, so that outputs stay short."""
+    """Random logits that favour ends, closing brackets and digits, so that outputs stay short."""
 
     def row(self, token_ids: list[int]) -> torch.Tensor:
         values = super().row(token_ids)

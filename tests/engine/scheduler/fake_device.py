@@ -142,7 +142,7 @@ class FakeDevice:
                 raise WrongContentError(f"position {position} would be written to the null block")
 
     def _sample(self, item: ScheduledSequence, states: list[bytes], known: int) -> list[int]:
-        """The token after each row, up to the first draft that is not what would have been sampled."""
+        """Return the token after each row, up to the first draft that sampling rejects."""
         tokens: list[int] = []
         for position in range(known - 1, len(states)):
             token = next_token(states[position], item.sequence.seed)

@@ -36,7 +36,7 @@ PARAMS = [GREEDY if i % 2 else SEEDED for i in range(len(MIXED))]
 
 @pytest.fixture(scope="module")
 def undisturbed(folder):
-    """Each request alone in a large engine, without a prefix cache."""
+    """Run each request alone in a large engine without a prefix cache."""
     engine = engine_of(folder, prefix_cache=False)
     pairs = zip(MIXED, PARAMS, strict=True)
     return [engine.generate_batch([ids], [params])[0].token_ids for ids, params in pairs]

@@ -126,7 +126,7 @@ def gemma3(gemma3_ids: list[int]) -> tuple[Path, list[Expected]]:
 
 @pytest.fixture(scope="module")
 def narrow_gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same weights looking back 64 tokens instead of 512."""
+    """Make a model with the same weights and a window of 64 tokens instead of 512."""
     folder, original = tmp_path_factory.mktemp("gemma3"), folder_of("gemma3-270m")
     for path in original.iterdir():
         (folder / path.name).symlink_to(path)

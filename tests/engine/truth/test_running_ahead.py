@@ -28,7 +28,7 @@ def engine_of(folder, **changes):
 
 
 def requests(seed, count=14):
-    """Prompts and parameters of every kind, and the step at which each arrives."""
+    """Return prompts and parameters of every kind, and the step at which each arrives."""
     draw = random.Random(seed)
     made = []
     for index in range(count):

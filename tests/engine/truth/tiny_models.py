@@ -92,7 +92,7 @@ FAMILIES = {
 
 
 def _partial_phi() -> Any:
-    """Half of each head's dimensions are rotated."""
+    """Configure a Phi that rotates half of each head's dimensions."""
     config = FAMILIES["phi3"].config()
     config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
     return config
