@@ -10,6 +10,7 @@ import asyncio
 import json
 import re
 from collections import Counter
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -138,8 +139,12 @@ class Writer:
 
 
 def is_broken(schema: dict[str, Any], text: str) -> bool:
+    """Validate with floats and with decimals: a float is no exact multiple of 0.0001, a decimal 1.0 no integer."""
+    make = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
+    exact = json.loads(json.dumps(schema), parse_float=Decimal)
     try:
-        validator = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
-        return not validator(schema).is_valid(json.loads(text))
-    except (OverflowError, RecursionError, re.error):  # numbers and patterns that Python cannot represent
+        if make(schema).is_valid(json.loads(text)):
+            return False
+        return not make(exact).is_valid(json.loads(text, parse_float=Decimal))
+    except (ArithmeticError, RecursionError, re.error):  # numbers and patterns that Python cannot hold
         return False

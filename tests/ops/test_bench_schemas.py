@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from ops.benchmarks.schemas import TYPED, count
+from ops.benchmarks.schemas import TYPED, count, is_broken
 from schemas.generation import ResponseFormat
 from tests.engine.sampling.test_structured import EOS, VOCAB
 from worker.engine.sampling import GrammarCompiler
@@ -57,3 +57,17 @@ async def test_an_answer_that_breaks_its_schema_is_counted() -> None:
     broken = GrammarCompiler.from_vocab(VOCAB, [EOS], compile_source=compile_any)
     found = await count([{"type": "string"}], broken, 3, 200)
     assert found == {"schemas": 1, "refused": 0, "finished": 3, "told": 3, "silent": 0}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "broken"),
+    [
+        ({"multipleOf": 0.0001}, "2.4", False),
+        ({"multipleOf": 0.0001}, "2.40005", True),
+        ({"type": "integer"}, "1.0", False),
+        ({"type": "integer"}, "1.5", True),
+        ({"type": "string"}, "1", True),
+    ],
+)
+def test_numbers_are_read_exactly(schema: dict[str, Any], text: str, broken: bool) -> None:
+    assert is_broken(schema, text) is broken
