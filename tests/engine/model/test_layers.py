@@ -27,8 +27,8 @@ def kind(window: int | None = None, heads: int = 2) -> LayerKind:
     return LayerKind(AttentionShape(4, heads, 16, 0.25), window)
 
 
-def trait(code: float | None = CAUSAL, extras: tuple[str, ...] = (), value_dim: int = 16) -> LayerTrait:
-    return LayerTrait(AttentionShape(4, 2, 16, 0.25), value_dim, code, frozenset(extras))
+def trait(code: float | None = CAUSAL, extras: tuple[str, ...] = ()) -> LayerTrait:
+    return LayerTrait(AttentionShape(4, 2, 16, 0.25), code, frozenset(extras))
 
 
 def describe(traits: list[LayerTrait], length: int = 100, **config: Any) -> list[LayerKind]:
@@ -99,7 +99,6 @@ def test_a_mask_of_the_models_own_is_told_from_those_it_was_given() -> None:
     ("traits", "config", "words"),
     [
         ([trait(extras=("position_bias",))], {}, "layer 0 needs a bias on attention logits"),
-        ([trait(), trait(value_dim=8)], {}, "layer 1 has keys of size 16 but values of size 8"),
         ([trait()], {"num_hidden_layers": 3}, "2 of its 3 layers do not go through"),
         ([trait()] * 3, {"num_hidden_layers": 2}, "3 layers attend, its configuration says 2"),
         ([trait(), trait(NOT_CAUSAL)], {}, "layer 1 has an attention mask that is neither causal nor a sliding window"),

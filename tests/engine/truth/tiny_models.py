@@ -76,6 +76,23 @@ FAMILIES = {
     "qwen3_moe": Family(
         _config("Qwen3MoeConfig", head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
     ),
+    "deepseek_v3": Family(  # keys of size 24, values of size 16
+        _config(
+            "DeepseekV3Config",
+            num_key_value_heads=4,
+            qk_nope_head_dim=16,
+            qk_rope_head_dim=8,
+            v_head_dim=16,
+            kv_lora_rank=16,
+            q_lora_rank=24,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            n_group=1,
+            topk_group=1,
+            moe_intermediate_size=32,
+            first_k_dense_replace=1,
+        )
+    ),
     "gpt_oss": Family(
         _config(
             "GptOssConfig",

@@ -76,8 +76,6 @@ def group_layers(layers: list[LayerKind]) -> tuple[LayerGroup, ...]:
 
 def _reasons(trait: LayerTrait) -> list[str]:
     found = [f"needs {what}" for extra, what in _UNSUPPORTED.items() if extra in trait.extras]
-    if trait.value_dim != trait.shape.head_dim:
-        found.append(f"has keys of size {trait.shape.head_dim} but values of size {trait.value_dim}")
     if trait.mask_code is None:
         found.append("makes an attention mask of its own")
     elif not is_served(trait.mask_code):

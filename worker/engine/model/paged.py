@@ -133,8 +133,12 @@ class PagedStep:
         index: Any = module.layer_idx
         binding = self.layers[index]
         metadata = self.metadata[binding.group]
+        key_size, value_size = key.shape[-1], value.shape[-1]
+        if key_size != value_size:
+            query, key, value = (_padded(states, binding.shape.head_dim) for states in (query, key, value))
         self.backend.write(key, value, binding.cache, metadata)
-        return self.backend.attend(query, binding.cache, metadata, binding.shape, extras.get("s_aux"))
+        attended = self.backend.attend(query, binding.cache, metadata, binding.shape, extras.get("s_aux"))
+        return attended if key_size == value_size else attended[..., :value_size].contiguous()
 
     @property
     def can_rotate(self) -> bool:
@@ -161,12 +165,16 @@ class PagedStep:
         return self.backend.attend(query, binding.cache, metadata, binding.shape, sinks)
 
 
+def _padded(states: Tensor, head_dim: int) -> Tensor:
+    """Heads of the cache's size: zeros behind queries and keys change no product, those behind values are cut off."""
+    return nn.functional.pad(states, (0, head_dim - states.shape[-1]))
+
+
 @dataclass(frozen=True, slots=True)
 class LayerTrait:
     """Observations of one layer's attention in a probing pass."""
 
     shape: AttentionShape
-    value_dim: int
     mask_code: float | None  # code of the mask it was given (probe.py); None: the model made the mask itself
     extras: frozenset[str]  # names of further keyword arguments that were not None
 
@@ -193,10 +201,10 @@ class Probe:
         shape = AttentionShape(
             num_heads=query.shape[1],
             num_kv_heads=key.shape[1],
-            head_dim=query.shape[2],
+            head_dim=max(query.shape[2], value.shape[2]),  # the cache keeps keys and values in heads of one size
             scale=scale,
             softcap=None if softcap is None else float(softcap),
         )
         given = frozenset(name for name, extra in extras.items() if extra is not None)
-        self.layers[index] = LayerTrait(shape, value.shape[2], code, given)
+        self.layers[index] = LayerTrait(shape, code, given)
         return torch.zeros(*query.shape[:2], value.shape[2], dtype=query.dtype, device=query.device)
