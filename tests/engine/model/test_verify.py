@@ -16,6 +16,7 @@ import transformers
 from torch import nn
 
 from ops.model_families import small, trial
+from worker.engine.attention import AttentionShape
 from worker.engine.attention.reference import ReferenceAttention
 from worker.engine.config import EngineConfig, EngineConfigError
 from worker.engine.model import loader, probe, verify
@@ -78,6 +79,10 @@ def test_a_class_that_is_no_causal_model_is_refused_in_one_sentence(tmp_path: Pa
         ("hunyuan_v1_moe", ""),
         ("longcat_flash", ""),
         ("granitemoehybrid", "full layers only"),
+        ("deepseek_v2", "smaller values"),
+        ("deepseek_v3", "smaller values"),
+        ("glm4_moe_lite", ""),
+        ("mimo_v2_flash", "window"),
     ],
 )
 def test_a_family_that_was_refused_or_wrong_gives_generates_tokens(family: str, setting: str) -> None:
@@ -151,7 +156,8 @@ def test_a_large_model_is_compared_by_its_first_layers(
     depths: list[int] = []
     model.model.norm.register_forward_hook(lambda *_: depths.append(len(model.model.layers)))
     assert len(describe_model(model, folder, config(folder)).groups) == 2
-    assert set(depths) == {2, 4}  # the comparison's, and the probe's
+    assert depths.count(4) == 1  # the probe's
+    assert set(depths) == {2, 4}
     assert len(model.model.layers) == 4
     add_to_rows(model, lambda count: torch.arange(count) % 3)
     with pytest.raises(EngineConfigError, match="its logits differ"):
@@ -171,6 +177,19 @@ def test_half_precision_is_compared_in_float32_and_stays_what_it_was(llama: Path
         assert torch.equal(tensor, before[name][1])
 
 
+def test_layers_that_differ_by_a_flag_are_all_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SmolLM3's every fourth layer does not rotate, which its attention's shape and classes do not tell."""
+    model = small.build("smollm3")
+    monkeypatch.setattr(verify, "_MAX_WEIGHTS", 0)
+    alike = [LayerKind(AttentionShape(4, 2, 16, 0.25), None)] * len(model.model.layers)
+    with verify.first_layers(model, alike) as depth:
+        assert depth == 4
+    for layer in model.model.layers:
+        layer.self_attn.use_rope = 1
+    with verify.first_layers(model, alike) as depth:
+        assert depth == len(model.model.layers) == 2
+
+
 # ── fused modules ──
 
 
@@ -187,9 +206,13 @@ class _Broken(nn.Module):
 
 
 @pytest.mark.parametrize("how", ["raises", "differs"])
+@pytest.mark.parametrize("compared", ["all layers", "first layers"])
 def test_a_model_that_fused_modules_break_is_served_without(
-    how: str, llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    how: str, compared: str, llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    if compared == "first layers":
+        monkeypatch.setattr(verify, "_MAX_WEIGHTS", 0)
+
     def optimise(model: Any, settings: EngineConfig) -> Any:
         if settings.fuse:
             model.model.norm = _Broken(model.model.norm, how)

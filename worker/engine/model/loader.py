@@ -83,7 +83,6 @@ def load_model(path: Path, config: EngineConfig) -> LoadedModel:
 
     Raises EngineConfigError where the model cannot be served, and OSError where there is none.
     """
-    register()
     device = pick_device(config.device)
     if device.index is not None and device.type == "cuda":
         torch.cuda.set_device(device)  # Triton kernels are launched on this thread's current device
@@ -121,6 +120,7 @@ def describe_model(model: Any, path: Path, config: EngineConfig) -> LoadedModel:
     Raises EngineConfigError where it cannot be served, FusedPassError where only its fused modules
     cannot.
     """
+    register()
     weight = next(model.parameters())
     device, dtype = weight.device, weight.dtype
     text_config = _text_config(model.config, config.model)
@@ -128,11 +128,14 @@ def describe_model(model: Any, path: Path, config: EngineConfig) -> LoadedModel:
     keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
     length = resolve_length(text_config, config.max_model_len)
     layers = describe_layers(probe.probe_layers(model, config.model), text_config, config.model, length)
-    probe.check_positions(model, config.model)
+    with verify.first_layers(model, layers):
+        probe.check_positions(model, config.model)
     expected: tuple[verify.Expected, ...] = ()
     if config.verify_model:
         plain = partial(_logits, model, keeps_rows)
         expected = verify.verify(model, plain, layers, config.model, length)
+        if not expected and config.fuse and config.quantization is None and dtype == torch.float32:
+            expected = verify.of_all_layers(model, layers, config.model, length)
     model = optimise(model, config)
     fuse_where_possible(model, config)
     loaded = LoadedModel(

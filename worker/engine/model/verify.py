@@ -1,9 +1,9 @@
 """Compares a loaded model's logits in the engine's steps with its own forward pass of each prompt alone.
 
 Three prompts arrive in chunks of unlike lengths, then one decodes while the others continue. The
-model is compared as Transformers built it, in float32, before any module is replaced. `difference`
-compares it again afterwards. Of a large model the first layers are compared, down to one of each
-kind.
+model is compared as Transformers built it, in float32, before any module is replaced. Of all but
+tiny models the first layers are compared, down to one of each kind. `of_all_layers` keeps one
+prompt's logits of the whole model, which the fused pass is compared with.
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ from worker.engine.model.probe import OWN, attending_with, failed
 TOLERANCE = 1e-3  # share of a row's largest distance from its mean; float32 sums reordered differ by about 1e-5
 _NARROW_TOLERANCE = 0.1  # in 16 bits, where float32 would take too much memory
 _LENGTHS = (7, 18, 11)
+_DECODES = 2  # number of the prompt whose last token comes as a decode
 _MAX_WINDOW = 64  # prompts are longer than smaller windows; longer ones would take too much time
-_MAX_WEIGHTS = 600_000_000  # beyond this, a model is compared by its first layers
+_MAX_WEIGHTS = 4_000_000  # beyond this, a model is compared by its first layers
+_MAX_WHOLE_WEIGHTS = 600_000_000  # beyond this, its fused pass is not compared
+_MIN_DEPTH = 2  # first layers that are compared at least
 _MAX_FLOAT32_WEIGHTS = 3_000_000_000  # beyond this, the model is compared in its own type
 _SEEDS = (11, 12)  # a router may decide a near tie otherwise, so a difference counts only with both seeds
 
@@ -74,7 +77,7 @@ def verify(
     differ with every seed.
     """
     expected = []
-    with _first_layers(model, layers) as depth, _in_float32(model) as tolerance:
+    with first_layers(model, layers) as depth, _in_float32(model) as tolerance:
         for seed in _SEEDS:
             expected.append(_expected(model, layers[:depth], name, max_length, seed))
             try:
@@ -87,6 +90,14 @@ def verify(
         f"{name} cannot be served: in steps of several sequences its logits differ from those of its own forward pass: "
         f"{found}"
     ])  # fmt: skip
+
+
+@torch.inference_mode()
+def of_all_layers(model: Any, layers: Sequence[LayerKind], name: str, max_length: int) -> tuple[Expected, ...]:
+    """Return the logits of the whole model's own pass for the prompt that decodes; () for a model that is too large."""
+    if sum(p.numel() for p in model.parameters()) > _MAX_WHOLE_WEIGHTS:
+        return ()
+    return (_expected(model, layers, name, max_length, _SEEDS[0], of=(_DECODES,)),)
 
 
 @torch.inference_mode()
@@ -108,7 +119,7 @@ def difference(
         tokens = torch.cat([expected.prompts[chunk.prompt][chunk.start : chunk.stop] for chunk in chunks])
         positions = torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in chunks])
         starts = metadata[0].query_start.tolist()
-        places = [(chunk, position) for chunk in chunks for position in chunk.compared]
+        places = [(chunk, at) for chunk in chunks for at in chunk.compared if (chunk.prompt, at) in expected.logits]
         rows = [starts[chunks.index(chunk)] + position - chunk.start for chunk, position in places]
         row_tensor = torch.tensor(rows, device=device)
         logits = forward(tokens, positions, row_tensor, PagedStep(backend, bindings, metadata, row_tensor))
@@ -128,8 +139,8 @@ def _steps(lengths: Sequence[int]) -> tuple[tuple[Chunk, ...], ...]:
     starts = (lengths[0] // 3, lengths[1] // 2, lengths[2] - 1)
     first = [Chunk(i, 0, start, "the first chunk of a prompt") for i, start in enumerate(starts) if start]
     rest = [
-        Chunk(i, starts[i], lengths[i], "a decode" if i == 2 and starts[i] else "a later chunk of a prompt")
-        for i in (2, 0, 1)
+        Chunk(i, starts[i], lengths[i], "a decode" if i == _DECODES and starts[i] else "a later chunk of a prompt")
+        for i in (_DECODES, 0, 1)
     ]
     return tuple(tuple(chunks) for chunks in (first, rest) if chunks)
 
@@ -176,7 +187,10 @@ def _bindings(
 # ── the model's own pass ──
 
 
-def _expected(model: Any, layers: Sequence[LayerKind], name: str, max_length: int, seed: int) -> Expected:
+def _expected(
+    model: Any, layers: Sequence[LayerKind], name: str, max_length: int, seed: int, of: Sequence[int] = (0, 1, 2)
+) -> Expected:
+    """All prompts, and the logits of the ones numbered in `of`."""
     past = max((layer.window for layer in layers if layer.window and layer.window <= _MAX_WINDOW), default=0)
     lengths = [min(length + past, max_length) for length in _LENGTHS]
     steps = _steps(lengths)
@@ -184,10 +198,10 @@ def _expected(model: Any, layers: Sequence[LayerKind], name: str, max_length: in
     logits: dict[tuple[int, int], Tensor] = {}
     try:
         with attending_with(model, OWN, name):
-            for number, prompt in enumerate(prompts):
+            for number in of:
                 chunks = [chunk for step in steps for chunk in step if chunk.prompt == number]
                 positions = sorted({position for chunk in chunks for position in chunk.compared})
-                rows = _own_logits(model, prompt, positions)
+                rows = _own_logits(model, prompts[number], positions)
                 logits |= {(number, position): row for position, row in zip(positions, rows, strict=True)}
     except Exception as error:
         raise EngineConfigError([
@@ -225,20 +239,28 @@ def _prompts(model: Any, lengths: Sequence[int], seed: int) -> tuple[Tensor, ...
 
 
 @contextmanager
-def _first_layers(model: Any, layers: Sequence[LayerKind]) -> Iterator[int]:
-    """Reduce a large model to its first layers within the context, down to one of each kind; yield their number."""
+def first_layers(model: Any, layers: Sequence[LayerKind]) -> Iterator[int]:
+    """Keep only the first layers within the context, down to one of each kind; all of a tiny model. Yield their number."""
     stack = _stack(model, len(layers)) if sum(p.numel() for p in model.parameters()) > _MAX_WEIGHTS else None
     if stack is None:
         yield len(layers)
         return
     parent, name, whole = stack
-    kinds = [(kind, *(type(part) for part in layer.modules())) for kind, layer in zip(layers, whole, strict=True)]
-    depth = 1 + max(kinds.index(kind) for kind in set(kinds))
+    kinds = [(kind, *map(_described, layer.modules())) for kind, layer in zip(layers, whole, strict=True)]
+    depth = min(len(whole), max(_MIN_DEPTH, *(1 + kinds.index(kind) for kind in kinds)))
     setattr(parent, name, whole[:depth])
     try:
         yield depth
     finally:
         setattr(parent, name, whole)
+
+
+def _described(module: nn.Module) -> tuple[type, frozenset[tuple[str, bool | str]]]:
+    """Return the module's class and flags, such as whether its layer rotates; some families keep flags as 0 and 1."""
+    flags = {name: value for name, value in vars(module).items() if isinstance(value, bool | str)}
+    flags |= {name: bool(value) for name, value in vars(module).items() if type(value) is int and value in (0, 1)}
+    flags.pop("layer_idx", None)
+    return type(module), frozenset(flags.items())
 
 
 def _stack(model: nn.Module, num_layers: int) -> tuple[nn.Module, str, nn.ModuleList] | None:
