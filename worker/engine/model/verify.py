@@ -240,7 +240,7 @@ def _prompts(model: Any, lengths: Sequence[int], seed: int) -> tuple[Tensor, ...
 
 @contextmanager
 def first_layers(model: Any, layers: Sequence[LayerKind]) -> Iterator[int]:
-    """Keep only the first layers within the context, down to one of each kind; all of a tiny model. Yield their number."""
+    """Keep the first layers within the context, down to one of each kind (a tiny model: all); yield their number."""
     stack = _stack(model, len(layers)) if sum(p.numel() for p in model.parameters()) > _MAX_WEIGHTS else None
     if stack is None:
         yield len(layers)
