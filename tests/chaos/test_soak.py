@@ -7,6 +7,7 @@ spared from the faults, so that its memory can be followed over the whole run.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 import random
@@ -160,14 +161,17 @@ class Listeners:
         await asyncio.wait_for(asyncio.gather(*self._tasks), 120)
 
 
-async def disturb(arena: Arena, chance: random.Random) -> None:
+async def disturb(arena: Arena, chance: random.Random, is_over: asyncio.Event) -> None:
+    """Cause faults until `is_over` is set. The last one is finished: a worker left frozen would keep its row locks."""
     faults = [
         arena.kill_worker, arena.freeze_worker, arena.kill_engine, arena.drain_worker, arena.cut_connections,
         arena.crash_valkey, arena.freeze_valkey, arena.crash_postgres, arena.cut_postgres,
     ]  # fmt: skip
     bag: list[Any] = []
     while True:
-        await asyncio.sleep(chance.uniform(0.5, 1.5) * FAULT_EVERY_S)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(is_over.wait(), chance.uniform(0.5, 1.5) * FAULT_EVERY_S)
+            return
         bag = bag or chance.sample(faults, len(faults))
         await bag.pop()()
 
@@ -223,9 +227,13 @@ async def test_a_long_run_with_faults_loses_nothing_and_stays_flat(
         async with AsyncClient(valkey.url, queue=TROOP.queue, database=database) as client:
             await arena.assemble()
             listeners = Listeners(client)
-            tasks += [asyncio.create_task(memory.watch()), asyncio.create_task(disturb(arena, chance))]
+            tasks.append(asyncio.create_task(memory.watch()))
+            is_over = asyncio.Event()
+            disturbing = asyncio.create_task(disturb(arena, chance, is_over))
+            tasks.append(disturbing)
             number = await submit_all(client, soak_seconds, soak_jobs, listeners)
-            tasks.pop().cancel()  # no further fault
+            is_over.set()
+            await disturbing
             await wait_for_rows(database, number, 300)
             await listeners.hear_the_end()
         seconds = time.monotonic() - started
