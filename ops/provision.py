@@ -25,9 +25,9 @@ BARE_WHEELS = {
 }
 # Modules that a worker imports at its start.
 STARTUP_MODULES = (
-    "worker.cli",
-    "worker.app",
-    "worker.engine.runner",
+    "tokenmill_worker.cli",
+    "tokenmill_worker.app",
+    "tokenmill_worker.engine.runner",
     "transformers.models.auto.modeling_auto",
     "transformers.models.llama.modeling_llama",
     "xgrammar",

@@ -23,14 +23,14 @@ from msgspec import inspect as shapes
 from pydantic.fields import FieldInfo
 
 from ops import reference_bytes
-from schemas import keys, validation
-from schemas.chunk import Chunk
-from schemas.control import Call, Cancel, Drain, TenantLoad, WorkerStatus
-from schemas.generation import ResponseFormat, SamplingParams, TokenLogprob
-from schemas.job import JobRequest, Message, RetryPolicy
-from schemas.result import ChoiceResult, JobError, JobResult, Usage
-from worker.flags import panel_of
-from worker.settings import ENGINE_FIELDS, PREFIX, Settings
+from tokenmill_schemas import keys, validation
+from tokenmill_schemas.chunk import Chunk
+from tokenmill_schemas.control import Call, Cancel, Drain, TenantLoad, WorkerStatus
+from tokenmill_schemas.generation import ResponseFormat, SamplingParams, TokenLogprob
+from tokenmill_schemas.job import JobRequest, Message, RetryPolicy
+from tokenmill_schemas.result import ChoiceResult, JobError, JobResult, Usage
+from tokenmill_worker.flags import panel_of
+from tokenmill_worker.settings import ENGINE_FIELDS, PREFIX, Settings
 
 GUIDES = Path(__file__).parent / "guides"
 COMMAND = "python -m ops.reference"
@@ -54,7 +54,7 @@ def settings_page() -> str:
     lines = [
         "# Settings",
         "",
-        f"Written by `{COMMAND}` from `worker/settings.py`; a test fails when it is stale.",
+        f"Written by `{COMMAND}` from `worker/tokenmill_worker/settings.py`; a test fails when it is stale.",
         "",
         f"Each setting is a flag of `tokenmill worker` and a variable: `--max-num-seqs` is `{PREFIX}MAX_NUM_SEQS`.",
         "Flags win over variables, variables over defaults. There is no settings file. A misspelt or impossible",

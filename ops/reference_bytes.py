@@ -8,13 +8,13 @@ from typing import Any
 
 import msgspec
 
-from api_client.requests import estimated_tokens, fingerprint
-from schemas.chunk import Chunk
-from schemas.codec import encode
-from schemas.control import Cancel, WorkerStatus
-from schemas.generation import FinishReason, SamplingParams
-from schemas.job import JobRequest, Message, Priority
-from schemas.result import ChoiceResult, JobError, JobResult, JobStatus, Usage
+from tokenmill.requests import estimated_tokens, fingerprint
+from tokenmill_schemas.chunk import Chunk
+from tokenmill_schemas.codec import encode
+from tokenmill_schemas.control import Cancel, WorkerStatus
+from tokenmill_schemas.generation import FinishReason, SamplingParams
+from tokenmill_schemas.job import JobRequest, Message, Priority
+from tokenmill_schemas.result import ChoiceResult, JobError, JobResult, JobStatus, Usage
 
 JOB_ID = "01890a5d-ac96-774b-bcce-b302099a8057"
 CREATED_MS = 1_700_000_000_000

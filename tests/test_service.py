@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from worker.engine.types import TokenEvent
-from worker.turns import in_turn
+from tokenmill_worker.engine.types import TokenEvent
+from tokenmill_worker.turns import in_turn
 
 
 def event(name: str, token: int = 0) -> TokenEvent:

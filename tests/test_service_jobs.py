@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from api_client.cancellation import end_task
-from schemas.generation import FinishReason
-from schemas.job import JobRequest, RetryPolicy
 from tests.publish.support import MODEL, FakeLog, delivery_of, event
 from tests.support.tokenizers import byte_level
-from worker.consume.admission import Admission
-from worker.engine.mailbox import Frame, Ready
-from worker.engine.types import Capacity, EngineStats, GenerationRequest, TokenEvent
-from worker.errors import RedisUnavailable
-from worker.jobs import Delivery, Finished
-from worker.publish.publisher import Publisher
-from worker.service import Service
+from tokenmill.cancellation import end_task
+from tokenmill_schemas.generation import FinishReason
+from tokenmill_schemas.job import JobRequest, RetryPolicy
+from tokenmill_worker.consume.admission import Admission
+from tokenmill_worker.engine.mailbox import Frame, Ready
+from tokenmill_worker.engine.types import Capacity, EngineStats, GenerationRequest, TokenEvent
+from tokenmill_worker.errors import RedisUnavailable
+from tokenmill_worker.jobs import Delivery, Finished
+from tokenmill_worker.publish.publisher import Publisher
+from tokenmill_worker.service import Service
 
 CAPACITY = Capacity(
     free_sequences=4, free_blocks=100, waiting=0, running=0, block_size=16, max_model_len=4096, free_urgent=0

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.worker import database_url, settings, thread_host
-from worker.app import Worker, background
+from tokenmill_worker.app import Worker, background
 
 
 async def fail() -> None:

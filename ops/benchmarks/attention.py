@@ -16,7 +16,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from worker.engine.attention import AttentionBackend, AttentionMetadata, AttentionShape, backend_class, why_not
+from tokenmill_worker.engine.attention import (
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionShape,
+    backend_class,
+    why_not,
+)
 
 SHAPES = {
     "smollm2": AttentionShape(9, 3, 64, 64**-0.5),

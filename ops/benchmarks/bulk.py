@@ -17,11 +17,11 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Self
 
-from api_client import Client
-from api_client.bulk import open_store
 from ops.benchmarks import bulk_memory
 from ops.demonstration.stack import DemoStack
-from schemas.result import JobResult
+from tokenmill import Client
+from tokenmill.bulk import open_store
+from tokenmill_schemas.result import JobResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class _BulkFile:
                 file.write(json.dumps(line) + "\n")
         where = ["--redis-url", stack.redis_url, "--queue", stack.queue, "--database-url", stack.database_url]
         output = ["-o", str(stack.directory / "out.jsonl")]
-        command = [sys.executable, "-m", "api_client.cli", "bulk", "run", str(source), *output, *where]
+        command = [sys.executable, "-m", "tokenmill.cli", "bulk", "run", str(source), *output, *where]
         self._process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         self._client = Client(stack.redis_url, queue=stack.queue, database=stack.database_url)
         self._store = open_store(self._client)

@@ -23,19 +23,19 @@ import msgspec
 import redis
 import sqlalchemy
 
-from api_client import Client
-from api_client.bulk import Batch, BatchState, Paths, export_batch, new_batch, open_store
-from api_client.bulk.lines import Order, read, survey, to_request
 from ops.demonstration.stack import DemoStack
-from schemas.chunk import Chunk
-from schemas.codec import encode
-from schemas.generation import FinishReason
-from schemas.job import JobRequest
-from schemas.openai import COMPLETIONS_URL
-from schemas.result import ChoiceResult, JobResult, JobStatus, Usage
-from worker.jobs import Finished
-from worker.record.rows import JobRow
-from worker.record.tables import jobs
+from tokenmill import Client
+from tokenmill.bulk import Batch, BatchState, Paths, export_batch, new_batch, open_store
+from tokenmill.bulk.lines import Order, read, survey, to_request
+from tokenmill_schemas.chunk import Chunk
+from tokenmill_schemas.codec import encode
+from tokenmill_schemas.generation import FinishReason
+from tokenmill_schemas.job import JobRequest
+from tokenmill_schemas.openai import COMPLETIONS_URL
+from tokenmill_schemas.result import ChoiceResult, JobResult, JobStatus, Usage
+from tokenmill_worker.jobs import Finished
+from tokenmill_worker.record.rows import JobRow
+from tokenmill_worker.record.tables import jobs
 
 _STEP_S = 0.2
 _TOLD_EVERY_S = 60.0
@@ -216,7 +216,7 @@ def _num_bytes(path: Path) -> int:
 def _whole_way(stack: DemoStack, source: Path, count: int, limit_s: float) -> dict[str, object]:
     output = source.with_name("out.jsonl")
     where = ["--redis-url", stack.redis_url, "--queue", stack.queue, "--database-url", stack.database_url]
-    command = [sys.executable, "-m", "api_client.cli", "bulk", "run", str(source), "-o", str(output), *where]
+    command = [sys.executable, "-m", "tokenmill.cli", "bulk", "run", str(source), "-o", str(output), *where]
     size = [1.0]
 
     def at() -> float:
@@ -259,7 +259,7 @@ def worker_pids(stack: DemoStack) -> dict[str, int]:
             continue
         if place == stack.directory.resolve() and b"worker" in words:
             found["worker"] = int(entry.name)
-        elif place == stack.directory.resolve() and b"worker.engine.child" in words:
+        elif place == stack.directory.resolve() and b"tokenmill_worker.engine.child" in words:
             found["engine"] = int(entry.name)
     return found
 

@@ -184,6 +184,6 @@ def options_for(name: str, options: EngineOptions, waiting: Waiting) -> EngineOp
         return dataclasses.replace(options, model=str(path), settings=asked)
     if name != VLLM:
         return options
-    from worker.engine.model.store import resolve
+    from tokenmill_worker.engine.model.store import resolve
 
     return dataclasses.replace(options, model=str(resolve(options.model)), settings={})

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ops.benchmarks.linear_stack import KINDS, LinearStack, shapes_of
-from worker.engine.model.store import resolve
+from tokenmill_worker.engine.model.store import resolve
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -32,8 +32,8 @@ from ops.benchmarks.device_ceilings import Ceilings, measure_ceilings
 from ops.benchmarks.gpu_measures import DRAWN, GREEDY, configure, decode, engine_of, gaps, prefill, scatter
 from ops.benchmarks.gpu_models import SHAPES, describe, forget, fused_modules, random_model
 from ops.benchmarks.gpu_peer import beside
-from worker.engine import Engine, EngineConfigError, SamplingParams
-from worker.engine.model.loader import LoadedModel
+from tokenmill_worker.engine import Engine, EngineConfigError, SamplingParams
+from tokenmill_worker.engine.model.loader import LoadedModel
 
 PAGED_BLOCK = 256  # block size that FlashAttention 2 requires
 BESIDE_S = 150.0  # seconds that both engines need for the mixed load, warm-up included

@@ -18,9 +18,9 @@ from ops.benchmarks.device_gaps import profile_of
 from ops.benchmarks.gpu_models import Shape
 from ops.benchmarks.peers.ours import Tokenmill
 from ops.benchmarks.workload_files import Workload, WorkloadRequest, generate
-from worker.engine import Engine, EngineConfig, SamplingParams
-from worker.engine.model.loader import LoadedModel
-from worker.engine.runner import ModelRunner
+from tokenmill_worker.engine import Engine, EngineConfig, SamplingParams
+from tokenmill_worker.engine.model.loader import LoadedModel
+from tokenmill_worker.engine.runner import ModelRunner
 
 SPARE = 16  # tokens that sequences may produce besides those that are measured
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)

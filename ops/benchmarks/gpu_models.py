@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from worker.engine import EngineConfig
-from worker.engine.model.loader import LoadedModel, describe_model
-from worker.engine.model.paged import IMPLEMENTATION, register
+from tokenmill_worker.engine import EngineConfig
+from tokenmill_worker.engine.model.loader import LoadedModel, describe_model
+from tokenmill_worker.engine.model.paged import IMPLEMENTATION, register
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from ops.benchmarks.gpu_models import Shape, random_model
 from ops.benchmarks.peers.protocol import EngineOptions, MeasuredEngine
 from ops.benchmarks.peers.transformers_batching import TransformersBatching
 from ops.benchmarks.workload_files import Workload
-from worker.engine.model.loader import LoadedModel
+from tokenmill_worker.engine.model.loader import LoadedModel
 
 POOL_TOKENS = 131_072
 PEER_ATTENTION = "sdpa"  # the attention that it has without further packages

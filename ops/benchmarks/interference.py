@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from worker.engine import Engine, EngineConfig, SamplingParams
+from tokenmill_worker.engine import Engine, EngineConfig, SamplingParams
 
 SHOWN = {
     "tpot_before_ms": "streams, ms per token before",

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from worker.engine.kernels.linear import Epilogue, LinearArguments, LinearKernels, PackedWeight, Packer
-from worker.engine.kernels.program import Program, Step
-from worker.engine.kernels.quantized import INT4_GROUP, Int4Packer, Int8Packer
+from tokenmill_worker.engine.kernels.linear import Epilogue, LinearArguments, LinearKernels, PackedWeight, Packer
+from tokenmill_worker.engine.kernels.program import Program, Step
+from tokenmill_worker.engine.kernels.quantized import INT4_GROUP, Int4Packer, Int8Packer
 
 KINDS = {
     "torch": "F.linear",

@@ -20,8 +20,8 @@ from rich.table import Table
 from transformers import AutoTokenizer
 
 from ops.benchmarks.scoring import Scorer
-from worker.engine import Engine, EngineConfig, EngineConfigError, SamplingParams
-from worker.engine.model.store import resolve
+from tokenmill_worker.engine import Engine, EngineConfig, EngineConfigError, SamplingParams
+from tokenmill_worker.engine.model.store import resolve
 
 SOURCE = "pydoc_data.topics"
 QUANTIZATIONS = ("int8", "int4")

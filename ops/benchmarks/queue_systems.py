@@ -18,12 +18,12 @@ from typing import Any, BinaryIO, ClassVar
 
 import redis
 
-from api_client import AsyncClient, Client
 from ops.benchmarks.peers.environments import ROOT, PeerEnvironment
 from ops.benchmarks.peers.whole_way import QUEUE, WholeWay
 from ops.benchmarks.queue_peers import celery_app
-from worker.embedded import EmbeddedValkey
-from worker.tether import Tether
+from tokenmill import AsyncClient, Client
+from tokenmill_worker.embedded import EmbeddedValkey
+from tokenmill_worker.tether import Tether
 
 ARQ_VERSION = "0.28.0"
 SYNTHETIC = "synthetic"

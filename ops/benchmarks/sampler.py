@@ -10,11 +10,11 @@ import time
 
 import torch
 
-from schemas.generation import SamplingParams
-from worker.engine.kernels.draw import draw_kernel
-from worker.engine.plan import ScheduledSequence
-from worker.engine.sampling import Sampler
-from worker.engine.sequence import Sequence
+from tokenmill_schemas.generation import SamplingParams
+from tokenmill_worker.engine.kernels.draw import draw_kernel
+from tokenmill_worker.engine.plan import ScheduledSequence
+from tokenmill_worker.engine.sampling import Sampler
+from tokenmill_worker.engine.sequence import Sequence
 
 WORKLOADS = {
     "greedy": SamplingParams(temperature=0.0),

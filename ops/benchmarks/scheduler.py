@@ -16,11 +16,11 @@ import time
 from rich.console import Console
 from rich.table import Table
 
-from schemas.generation import SamplingParams
-from worker.engine.config import CacheConfig, EngineConfig, LayerGroup
-from worker.engine.plan import StepOutput
-from worker.engine.scheduler import Scheduler
-from worker.engine.sequence import Sequence
+from tokenmill_schemas.generation import SamplingParams
+from tokenmill_worker.engine.config import CacheConfig, EngineConfig, LayerGroup
+from tokenmill_worker.engine.plan import StepOutput
+from tokenmill_worker.engine.scheduler import Scheduler
+from tokenmill_worker.engine.sequence import Sequence
 
 RUNNING = (8, 64, 256, 1024)
 WAITING = (0, 1_000, 100_000)

@@ -18,11 +18,11 @@ import jsonschema
 import numpy as np
 import torch
 
-from schemas.generation import ResponseFormat
-from worker.checking import AnswerChecker
-from worker.engine.model.store import resolve
-from worker.engine.model.vocabulary import vocabulary
-from worker.engine.sampling import GrammarCompiler, GrammarError
+from tokenmill_schemas.generation import ResponseFormat
+from tokenmill_worker.checking import AnswerChecker
+from tokenmill_worker.engine.model.store import resolve
+from tokenmill_worker.engine.model.vocabulary import vocabulary
+from tokenmill_worker.engine.sampling import GrammarCompiler, GrammarError
 
 TYPED: list[dict[str, Any]] = [
     {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a", "b"]},

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from worker.engine.attention import AttentionMetadata, choose
-from worker.engine.config import EngineConfig
-from worker.engine.kv.cache_pool import KVCachePool, kv_dtype
-from worker.engine.model.loader import load_model
-from worker.engine.model.paged import LayerBinding, PagedStep
-from worker.engine.model.store import resolve
+from tokenmill_worker.engine.attention import AttentionMetadata, choose
+from tokenmill_worker.engine.config import EngineConfig
+from tokenmill_worker.engine.kv.cache_pool import KVCachePool, kv_dtype
+from tokenmill_worker.engine.model.loader import load_model
+from tokenmill_worker.engine.model.paged import LayerBinding, PagedStep
+from tokenmill_worker.engine.model.store import resolve
 
 
 class Scorer:

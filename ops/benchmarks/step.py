@@ -17,11 +17,11 @@ from rich.console import Console
 from ops.benchmarks.comparison import settings_of
 from ops.benchmarks.disturbance import wait_until_quiet
 from ops.benchmarks.tables import plain_table
-from worker.engine import Engine, EngineConfig, SamplingParams
-from worker.engine.kernels.program import KernelTimes
-from worker.engine.model import store
-from worker.engine.model.loader import load_model
-from worker.engine.runner import ModelRunner
+from tokenmill_worker.engine import Engine, EngineConfig, SamplingParams
+from tokenmill_worker.engine.kernels.program import KernelTimes
+from tokenmill_worker.engine.model import store
+from tokenmill_worker.engine.model.loader import load_model
+from tokenmill_worker.engine.runner import ModelRunner
 
 PARTS = {
     "tokenmill_linear_member": "linear layers and head",

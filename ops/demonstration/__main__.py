@@ -17,13 +17,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from api_client import AsyncClient
-from api_client.sql import SqlResults
 from ops.demonstration import bulk
 from ops.demonstration.questions import QUESTIONS, Question
 from ops.demonstration.stack import DemoError, DemoStack, Notice
 from ops.demonstration.view import View, choose_view
-from schemas.result import JobResult
+from tokenmill import AsyncClient
+from tokenmill.sql import SqlResults
+from tokenmill_schemas.result import JobResult
 
 PLAIN_NOTICE_INTERVAL_S = 5.0
 

@@ -65,7 +65,7 @@ def show(stack: DemoStack, model: str, count: int, console: Console) -> None:
         "TOKENMILL_DATABASE_URL": stack.database_url,
         "TOKENMILL_QUEUE": stack.queue,
     }
-    command = [sys.executable, "-m", "api_client.cli", "bulk"]
+    command = [sys.executable, "-m", "tokenmill.cli", "bulk"]
     run = [*command, "run", source.name, "-o", output.name]
     survived = _killed_on_the_way(run, folder, os.environ | where, count // 5)
     console.show_cursor()

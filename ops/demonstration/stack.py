@@ -15,9 +15,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from api_client import Client
-from worker.embedded import EmbeddedValkey
-from worker.tether import Tether
+from tokenmill import Client
+from tokenmill_worker.embedded import EmbeddedValkey
+from tokenmill_worker.tether import Tether
 
 START_TIMEOUT_S = 240.0
 DRAIN_TIMEOUT_S = 15.0
@@ -112,7 +112,7 @@ class DemoStack:
             "TOKENMILL_MODEL": self._model,
             "TOKENMILL_HEARTBEAT_SECONDS": "1",  # readiness is reported with a heartbeat
         }
-        command = [sys.executable, "-m", "api_client.cli", *arguments]
+        command = [sys.executable, "-m", "tokenmill.cli", *arguments]
         with (self.directory / f"{name}.log").open("ab") as log:
             return Tether(command, at_death=signal.SIGKILL, cwd=self.directory, env=os.environ | settings, output=log)
 

@@ -29,7 +29,7 @@ from fastapi.staticfiles import StaticFiles
 from msgspec import to_builtins
 from pydantic import BaseModel, Field
 
-from api_client import (
+from tokenmill import (
     AsyncClient,
     ConfigurationError,
     InvalidRequest,
@@ -40,10 +40,10 @@ from api_client import (
     ResultTimeout,
     TokenmillError,
 )
-from api_client.cursor import read_position
-from api_client.errors import IdempotencyConflict
-from api_client.sql import SqlResults
-from schemas import Chunk
+from tokenmill.cursor import read_position
+from tokenmill.errors import IdempotencyConflict
+from tokenmill.sql import SqlResults
+from tokenmill_schemas import Chunk
 
 log = logging.getLogger("uvicorn.error")
 PAGE = Path(__file__).parent / "static"

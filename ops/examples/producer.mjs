@@ -11,12 +11,12 @@ import { parseArgs } from "node:util";
 import { decode, encode } from "@msgpack/msgpack";
 import Redis from "ioredis";
 
-const LUA = process.env.TOKENMILL_LUA ?? fileURLToPath(new URL("../../api_client/lua", import.meta.url));
+const LUA = process.env.TOKENMILL_LUA ?? fileURLToPath(new URL("../../api_client/tokenmill/lua", import.meta.url));
 const SILENCE_MS = 5_000; // after so long without a message, look at the log: pub/sub may have lost it
 const PAGE = 1_000;
 
 export class Producer {
-  /** `lua`: the folder with the scripts, api_client/lua of tokenmill. */
+  /** `lua`: the folder with the scripts, api_client/tokenmill/lua of tokenmill. */
   constructor(url, queue, lua = LUA) {
     [this.submitScript, this.cancelScript] = [script(lua, "submit"), script(lua, "cancel")];
     this.base = `tm:{${queue}}:`;
@@ -120,7 +120,7 @@ function script(folder, name) {
   try {
     return ["common", name].map((part) => readFileSync(join(folder, `${part}.lua`), "utf8")).join("\n");
   } catch (error) {
-    throw new Error(`needs tokenmill's scripts common.lua, submit.lua and cancel.lua: name their folder (api_client/lua) `
+    throw new Error(`needs tokenmill's scripts common.lua, submit.lua and cancel.lua: name their folder (api_client/tokenmill/lua) `
       + `with --lua or TOKENMILL_LUA; ${folder}: ${error.code}`);
   }
 }
@@ -239,7 +239,7 @@ const USAGE = `usage: producer.mjs --queue QUEUE [options] PROMPT
   --idempotency-key KEY  sent twice with one key, it is one job
   --stream JOB           follow this job instead of submitting one
   --starting-after N     tokens of it that you have already (0)
-  --lua FOLDER           with tokenmill's scripts, api_client/lua (TOKENMILL_LUA)
+  --lua FOLDER           with tokenmill's scripts, api_client/tokenmill/lua (TOKENMILL_LUA)
   --json                 print one JSON object a line
   --help                 print this`;
 

@@ -24,9 +24,9 @@ from transformers import GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from ops.model_families import small
-from schemas.generation import SamplingParams
-from worker.engine.config import EngineConfig, EngineConfigError
-from worker.engine.engine import Engine
+from tokenmill_schemas.generation import SamplingParams
+from tokenmill_worker.engine.config import EngineConfig, EngineConfigError
+from tokenmill_worker.engine.engine import Engine
 
 Verdict = Literal["equal", "refused", "wrong", "crashed", "not built"]
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from api_client import Client
-from api_client.bulk import BatchStore, open_store
-from worker.record.migrate import upgrade
+from tokenmill import Client
+from tokenmill.bulk import BatchStore, open_store
+from tokenmill_worker.record.migrate import upgrade
 
 
 @pytest.fixture

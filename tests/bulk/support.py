@@ -5,9 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from schemas.generation import FinishReason, TokenLogprob
-from schemas.openai import CHAT_URL, COMPLETIONS_URL
-from schemas.result import ChoiceResult, JobResult, JobStatus, Usage
+from tokenmill_schemas.generation import FinishReason, TokenLogprob
+from tokenmill_schemas.openai import CHAT_URL, COMPLETIONS_URL
+from tokenmill_schemas.result import ChoiceResult, JobResult, JobStatus, Usage
 
 Lines = Callable[[int], dict[str, Any]]
 

@@ -9,14 +9,14 @@ from openai.types import Completion as TheirCompletion
 from openai.types.chat import ChatCompletion as TheirChat
 from openai.types.shared import ErrorObject as TheirError
 
-from api_client.bulk.answers import EXPIRED as EXPIRED_LINE
-from api_client.bulk.answers import line_number, of_bad_line, of_result, unanswered
-from api_client.bulk.batch import Batch, BatchState, Totals
-from api_client.bulk.lines import BadLine
-from schemas.codec import encode
-from schemas.openai import COMPLETIONS_URL, BatchError
-from schemas.result import JobError, JobStatus
 from tests.bulk.support import result
+from tokenmill.bulk.answers import EXPIRED as EXPIRED_LINE
+from tokenmill.bulk.answers import line_number, of_bad_line, of_result, unanswered
+from tokenmill.bulk.batch import Batch, BatchState, Totals
+from tokenmill.bulk.lines import BadLine
+from tokenmill_schemas.codec import encode
+from tokenmill_schemas.openai import COMPLETIONS_URL, BatchError
+from tokenmill_schemas.result import JobError, JobStatus
 
 BATCH = "batch_abc"
 

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-from api_client.bulk.bodies import fields_of
-from api_client.bulk.lines import BadLine, Order, parse, to_request
-from schemas.generation import ResponseFormat
-from schemas.job import JobRequest, Message, Priority
-from schemas.openai import CHAT_URL, COMPLETIONS_URL
 from tests.bulk.support import chat, completion
+from tokenmill.bulk.bodies import fields_of
+from tokenmill.bulk.lines import BadLine, Order, parse, to_request
+from tokenmill_schemas.generation import ResponseFormat
+from tokenmill_schemas.job import JobRequest, Message, Priority
+from tokenmill_schemas.openai import CHAT_URL, COMPLETIONS_URL
 
 
 def job_of(line: dict[str, Any], **order: Any) -> JobRequest | BadLine:

@@ -7,16 +7,19 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from api_client.bulk.answers import of_result
-from schemas.result import JobError, JobStatus
 from tests.bulk.support import result
-from worker.checking.checker import VIOLATION
+from tokenmill.bulk.answers import of_result
+from tokenmill_schemas.result import JobError, JobStatus
+from tokenmill_worker.checking.checker import VIOLATION
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "ops" / "guides" / "bulk.md").read_text(encoding="utf-8")
 # which argument of each constructor is the code
 PLACES = {"BadLine": 2, "FormError": 2, "LineError": 0, "JobError": 0}
-FILES = [*sorted((ROOT / "api_client" / "bulk").glob("*.py")), ROOT / "api_client" / "openai_forms.py"]
+FILES = [
+    *sorted((ROOT / "api_client" / "tokenmill" / "bulk").glob("*.py")),
+    ROOT / "api_client" / "tokenmill" / "openai_forms.py",
+]
 WORKER_FILES = sorted((ROOT / "worker").rglob("*.py"))
 
 

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from api_client import Client
-from api_client.bulk import queries
-from schemas.job import JobRequest, Priority
-from schemas.result import JobStatus
 from tests.consume.queue import Queue, close_queue, end_of, open_queue
+from tokenmill import Client
+from tokenmill.bulk import queries
+from tokenmill_schemas.job import JobRequest, Priority
+from tokenmill_schemas.result import JobStatus
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(120)]
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from api_client import Client
-from api_client.cli import app
 from tests.bulk.support import names, read, write_many
 from tests.support.waiting import until
 from tests.support.worker import QUEUE, running_worker
+from tokenmill import Client
+from tokenmill.cli import app
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(240)]
 
@@ -28,7 +28,7 @@ class Shell:
     async def start(self, *arguments: str | Path) -> asyncio.subprocess.Process:
         environment = {**os.environ, **self.where, "COLUMNS": "160"}  # noqa: TID251 - the child's
         return await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "api_client.cli", "bulk", *map(str, arguments), env=environment,
+            sys.executable, "-m", "tokenmill.cli", "bulk", *map(str, arguments), env=environment,
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip
 

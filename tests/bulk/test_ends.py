@@ -11,8 +11,11 @@ import msgspec
 import pytest
 from openai.types import Batch as TheirBatch
 
-from api_client import Client
-from api_client.bulk import (
+from tests.bulk.support import completion, names, read, write, write_many
+from tests.bulk.test_run import Desk, Interrupted, interrupt_after, until
+from tests.support.worker import running_worker
+from tokenmill import Client
+from tokenmill.bulk import (
     Batch,
     BatchState,
     BatchStore,
@@ -24,11 +27,8 @@ from api_client.bulk import (
     import_batch,
     refresh,
 )
-from api_client.bulk.batch import now_ms
-from api_client.errors import ConfigurationError
-from tests.bulk.support import completion, names, read, write, write_many
-from tests.bulk.test_run import Desk, Interrupted, interrupt_after, until
-from tests.support.worker import running_worker
+from tokenmill.bulk.batch import now_ms
+from tokenmill.errors import ConfigurationError
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(240)]
 SLOW: dict[str, Any] = {"model": "synthetic?step_ms=50", "aliases": "synthetic=synthetic?step_ms=50", "max_num_seqs": 2}

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from api_client.bulk.answers import of_bad_line, of_result
-from api_client.bulk.batch import Batch, Totals, now_ms
-from api_client.bulk.collector import Collector
-from api_client.bulk.files import OutputFiles, Paths
-from api_client.bulk.lines import BadLine
-from api_client.errors import ConfigurationError
-from schemas.result import JobStatus
 from tests.bulk.support import names, result
+from tokenmill.bulk.answers import of_bad_line, of_result
+from tokenmill.bulk.batch import Batch, Totals, now_ms
+from tokenmill.bulk.collector import Collector
+from tokenmill.bulk.files import OutputFiles, Paths
+from tokenmill.bulk.lines import BadLine
+from tokenmill.errors import ConfigurationError
+from tokenmill_schemas.result import JobStatus
 
 BATCH = "batch_abc"
 
@@ -59,9 +59,9 @@ def test_any_cut_loses_only_the_line_it_is_in(paths: Paths) -> None:
 FILLS = """
 import resource, sys
 from pathlib import Path
-from api_client.bulk.answers import of_result
-from api_client.bulk.files import OutputFiles, Paths
-from api_client.errors import ConfigurationError
+from tokenmill.bulk.answers import of_result
+from tokenmill.bulk.files import OutputFiles, Paths
+from tokenmill.errors import ConfigurationError
 from tests.bulk.support import result
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (3_000, resource.RLIM_INFINITY))  # a small disk

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import redis
 
-from api_client import Client
-from api_client.bulk import (
+from tests.bulk.support import chat, write, write_many
+from tests.bulk.test_run import Interrupted
+from tokenmill import Client
+from tokenmill.bulk import (
     Batch,
     BatchState,
     BatchStore,
@@ -23,10 +25,8 @@ from api_client.bulk import (
     open_store,
     refresh,
 )
-from api_client.bulk.lines import job_id
-from api_client.errors import ConfigurationError
-from tests.bulk.support import chat, write, write_many
-from tests.bulk.test_run import Interrupted
+from tokenmill.bulk.lines import job_id
+from tokenmill.errors import ConfigurationError
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(120)]
 WINDOW = 10

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from api_client.bulk.lines import MAX_LINE_BYTES, BadLine, GoodLine, Marks, parse, read, read_again, survey
-from api_client.errors import ConfigurationError
 from tests.bulk.support import chat, write, write_many
+from tokenmill.bulk.lines import MAX_LINE_BYTES, BadLine, GoodLine, Marks, parse, read, read_again, survey
+from tokenmill.errors import ConfigurationError
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,10 @@ from openai.types import Batch as TheirBatch
 from openai.types import Completion as TheirCompletion
 from openai.types.chat import ChatCompletion as TheirChat
 
-from api_client import Client
-from api_client.bulk import (
+from tests.bulk.support import chat, completion, names, numbered, read, write, write_many
+from tests.support.worker import database_url, running_worker
+from tokenmill import Client
+from tokenmill.bulk import (
     Batch,
     BatchState,
     BatchStore,
@@ -28,9 +30,7 @@ from api_client.bulk import (
     refresh,
     run_batch,
 )
-from api_client.errors import ConfigurationError
-from tests.bulk.support import chat, completion, names, numbered, read, write, write_many
-from tests.support.worker import database_url, running_worker
+from tokenmill.errors import ConfigurationError
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(240)]
 T = TypeVar("T")

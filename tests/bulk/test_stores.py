@@ -7,21 +7,21 @@ import msgspec
 import pytest
 from sqlalchemy import inspect
 
-from api_client import Client
-from api_client.bulk import Batch, BatchNotFound, BatchState, BatchStore, Totals, open_store
-from api_client.bulk import sql_store as sql
-from api_client.bulk.answers import EXPIRED, unanswered
-from api_client.bulk.batch import check_metadata, window_ms
-from api_client.bulk.lines import BadLine
-from api_client.errors import ConfigurationError
-from schemas.chunk import Chunk
-from schemas.job import JobRequest
-from schemas.openai import BatchError
-from schemas.result import JobResult, JobStatus
 from tests.bulk.support import result
-from worker.jobs import Finished
-from worker.record import ResultStore
-from worker.record.connection import open_engine
+from tokenmill import Client
+from tokenmill.bulk import Batch, BatchNotFound, BatchState, BatchStore, Totals, open_store
+from tokenmill.bulk import sql_store as sql
+from tokenmill.bulk.answers import EXPIRED, unanswered
+from tokenmill.bulk.batch import check_metadata, window_ms
+from tokenmill.bulk.lines import BadLine
+from tokenmill.errors import ConfigurationError
+from tokenmill_schemas.chunk import Chunk
+from tokenmill_schemas.job import JobRequest
+from tokenmill_schemas.openai import BatchError
+from tokenmill_schemas.result import JobResult, JobStatus
+from tokenmill_worker.jobs import Finished
+from tokenmill_worker.record import ResultStore
+from tokenmill_worker.record.connection import open_engine
 
 pytestmark = pytest.mark.redis
 

@@ -10,18 +10,18 @@ import msgspec
 import pytest
 import sqlalchemy
 
-from api_client import Client
-from api_client.bulk import open_store
-from schemas.codec import decode_request
-from schemas.result import JobStatus
 from tests.bulk.support import completion, names, read, result, write
 from tests.bulk.test_run import Desk
 from tests.bulk.test_stores import BATCH, _finished
 from tests.consume.queue import Queue, close_queue, end_of, open_queue
 from tests.support.large import DAMAGED
-from worker.record import ResultStore
-from worker.record.connection import open_engine
-from worker.record.migrate import upgrade
+from tokenmill import Client
+from tokenmill.bulk import open_store
+from tokenmill_schemas.codec import decode_request
+from tokenmill_schemas.result import JobStatus
+from tokenmill_worker.record import ResultStore
+from tokenmill_worker.record.connection import open_engine
+from tokenmill_worker.record.migrate import upgrade
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(120)]
 

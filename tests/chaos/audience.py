@@ -13,9 +13,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from api_client import AsyncClient, Client
-from api_client.errors import QueueUnavailable
 from tests.chaos.checker import Told
+from tokenmill import AsyncClient, Client
+from tokenmill.errors import QueueUnavailable
 
 PAUSE_S = 0.1
 NUM_THREADS = 4

@@ -15,12 +15,12 @@ from typing import Any
 
 import sqlalchemy
 
-from api_client.scripts import Argument, Script
 from tests.support.worker import settings, thread_host
-from worker.app import Worker
-from worker.consume import scripts
-from worker.consume.job_stream import JobStream
-from worker.record.store import ResultStore
+from tokenmill.scripts import Argument, Script
+from tokenmill_worker.app import Worker
+from tokenmill_worker.consume import scripts
+from tokenmill_worker.consume.job_stream import JobStream
+from tokenmill_worker.record.store import ResultStore
 
 # Why a job is given back, and how a finish sets one aside: other effects of the same scripts.
 REASONS = ("hand-over", "suspects", "retry")

@@ -14,9 +14,9 @@ import signal
 import sys
 
 from tests.support.worker import settings, thread_host
-from worker.app import Worker
-from worker.engine.host import EngineDied
-from worker.telemetry import configure_logging
+from tokenmill_worker.app import Worker
+from tokenmill_worker.engine.host import EngineDied
+from tokenmill_worker.telemetry import configure_logging
 
 LISTENING, READY = "[listening]", "[ready]"
 

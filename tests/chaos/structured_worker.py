@@ -13,11 +13,11 @@ from collections.abc import Callable
 
 from tests.chaos.doomed_worker import DoomedStore, DoomedStream, die_at
 from tests.support.worker import settings
-from worker.app import Worker
-from worker.engine.config import EngineConfig
-from worker.engine.engine import Engine
-from worker.engine.host import EngineThread
-from worker.engine.types import TokenEvent
+from tokenmill_worker.app import Worker
+from tokenmill_worker.engine.config import EngineConfig
+from tokenmill_worker.engine.engine import Engine
+from tokenmill_worker.engine.host import EngineThread
+from tokenmill_worker.engine.types import TokenEvent
 
 SETTLED_S = 0.3  # so long no further job becomes ready
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from api_client import InvalidRequest, QueueFull, RateLimited
-from api_client.errors import QueueUnavailable
-from schemas.result import JobStatus
 from tests.support.valkey import ValkeyServer
 from tests.support.worker import client_of, database_url, running_worker
-from worker.app import Worker
+from tokenmill import InvalidRequest, QueueFull, RateLimited
+from tokenmill.errors import QueueUnavailable
+from tokenmill_schemas.result import JobStatus
+from tokenmill_worker.app import Worker
 
 pytestmark = [pytest.mark.redis, pytest.mark.chaos]
 

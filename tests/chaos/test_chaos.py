@@ -17,7 +17,6 @@ import time
 import pytest
 import sqlalchemy
 
-from api_client import AsyncClient, Client
 from tests.chaos.arena import FAST, REAL, Arena
 from tests.chaos.audience import Audience, cancel, submit
 from tests.chaos.checker import Violation, left_in_redis, states_of, violations
@@ -32,7 +31,8 @@ from tests.chaos.workload import (
 )
 from tests.support.leaks import leaked_keys
 from tests.support.worker import database_url, running_worker
-from worker.record import migrate
+from tokenmill import AsyncClient, Client
+from tokenmill_worker.record import migrate
 
 pytestmark = [
     pytest.mark.redis,

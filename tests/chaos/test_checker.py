@@ -7,11 +7,11 @@ import pytest
 import sqlalchemy
 from redis import Redis
 
-from schemas.chunk import Chunk
-from schemas.result import JobStatus
 from tests.chaos.checker import Told, Wanted, left_in_redis, violations
 from tests.chaos.witness import Witness
 from tests.support.worker import QUEUE, database_url
+from tokenmill_schemas.chunk import Chunk
+from tokenmill_schemas.result import JobStatus
 
 pytestmark = pytest.mark.chaos
 

@@ -4,13 +4,13 @@ import asyncio
 
 import pytest
 
-from api_client.errors import QueueUnavailable
-from schemas.result import JobStatus
 from tests.chaos.audience import listen, submit
 from tests.chaos.checker import Told, Wanted, violations
 from tests.support.waiting import until
 from tests.support.worker import client_of, database_url, running_worker
-from worker.embedded import free_port
+from tokenmill.errors import QueueUnavailable
+from tokenmill_schemas.result import JobStatus
+from tokenmill_worker.embedded import free_port
 
 pytestmark = [pytest.mark.redis, pytest.mark.chaos]
 

@@ -9,11 +9,11 @@ import urllib.request
 
 import pytest
 
-from schemas.result import JobStatus
 from tests.support.waiting import until
 from tests.support.worker import client_of, running_worker
-from worker.embedded import free_port
-from worker.record import migrate
+from tokenmill_schemas.result import JobStatus
+from tokenmill_worker.embedded import free_port
+from tokenmill_worker.record import migrate
 
 pytestmark = [
     pytest.mark.redis,

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from schemas.result import JobStatus
 from tests.support.worker import client_of, database_url, running_worker, settings, thread_host
-from worker.app import Worker
-from worker.consume.job_stream import JobStream
-from worker.embedded import free_port
-from worker.engine.host import EngineHost
-from worker.errors import RedisUnavailable
-from worker.jobs import Append, Exceptions
+from tokenmill_schemas.result import JobStatus
+from tokenmill_worker.app import Worker
+from tokenmill_worker.consume.job_stream import JobStream
+from tokenmill_worker.embedded import free_port
+from tokenmill_worker.engine.host import EngineHost
+from tokenmill_worker.errors import RedisUnavailable
+from tokenmill_worker.jobs import Append, Exceptions
 
 pytestmark = [pytest.mark.redis, pytest.mark.chaos]
 

@@ -11,12 +11,12 @@ import uuid
 
 import pytest
 
-from api_client import Client
 from tests.chaos.audience import listen, listen_in_a_thread
 from tests.chaos.checker import Told, Wanted, violations
 from tests.chaos.processes import WorkerProcess, environment
 from tests.chaos.workload import undisturbed
 from tests.support.worker import QUEUE, client_of, database_url, running_worker
+from tokenmill import Client
 
 pytestmark = [pytest.mark.redis, pytest.mark.chaos, pytest.mark.timeout(7200)]
 

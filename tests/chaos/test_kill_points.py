@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from redis import Redis
 
-from api_client.connections import connect_async
-from schemas.keys import Keys
 from tests.chaos.checker import Told, Wanted, left_in_redis, states_of, violations
 from tests.chaos.doomed_worker import EFFECTS, NEEDS_DRAIN, NEEDS_ENGINE_PROCESS, POINTS, REASONS, effect_of
 from tests.chaos.workload import CRASH, NOTHING
 from tests.support.worker import QUEUE, client_of, database_url, running_worker
-from worker.consume import scripts
-from worker.consume.job_stream import JobStream
+from tokenmill.connections import connect_async
+from tokenmill_schemas.keys import Keys
+from tokenmill_worker.consume import scripts
+from tokenmill_worker.consume.job_stream import JobStream
 
 pytestmark = [pytest.mark.redis, pytest.mark.chaos, pytest.mark.timeout(240)]
 

@@ -6,11 +6,11 @@ import signal
 
 import pytest
 
-from schemas.result import JobStatus
 from tests.chaos.audience import listen
 from tests.chaos.checker import Told, Wanted, violations
 from tests.chaos.processes import WorkerProcess
 from tests.support.worker import client_of, database_url, running_worker
+from tokenmill_schemas.result import JobStatus
 
 pytestmark = [pytest.mark.redis, pytest.mark.chaos]
 

@@ -23,14 +23,14 @@ import pytest
 import redis
 import sqlalchemy
 
-from api_client import AsyncClient
-from api_client.errors import QueueFull, QueueUnavailable
 from tests.chaos.arena import FAST, Arena, Troop
 from tests.chaos.checker import Told, left_in_redis
 from tests.chaos.processes import WorkerProcess
 from tests.support.valkey import ValkeyServer
 from tests.support.worker import database_url, running_worker
-from worker.record import migrate
+from tokenmill import AsyncClient
+from tokenmill.errors import QueueFull, QueueUnavailable
+from tokenmill_worker.record import migrate
 
 pytestmark = [
     pytest.mark.redis,

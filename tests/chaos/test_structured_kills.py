@@ -25,7 +25,7 @@ from tests.chaos.test_kill_points import listen
 from tests.engine.lora.support import save_adapter
 from tests.engine.truth import tiny_models
 from tests.support.worker import client_of, database_url, running_worker
-from worker.engine.synthetic import TOKENIZER
+from tokenmill_worker.engine.synthetic import TOKENIZER
 
 pytestmark = [pytest.mark.redis, pytest.mark.chaos, pytest.mark.timeout(1800)]
 

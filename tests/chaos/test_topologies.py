@@ -16,15 +16,15 @@ from typing import Any
 
 import pytest
 
-from api_client import AsyncClient, Client
-from api_client.errors import QueueUnavailable
-from schemas.keys import Keys
-from schemas.result import JobStatus
 from tests.chaos.audience import listen
 from tests.chaos.checker import Told
 from tests.support.topologies import SentinelGroup, ValkeyCluster
 from tests.support.worker import database_url, running_worker
-from worker.embedded import free_port
+from tokenmill import AsyncClient, Client
+from tokenmill.errors import QueueUnavailable
+from tokenmill_schemas.keys import Keys
+from tokenmill_schemas.result import JobStatus
+from tokenmill_worker.embedded import free_port
 
 pytestmark = [pytest.mark.redis, pytest.mark.chaos]
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from api_client import AsyncClient
 from tests.chaos.checker import Wanted
+from tokenmill import AsyncClient
 
 NUM_KINDS = 24
 NUM_REAL_KINDS = 6

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from schemas.generation import FinishReason, ResponseFormat, SamplingParams
-from schemas.job import JobRequest
-from schemas.result import JobStatus
 from tests.publish.support import delivery_of, event
 from tests.test_service_jobs import Bench, running
-from worker.checking import VIOLATION, AnswerChecker
+from tokenmill_schemas.generation import FinishReason, ResponseFormat, SamplingParams
+from tokenmill_schemas.job import JobRequest
+from tokenmill_schemas.result import JobStatus
+from tokenmill_worker.checking import VIOLATION, AnswerChecker
 
 AGE: dict[str, object] = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
 

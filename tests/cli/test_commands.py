@@ -10,15 +10,15 @@ from typing import cast
 import pytest
 from typer.testing import CliRunner, Result
 
-from api_client import Client
-from api_client.cli import app
-from api_client.errors import ConfigurationError
-from schemas.codec import decode_request
-from schemas.keys import Keys
 from tests.record.support import failed, finished
 from tests.support.valkey import ValkeyServer
-from worker.record import ResultStore
-from worker.record.migrate import upgrade
+from tokenmill import Client
+from tokenmill.cli import app
+from tokenmill.errors import ConfigurationError
+from tokenmill_schemas.codec import decode_request
+from tokenmill_schemas.keys import Keys
+from tokenmill_worker.record import ResultStore
+from tokenmill_worker.record.migrate import upgrade
 
 
 class Shell:
@@ -126,7 +126,7 @@ def test_a_wrong_password_is_a_wrong_setting(shell: Shell) -> None:
         list(client.stream("any"))
 
 
-@pytest.mark.parametrize(("missing", "is_silent"), [("pydantic_settings", True), ("worker.cli", False)])
+@pytest.mark.parametrize(("missing", "is_silent"), [("pydantic_settings", True), ("tokenmill_worker.cli", False)])
 def test_without_the_worker_s_packages_its_commands_are_missing_without_a_word(
     shell: Shell, monkeypatch: pytest.MonkeyPatch, missing: str, is_silent: bool
 ) -> None:

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from worker.doctor import examine
-from worker.record.migrate import upgrade
-from worker.settings import load_settings
+from tokenmill_worker.doctor import examine
+from tokenmill_worker.record.migrate import upgrade
+from tokenmill_worker.settings import load_settings
 
 
 def model_finding(model: str, database: Path) -> tuple[str, str]:

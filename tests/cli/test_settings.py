@@ -5,12 +5,12 @@ import dataclasses
 import pytest
 from typer.testing import CliRunner
 
-from api_client.cli import app
-from worker.engine.config import EngineConfig
-from worker.engine.types import SchedulingPolicy
-from worker.engine_help import ENGINE_HELP
-from worker.errors import SettingsError
-from worker.settings import Settings, child_environment, load_settings
+from tokenmill.cli import app
+from tokenmill_worker.engine.config import EngineConfig
+from tokenmill_worker.engine.types import SchedulingPolicy
+from tokenmill_worker.engine_help import ENGINE_HELP
+from tokenmill_worker.errors import SettingsError
+from tokenmill_worker.settings import Settings, child_environment, load_settings
 
 
 @pytest.fixture(autouse=True)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from worker.app import stream_options
-from worker.consume.job_stream import StreamOptions
-from worker.settings import ENGINE_FIELDS, Settings, load_settings
+from tokenmill_worker.app import stream_options
+from tokenmill_worker.consume.job_stream import StreamOptions
+from tokenmill_worker.settings import ENGINE_FIELDS, Settings, load_settings
 
 ROOT = Path(__file__).parents[2]
 

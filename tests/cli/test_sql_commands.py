@@ -9,13 +9,13 @@ import pytest
 import sqlalchemy as sa
 from typer.testing import CliRunner, Result
 
-from api_client.cli import app
-from api_client.webhooks import tenant_secret
 from tests.record.support import failed, finished
 from tests.tasks.support import SECRET, noticed, record
-from worker.record.connection import open_engine
-from worker.record.migrate import upgrade
-from worker.tasks.rollup import RollUp
+from tokenmill.cli import app
+from tokenmill.webhooks import tenant_secret
+from tokenmill_worker.record.connection import open_engine
+from tokenmill_worker.record.migrate import upgrade
+from tokenmill_worker.tasks.rollup import RollUp
 
 DAY_MS = 86_400_000
 

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import sqlalchemy
 
-from api_client import Client, ClientClosed, sql
-from api_client.errors import ConfigurationError, QueueUnavailable
-from api_client.sql import SqlResults
-from schemas import ChoiceResult, FinishReason, JobStatus
 from tests.record.support import failed, finished
-from worker.jobs import Finished
-from worker.record import ResultStore
-from worker.record.connection import open_engine
-from worker.record.migrate import upgrade
+from tokenmill import Client, ClientClosed, sql
+from tokenmill.errors import ConfigurationError, QueueUnavailable
+from tokenmill.sql import SqlResults
+from tokenmill_schemas import ChoiceResult, FinishReason, JobStatus
+from tokenmill_worker.jobs import Finished
+from tokenmill_worker.record import ResultStore
+from tokenmill_worker.record.connection import open_engine
+from tokenmill_worker.record.migrate import upgrade
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])

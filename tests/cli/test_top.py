@@ -15,13 +15,13 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from api_client.cli.top_queues import draw_all, trouble
-from api_client.cli.top_view import Look, draw
-from api_client.queue_state import ClassState, QueueState, TenantState
-from api_client.records import JobInfo
-from schemas import JobStatus
-from schemas.control import WorkerStatus
 from tests.support.valkey import ValkeyServer
+from tokenmill.cli.top_queues import draw_all, trouble
+from tokenmill.cli.top_view import Look, draw
+from tokenmill.queue_state import ClassState, QueueState, TenantState
+from tokenmill.records import JobInfo
+from tokenmill_schemas import JobStatus
+from tokenmill_schemas.control import WorkerStatus
 
 NOW_MS = 1_795_000_000_000
 EMPTY = QueueState(
@@ -160,7 +160,7 @@ def test_the_last_look_is_kept_and_marked_as_old() -> None:
 def test_q_leaves_and_the_terminal_is_as_it_was(make_valkey: Callable[..., ValkeyServer]) -> None:
     ours, theirs = pty.openpty()
     before = termios.tcgetattr(theirs)
-    command = [sys.executable, "-m", "api_client.cli", "top", "--redis-url", make_valkey().url, "--interval", "60"]
+    command = [sys.executable, "-m", "tokenmill.cli", "top", "--redis-url", make_valkey().url, "--interval", "60"]
     environment = {"PATH": "/usr/bin:/bin", "TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
     process = subprocess.Popen(
         command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True
@@ -187,7 +187,7 @@ def test_the_live_view_outlives_its_server(make_valkey: Callable[..., ValkeyServ
     command = [
         sys.executable,
         "-m",
-        "api_client.cli",
+        "tokenmill.cli",
         "top",
         "--redis-url",
         server.url,

@@ -10,11 +10,11 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from api_client import AsyncClient, Client
-from api_client.cli import app
-from api_client.cli.follow import follow
-from schemas.chunk import Chunk
-from schemas.codec import decode_request
+from tokenmill import AsyncClient, Client
+from tokenmill.cli import app
+from tokenmill.cli.follow import follow
+from tokenmill_schemas.chunk import Chunk
+from tokenmill_schemas.codec import decode_request
 
 pytestmark = pytest.mark.redis
 
@@ -70,7 +70,7 @@ async def listens(client: AsyncClient, job_id: str) -> bool:
 async def test_a_server_that_goes_away_is_spoken_of_at_once(make_valkey, tmp_path: Path):
     server = make_valkey()
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "api_client.cli", "submit", "hi", "--stream", "--redis-url", server.url, "--queue", "q",
+        sys.executable, "-m", "tokenmill.cli", "submit", "hi", "--stream", "--redis-url", server.url, "--queue", "q",
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, cwd=tmp_path,
     )  # fmt: skip
     assert process.stderr is not None

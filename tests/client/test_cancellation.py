@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from api_client.cancellation import end_task, heeding_cancellation, wait_at_most
+from tokenmill.cancellation import end_task, heeding_cancellation, wait_at_most
 
 
 async def forgetful() -> str:

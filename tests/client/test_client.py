@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 
-from api_client import (
+from tests.client.players import assert_told, playing
+from tests.consume.queue import QUEUE, Queue, end_of, token
+from tests.support.waiting import until
+from tokenmill import (
     AsyncClient,
     Client,
     ClientClosed,
@@ -20,17 +23,14 @@ from api_client import (
     JobNotFound,
     ResultTimeout,
 )
-from api_client.base import ClientBase
-from api_client.connections import Link
-from api_client.errors import QueueUnavailable
-from schemas.chunk import Chunk
-from schemas.control import WorkerStatus
-from schemas.result import JobError, JobResult, JobStatus
-from tests.client.players import assert_told, playing
-from tests.consume.queue import QUEUE, Queue, end_of, token
-from tests.support.waiting import until
-from worker.embedded import free_port
-from worker.jobs import Finished
+from tokenmill.base import ClientBase
+from tokenmill.connections import Link
+from tokenmill.errors import QueueUnavailable
+from tokenmill_schemas.chunk import Chunk
+from tokenmill_schemas.control import WorkerStatus
+from tokenmill_schemas.result import JobError, JobResult, JobStatus
+from tokenmill_worker.embedded import free_port
+from tokenmill_worker.jobs import Finished
 
 pytestmark = pytest.mark.redis
 

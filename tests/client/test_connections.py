@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from api_client import AsyncClient, Client, ConfigurationError, QueueUnavailable
-from api_client.connections import connect, connect_async
-from worker.embedded import free_port
+from tokenmill import AsyncClient, Client, ConfigurationError, QueueUnavailable
+from tokenmill.connections import connect, connect_async
+from tokenmill_worker.embedded import free_port
 
 pytestmark = pytest.mark.redis
 

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from api_client.cursor import StreamCursor
-from api_client.errors import ConfigurationError
-from schemas.chunk import Chunk
-from schemas.codec import decode_chunk, encode
-from schemas.generation import FinishReason
-from schemas.result import ChoiceResult, JobResult, JobStatus, Usage
+from tokenmill.cursor import StreamCursor
+from tokenmill.errors import ConfigurationError
+from tokenmill_schemas.chunk import Chunk
+from tokenmill_schemas.codec import decode_chunk, encode
+from tokenmill_schemas.generation import FinishReason
+from tokenmill_schemas.result import ChoiceResult, JobResult, JobStatus, Usage
 
 JOB = "j"
 

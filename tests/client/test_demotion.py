@@ -6,15 +6,15 @@ from collections.abc import Callable
 
 import pytest
 
-from api_client import AsyncClient, Client, ClientOptions
-from api_client.connections import connect_async
-from schemas.control import WorkerStatus
-from schemas.keys import Keys
 from tests.consume.queue import QUEUE, token
 from tests.support.proxy import FaultProxy
 from tests.support.valkey import ValkeyServer
-from worker.consume.job_stream import JobStream
-from worker.errors import RedisUnavailable
+from tokenmill import AsyncClient, Client, ClientOptions
+from tokenmill.connections import connect_async
+from tokenmill_schemas.control import WorkerStatus
+from tokenmill_schemas.keys import Keys
+from tokenmill_worker.consume.job_stream import JobStream
+from tokenmill_worker.errors import RedisUnavailable
 
 pytestmark = pytest.mark.redis
 

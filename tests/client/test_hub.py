@@ -9,8 +9,8 @@ import redis.asyncio
 from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import ConnectionError
 
-from api_client.effects import Signal
-from api_client.hub import MAX_WAITING, ChannelHub, HubSubscription
+from tokenmill.effects import Signal
+from tokenmill.hub import MAX_WAITING, ChannelHub, HubSubscription
 
 
 def subscription() -> HubSubscription:

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from api_client import AsyncClient, Client, UnreadableRecord
-from api_client.bulk import queries
-from schemas.result import JobStatus
 from tests.client.test_client import Threaded, collect
 from tests.consume.queue import QUEUE, Queue, end_of
 from tests.support.large import DAMAGED, NUM_TOKENS, large_result
+from tokenmill import AsyncClient, Client, UnreadableRecord
+from tokenmill.bulk import queries
+from tokenmill_schemas.result import JobStatus
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(180)]
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from api_client import AsyncClient
+from tokenmill import AsyncClient
 
 pytestmark = pytest.mark.redis
 

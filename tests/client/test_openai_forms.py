@@ -10,16 +10,16 @@ import pytest
 from celery import Celery
 from typer.testing import CliRunner
 
-from api_client import AsyncClient, Client, InvalidRequest
-from api_client.bulk.lines import BadLine, Order, parse, to_request
-from api_client.celery import generation_task
-from api_client.cli import app
-from api_client.testing import InMemoryQueue
-from schemas.codec import decode_request, encode
-from schemas.generation import ResponseFormat, SamplingParams
-from schemas.job import JobRequest, Message
-from schemas.openai import CHAT_URL, COMPLETIONS_URL
-from schemas.validation import problems
+from tokenmill import AsyncClient, Client, InvalidRequest
+from tokenmill.bulk.lines import BadLine, Order, parse, to_request
+from tokenmill.celery import generation_task
+from tokenmill.cli import app
+from tokenmill.testing import InMemoryQueue
+from tokenmill_schemas.codec import decode_request, encode
+from tokenmill_schemas.generation import ResponseFormat, SamplingParams
+from tokenmill_schemas.job import JobRequest, Message
+from tokenmill_schemas.openai import CHAT_URL, COMPLETIONS_URL
+from tokenmill_schemas.validation import problems
 
 pytestmark = pytest.mark.redis
 

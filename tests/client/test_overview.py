@@ -5,10 +5,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from schemas import Priority
-from schemas.control import TenantLoad, WorkerStatus
 from tests.consume.queue import Queue, close_queue, end_of, open_queue, token
 from tests.support.waiting import until
+from tokenmill_schemas import Priority
+from tokenmill_schemas.control import TenantLoad, WorkerStatus
 
 pytestmark = pytest.mark.redis
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from api_client import ConfigurationError, InvalidRequest
-from api_client.connections import parse_url
-from api_client.requests import JobHandle, build_request, estimated_tokens, fingerprint, new_job_id
-from schemas.codec import decode_request, encode
-from schemas.generation import ResponseFormat, SamplingParams
-from schemas.job import JobRequest, Priority
+from tokenmill import ConfigurationError, InvalidRequest
+from tokenmill.connections import parse_url
+from tokenmill.requests import JobHandle, build_request, estimated_tokens, fingerprint, new_job_id
+from tokenmill_schemas.codec import decode_request, encode
+from tokenmill_schemas.generation import ResponseFormat, SamplingParams
+from tokenmill_schemas.job import JobRequest, Priority
 
 
 def test_arguments_find_their_place() -> None:

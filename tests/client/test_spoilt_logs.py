@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from api_client import AsyncClient, Client, ConfigurationError, UnreadableRecord
-from api_client.records import read_log
-from schemas.chunk import Chunk
-from schemas.codec import encode
-from schemas.result import JobStatus
 from tests.client.players import assert_told
 from tests.client.test_client import Threaded, collect
 from tests.consume.queue import QUEUE, Queue, appended, end_of, token
+from tokenmill import AsyncClient, Client, ConfigurationError, UnreadableRecord
+from tokenmill.records import read_log
+from tokenmill_schemas.chunk import Chunk
+from tokenmill_schemas.codec import encode
+from tokenmill_schemas.result import JobStatus
 
 OTHER = {b"chunk": b"?"}, {b"else": b""}, {b"chunk": b""}
 

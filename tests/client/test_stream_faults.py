@@ -10,15 +10,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from api_client import AsyncClient, Client, ClientOptions, JobNotFound
-from schemas.chunk import Chunk
-from schemas.codec import encode
-from schemas.result import JobResult
 from tests.client.players import assert_told, playing
 from tests.client.test_client import Threaded, collect
 from tests.consume.queue import QUEUE, Queue, close_queue, end_of, open_queue, token
 from tests.support.proxy import FaultProxy
 from tests.support.valkey import ValkeyServer
+from tokenmill import AsyncClient, Client, ClientOptions, JobNotFound
+from tokenmill_schemas.chunk import Chunk
+from tokenmill_schemas.codec import encode
+from tokenmill_schemas.result import JobResult
 
 pytestmark = pytest.mark.redis
 MakeProxy = Callable[[int], FaultProxy]

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from api_client import AsyncClient, Client, JobFailed, RateLimited, ResultTimeout
-from api_client.testing import Answer, InMemoryQueue, failure
-from schemas import Chunk, FinishReason, JobRequest, JobStatus
 from tests.support.worker import QUEUE, client_of, database_url, running_worker
+from tokenmill import AsyncClient, Client, JobFailed, RateLimited, ResultTimeout
+from tokenmill.testing import Answer, InMemoryQueue, failure
+from tokenmill_schemas import Chunk, FinishReason, JobRequest, JobStatus
 
 WAIT_S = 30.0
 

@@ -7,17 +7,17 @@ import pytest
 from celery import Celery
 from typer.testing import CliRunner
 
-from api_client import AsyncClient, Client, QueueUnserved, ResultTimeout
-from api_client.base import ClientOptions
-from api_client.celery import generation_task
-from api_client.cli import app
-from api_client.effects import RunScript
-from api_client.programs import submit
-from api_client.requests import build_request
-from api_client.scripts import SUBMIT
-from api_client.testing import InMemoryQueue
-from schemas.control import WorkerStatus
 from tests.consume.queue import Queue
+from tokenmill import AsyncClient, Client, QueueUnserved, ResultTimeout
+from tokenmill.base import ClientOptions
+from tokenmill.celery import generation_task
+from tokenmill.cli import app
+from tokenmill.effects import RunScript
+from tokenmill.programs import submit
+from tokenmill.requests import build_request
+from tokenmill.scripts import SUBMIT
+from tokenmill.testing import InMemoryQueue
+from tokenmill_schemas.control import WorkerStatus
 
 pytestmark = pytest.mark.redis
 SOON = ClientOptions(unserved_s=0.05, idle_s=0.05)

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from redis.exceptions import ConnectionError, InvalidResponse, NoScriptError, ResponseError
 
-from api_client.connections import Link, connect_async
-from api_client.wire import READ_BYTES, Wire
 from tests.support.valkey import ValkeyServer
 from tests.support.waiting import until
+from tokenmill.connections import Link, connect_async
+from tokenmill.wire import READ_BYTES, Wire
 
 pytestmark = pytest.mark.redis
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from schemas.result import JobStatus
-from worker.jobs import AppendReply
+from tokenmill_schemas.result import JobStatus
+from tokenmill_worker.jobs import AppendReply
 
 
 @dataclasses.dataclass

@@ -7,14 +7,14 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from api_client import AsyncClient
-from api_client.connections import connect_async
-from schemas.chunk import Chunk
-from schemas.generation import FinishReason
-from schemas.keys import Keys
-from schemas.result import ChoiceResult, JobResult, JobStatus, Usage
-from worker.consume.job_stream import JobStream, StreamOptions
-from worker.jobs import Append, AppendReply, Delivery, Finished
+from tokenmill import AsyncClient
+from tokenmill.connections import connect_async
+from tokenmill_schemas.chunk import Chunk
+from tokenmill_schemas.generation import FinishReason
+from tokenmill_schemas.keys import Keys
+from tokenmill_schemas.result import ChoiceResult, JobResult, JobStatus, Usage
+from tokenmill_worker.consume.job_stream import JobStream, StreamOptions
+from tokenmill_worker.jobs import Append, AppendReply, Delivery, Finished
 
 QUEUE = "q"
 

@@ -5,15 +5,15 @@ import dataclasses
 import msgpack
 import pytest
 
-from schemas.codec import MAX_PAYLOAD_BYTES, encode
-from schemas.generation import FinishReason, SamplingParams
-from schemas.job import JobRequest, Message, Priority
-from schemas.result import JobStatus
 from tests.publish.support import CREATED_MS, MODEL, Clock, delivery_of
 from tests.support.tokenizers import byte_level, gemma3, smollm2
-from worker.consume.admission import Admission, ServedModel, seed_of
-from worker.jobs import Admitted, Delivery, Finished
-from worker.text.tokenizer import Tokenizer
+from tokenmill_schemas.codec import MAX_PAYLOAD_BYTES, encode
+from tokenmill_schemas.generation import FinishReason, SamplingParams
+from tokenmill_schemas.job import JobRequest, Message, Priority
+from tokenmill_schemas.result import JobStatus
+from tokenmill_worker.consume.admission import Admission, ServedModel, seed_of
+from tokenmill_worker.jobs import Admitted, Delivery, Finished
+from tokenmill_worker.text.tokenizer import Tokenizer
 
 SMOLLM2 = ServedModel(
     ("smollm2-135m-instruct", "smollm2"), max_model_len=8192, vocab_size=49152, eos_token_ids=frozenset({2})

@@ -4,13 +4,13 @@ import msgpack
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from schemas.codec import encode
-from schemas.generation import SamplingParams
-from schemas.job import JobRequest, Message
 from tests.publish.support import CREATED_MS, MODEL, Clock
 from tests.support.tokenizers import byte_level
-from worker.consume.admission import Admission
-from worker.jobs import Admitted, Delivery, Finished
+from tokenmill_schemas.codec import encode
+from tokenmill_schemas.generation import SamplingParams
+from tokenmill_schemas.job import JobRequest, Message
+from tokenmill_worker.consume.admission import Admission
+from tokenmill_worker.jobs import Admitted, Delivery, Finished
 
 FUZZ = settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 

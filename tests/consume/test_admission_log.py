@@ -4,16 +4,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas.chunk import Chunk
-from schemas.codec import encode
-from schemas.generation import FinishReason, SamplingParams
-from schemas.job import JobRequest
-from schemas.result import JobStatus, Usage
 from tests.publish.support import CREATED_MS, EOS, MODEL, Clock, FakeLog, admit, delivery_of, event
 from tests.support.tokenizers import byte_level
-from worker.consume.admission import Admission
-from worker.jobs import Admitted, Finished
-from worker.publish.publisher import Publisher, PublishLimits
+from tokenmill_schemas.chunk import Chunk
+from tokenmill_schemas.codec import encode
+from tokenmill_schemas.generation import FinishReason, SamplingParams
+from tokenmill_schemas.job import JobRequest
+from tokenmill_schemas.result import JobStatus, Usage
+from tokenmill_worker.consume.admission import Admission
+from tokenmill_worker.jobs import Admitted, Finished
+from tokenmill_worker.publish.publisher import Publisher, PublishLimits
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 

@@ -6,9 +6,9 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from schemas.codec import decode_control, encode
-from schemas.control import Call
 from tests.consume.queue import Queue
+from tokenmill_schemas.codec import decode_control, encode
+from tokenmill_schemas.control import Call
 
 pytestmark = pytest.mark.redis
 

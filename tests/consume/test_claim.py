@@ -5,9 +5,9 @@ from collections import Counter
 
 import pytest
 
-from schemas.control import WorkerStatus
-from schemas.job import Priority
 from tests.consume.queue import Queue, end_of, token
+from tokenmill_schemas.control import WorkerStatus
+from tokenmill_schemas.job import Priority
 
 pytestmark = pytest.mark.redis
 

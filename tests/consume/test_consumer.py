@@ -6,14 +6,14 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from schemas.codec import encode
-from schemas.control import Drain
 from tests.consume.queue import Queue
 from tests.support.waiting import until
-from worker.consume.consumer import MAX_AT_ONCE, Consumer, Credits
-from worker.consume.control import ControlChannel
-from worker.errors import RedisUnavailable
-from worker.jobs import Delivery
+from tokenmill_schemas.codec import encode
+from tokenmill_schemas.control import Drain
+from tokenmill_worker.consume.consumer import MAX_AT_ONCE, Consumer, Credits
+from tokenmill_worker.consume.control import ControlChannel
+from tokenmill_worker.errors import RedisUnavailable
+from tokenmill_worker.jobs import Delivery
 
 FOR_EVER = 600.0  # until the next poll
 

@@ -7,12 +7,12 @@ import asyncio
 import pytest
 import redis.asyncio
 
-from api_client.cancellation import end_task
-from api_client.errors import QueueUnavailable
-from api_client.hub import ChannelHub, HubSubscription
-from schemas.keys import Keys
-from worker.consume import control
-from worker.consume.control import ControlChannel
+from tokenmill.cancellation import end_task
+from tokenmill.errors import QueueUnavailable
+from tokenmill.hub import ChannelHub, HubSubscription
+from tokenmill_schemas.keys import Keys
+from tokenmill_worker.consume import control
+from tokenmill_worker.consume.control import ControlChannel
 
 pytestmark = pytest.mark.redis
 

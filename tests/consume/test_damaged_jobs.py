@@ -4,12 +4,12 @@ import random
 
 import pytest
 
-from api_client.scripts import SUBMIT, call_async
-from schemas.codec import encode
-from schemas.control import WorkerStatus
-from schemas.job import JobRequest, Priority
 from tests.consume.queue import end_of, token
 from tests.fuzz.mutation import BYTES, NUMBERS, TEXTS
+from tokenmill.scripts import SUBMIT, call_async
+from tokenmill_schemas.codec import encode
+from tokenmill_schemas.control import WorkerStatus
+from tokenmill_schemas.job import JobRequest, Priority
 
 pytestmark = pytest.mark.redis
 

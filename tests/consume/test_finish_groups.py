@@ -2,9 +2,9 @@
 
 import pytest
 
-from schemas.job import Priority
 from tests.consume.queue import end_of
-from worker.errors import RedisUnavailable
+from tokenmill_schemas.job import Priority
+from tokenmill_worker.errors import RedisUnavailable
 
 pytestmark = pytest.mark.redis
 

@@ -7,10 +7,10 @@ import time
 
 import pytest
 
-from schemas.codec import decode_chunk
-from schemas.control import WorkerStatus
-from schemas.result import JobStatus
 from tests.consume.queue import Queue, end_of, token
+from tokenmill_schemas.codec import decode_chunk
+from tokenmill_schemas.control import WorkerStatus
+from tokenmill_schemas.result import JobStatus
 
 pytestmark = pytest.mark.redis
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from redis.exceptions import ResponseError
 
-from api_client.connections import SERVER_TROUBLE, Link, connect_async
-from api_client.scripts import Script
 from tests.consume.queue import Queue, token
 from tests.support.topologies import SentinelGroup
 from tests.support.valkey import ValkeyServer
-from worker.consume.held_connection import HeldConnection
+from tokenmill.connections import SERVER_TROUBLE, Link, connect_async
+from tokenmill.scripts import Script
+from tokenmill_worker.consume.held_connection import HeldConnection
 
 pytestmark = pytest.mark.redis
 

@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from api_client import AsyncClient, ClientOptions
-from schemas.result import JobStatus
 from tests.consume.queue import QUEUE, Queue, end_of
+from tokenmill import AsyncClient, ClientOptions
+from tokenmill_schemas.result import JobStatus
 
 pytestmark = pytest.mark.redis
 

@@ -5,17 +5,17 @@ import asyncio
 import msgspec
 import pytest
 
-from api_client import AsyncClient
-from schemas.chunk import Chunk
-from schemas.codec import encode
-from schemas.generation import FinishReason
-from schemas.result import JobStatus
 from tests.consume.queue import QUEUE, Queue
 from tests.publish.support import MODEL, event
 from tests.support.tokenizers import byte_level
-from worker.consume.admission import Admission
-from worker.jobs import Admitted, Finished
-from worker.publish.publisher import Publisher
+from tokenmill import AsyncClient
+from tokenmill_schemas.chunk import Chunk
+from tokenmill_schemas.codec import encode
+from tokenmill_schemas.generation import FinishReason
+from tokenmill_schemas.result import JobStatus
+from tokenmill_worker.consume.admission import Admission
+from tokenmill_worker.jobs import Admitted, Finished
+from tokenmill_worker.publish.publisher import Publisher
 
 pytestmark = pytest.mark.redis
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH

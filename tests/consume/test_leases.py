@@ -2,12 +2,12 @@
 
 import pytest
 
-from schemas.control import WorkerStatus
 from tests.consume.queue import Queue, appended, end_of, token
-from worker.consume.leases import LeaseKeeper
-from worker.consume.replies import HeartbeatReply
-from worker.errors import RedisUnavailable, Replaced
-from worker.jobs import AppendReply
+from tokenmill_schemas.control import WorkerStatus
+from tokenmill_worker.consume.leases import LeaseKeeper
+from tokenmill_worker.consume.replies import HeartbeatReply
+from tokenmill_worker.errors import RedisUnavailable, Replaced
+from tokenmill_worker.jobs import AppendReply
 
 
 class Clock:

@@ -4,13 +4,13 @@ import asyncio
 
 import pytest
 
-from schemas.chunk import Chunk
-from schemas.codec import decode_chunk, decode_result
-from schemas.generation import FinishReason
-from schemas.job import Priority
-from schemas.result import JobStatus
 from tests.consume.queue import Queue, appended, end_of, token
-from worker.jobs import Append, AppendReply
+from tokenmill_schemas.chunk import Chunk
+from tokenmill_schemas.codec import decode_chunk, decode_result
+from tokenmill_schemas.generation import FinishReason
+from tokenmill_schemas.job import Priority
+from tokenmill_schemas.result import JobStatus
+from tokenmill_worker.jobs import Append, AppendReply
 
 pytestmark = pytest.mark.redis
 OK, DUPLICATE, LOST, GAP, CANCELLED = (

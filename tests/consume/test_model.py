@@ -24,15 +24,15 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from api_client.errors import IdempotencyConflict
-from schemas.chunk import Chunk
-from schemas.control import WorkerStatus
-from schemas.generation import FinishReason
-from schemas.result import JobStatus
 from tests.consume.job_model import Job
 from tests.consume.queue import Queue, appended, close_queue, end_of, open_queue, token
-from worker.consume.job_stream import JobStream
-from worker.jobs import Append, AppendReply, Delivery
+from tokenmill.errors import IdempotencyConflict
+from tokenmill_schemas.chunk import Chunk
+from tokenmill_schemas.control import WorkerStatus
+from tokenmill_schemas.generation import FinishReason
+from tokenmill_schemas.result import JobStatus
+from tokenmill_worker.consume.job_stream import JobStream
+from tokenmill_worker.jobs import Append, AppendReply, Delivery
 
 pytestmark = pytest.mark.redis
 T = TypeVar("T")

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from schemas.generation import SamplingParams
-from schemas.job import JobRequest, Message
 from tests.publish.support import MODEL, Clock, delivery_of
 from tests.support.tokenizers import byte_level
-from worker.consume.admission import Admission
-from worker.jobs import Admitted, Finished
-from worker.naming import naming_problems
-from worker.text.tokenizer import Tokenizer
+from tokenmill_schemas.generation import SamplingParams
+from tokenmill_schemas.job import JobRequest, Message
+from tokenmill_worker.consume.admission import Admission
+from tokenmill_worker.jobs import Admitted, Finished
+from tokenmill_worker.naming import naming_problems
+from tokenmill_worker.text.tokenizer import Tokenizer
 
 
 @pytest.fixture

@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from schemas.control import WorkerStatus
 from tests.consume.queue import Queue
-from worker.consume.job_stream import JobStream
+from tokenmill_schemas.control import WorkerStatus
+from tokenmill_worker.consume.job_stream import JobStream
 
 pytestmark = pytest.mark.redis
 LEASE_S = 0.5

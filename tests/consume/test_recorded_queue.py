@@ -6,10 +6,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from schemas.codec import decode_chunk
-from schemas.control import WorkerStatus
 from tests.consume.queue import end_of
 from tests.schemas.recording import FOLDER
+from tokenmill_schemas.codec import decode_chunk
+from tokenmill_schemas.control import WorkerStatus
 
 pytestmark = pytest.mark.redis
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from api_client.scripts import REDRIVE, call_async
-from schemas.codec import decode_request
-from schemas.result import JobStatus
 from tests.consume.queue import Queue, end_of
+from tokenmill.scripts import REDRIVE, call_async
+from tokenmill_schemas.codec import decode_request
+from tokenmill_schemas.result import JobStatus
 
 pytestmark = pytest.mark.redis
 

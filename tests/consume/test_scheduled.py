@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from api_client import QueueFull
 from tests.consume.queue import Queue, end_of
-from worker.queue_watch import QueueWatch, queue_readings
+from tokenmill import QueueFull
+from tokenmill_worker.queue_watch import QueueWatch, queue_readings
 
 pytestmark = pytest.mark.redis
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from api_client import InvalidRequest
-from schemas.result import JobStatus
 from tests.consume.queue import Queue, end_of, token
+from tokenmill import InvalidRequest
+from tokenmill_schemas.result import JobStatus
 
 pytestmark = pytest.mark.redis
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from schemas.codec import decode_chunk
-from schemas.control import WorkerStatus
 from tests.consume.queue import Queue, appended, token
-from worker.errors import RedisUnavailable
-from worker.jobs import Append, AppendReply
+from tokenmill_schemas.codec import decode_chunk
+from tokenmill_schemas.control import WorkerStatus
+from tokenmill_worker.errors import RedisUnavailable
+from tokenmill_worker.jobs import Append, AppendReply
 
 pytestmark = pytest.mark.redis
 OK, LOST, GAP = AppendReply.OK, AppendReply.LOST, AppendReply.GAP

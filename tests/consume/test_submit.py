@@ -7,12 +7,12 @@ from typing import Any
 import msgpack
 import pytest
 
-from api_client import AsyncClient, Client, ClientOptions, IdempotencyConflict, InvalidRequest, QueueFull, RateLimited
-from api_client.effects import Program, RunScript
-from api_client.requests import build_request
-from api_client.scripts import SUBMIT
-from schemas.keys import GROUP
 from tests.consume.queue import QUEUE, Queue, end_of
+from tokenmill import AsyncClient, Client, ClientOptions, IdempotencyConflict, InvalidRequest, QueueFull, RateLimited
+from tokenmill.effects import Program, RunScript
+from tokenmill.requests import build_request
+from tokenmill.scripts import SUBMIT
+from tokenmill_schemas.keys import GROUP
 
 pytestmark = pytest.mark.redis
 

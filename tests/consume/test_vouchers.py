@@ -9,15 +9,15 @@ import msgpack
 import msgspec
 import pytest
 
-from schemas.chunk import Chunk
-from schemas.codec import decode_chunk
-from schemas.control import WorkerStatus
-from schemas.generation import FinishReason
 from tests.consume.queue import Queue, appended, end_of, token
-from worker.consume.append_calls import AppendCalls
-from worker.consume.job_stream import JobStream
-from worker.errors import RedisUnavailable
-from worker.jobs import Append, AppendReply, Delivery
+from tokenmill_schemas.chunk import Chunk
+from tokenmill_schemas.codec import decode_chunk
+from tokenmill_schemas.control import WorkerStatus
+from tokenmill_schemas.generation import FinishReason
+from tokenmill_worker.consume.append_calls import AppendCalls
+from tokenmill_worker.consume.job_stream import JobStream
+from tokenmill_worker.errors import RedisUnavailable
+from tokenmill_worker.jobs import Append, AppendReply, Delivery
 
 pytestmark = pytest.mark.redis
 OK, DUPLICATE, LOST, GAP, CANCELLED = (

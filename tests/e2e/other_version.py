@@ -13,11 +13,11 @@ from typing import Any
 
 import msgpack
 
-from api_client.scripts import Argument, Script
 from tests.support.worker import settings, thread_host
-from worker.app import Worker
-from worker.consume.job_stream import JobStream
-from worker.jobs import Delivery
+from tokenmill.scripts import Argument, Script
+from tokenmill_worker.app import Worker
+from tokenmill_worker.consume.job_stream import JobStream
+from tokenmill_worker.jobs import Delivery
 
 LEAST = {"job_id", "index", "token_ids", "text", "choice", "finish_reason", "status", "usage", "error", "choices"}
 LEAST |= {"text_ends", "code", "message", "worker_id", "prompt_tokens", "cached_tokens", "completion_tokens"}

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from api_client import AsyncClient, Client, scripts
-from api_client.scripts import Script
-from schemas.result import JobStatus
 from tests.support.topologies import ValkeyCluster
 from tests.support.valkey import ValkeyServer
 from tests.support.worker import QUEUE, database_url, running_worker
-from worker.consume import scripts as worker_scripts
+from tokenmill import AsyncClient, Client, scripts
+from tokenmill.scripts import Script
+from tokenmill_schemas.result import JobStatus
+from tokenmill_worker.consume import scripts as worker_scripts
 
 pytestmark = pytest.mark.redis
 
@@ -109,7 +109,7 @@ async def test_all_work_is_allowed_in_a_cluster(guarded_cluster: ValkeyCluster, 
 CONNECTION = {"auth", "hello", "ping", "select", "client|setname", "client|setinfo"}
 CLUSTER = {"command", "cluster|slots", "asking"}
 PUBSUB = {"subscribe", "unsubscribe", "ssubscribe", "sunsubscribe"}
-SOURCES = [path.read_text("utf-8") for path in (ROOT / "api_client").glob("*.py")]
+SOURCES = [path.read_text("utf-8") for path in (ROOT / "api_client" / "tokenmill").glob("*.py")]
 # What the clients send beside scripts, as in `("HGETALL", key)`.
 LOOKING = {
     "|".join(part.lower() for part in words if part)

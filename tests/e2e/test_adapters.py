@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from schemas.result import JobStatus
 from tests.engine.lora.support import save_adapter
 from tests.engine.truth import tiny_models
 from tests.support.worker import client_of, database_url, running_worker
+from tokenmill_schemas.result import JobStatus
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(240)]
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.redis, pytest.mark.timeout(240)]
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """Save a tiny model with the tokenizer of the model-free engine, whose ids fit."""
-    from worker.engine.synthetic import TOKENIZER
+    from tokenmill_worker.engine.synthetic import TOKENIZER
 
     folder = tiny_models.save("llama", tmp_path / "base")
     for file in TOKENIZER.glob("tokenizer*.json"):

@@ -4,12 +4,12 @@ import msgpack
 import pytest
 from redis.asyncio import Redis
 
-from api_client.errors import InvalidRequest
-from schemas.codec import encode
-from schemas.job import JobRequest
-from schemas.keys import Keys
-from schemas.result import JobStatus
 from tests.support.worker import QUEUE, client_of, database_url, running_worker
+from tokenmill.errors import InvalidRequest
+from tokenmill_schemas.codec import encode
+from tokenmill_schemas.job import JobRequest
+from tokenmill_schemas.keys import Keys
+from tokenmill_schemas.result import JobStatus
 
 pytestmark = pytest.mark.redis
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from schemas.result import JobStatus
 from tests.support.waiting import until
 from tests.support.worker import client_of, database_url, running_worker
+from tokenmill_schemas.result import JobStatus
 
 pytestmark = pytest.mark.redis
 

@@ -6,12 +6,12 @@ import msgpack
 import pytest
 from redis.asyncio import Redis
 
-from api_client.errors import InvalidRequest
-from schemas.job import Priority
-from schemas.keys import Keys
-from schemas.result import JobStatus
 from tests.fuzz.test_fuzz import BOMBS
 from tests.support.worker import QUEUE, client_of, database_url, running_worker
+from tokenmill.errors import InvalidRequest
+from tokenmill_schemas.job import Priority
+from tokenmill_schemas.keys import Keys
+from tokenmill_schemas.result import JobStatus
 
 pytestmark = pytest.mark.redis
 

@@ -20,7 +20,7 @@ class Shell:
         """Run `tokenmill ARGUMENTS`; return (status, standard output, standard error)."""
         environment = {**os.environ, **self.where, "COLUMNS": "160", **variables}  # noqa: TID251 - the child's
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "api_client.cli", *arguments, env=environment,
+            sys.executable, "-m", "tokenmill.cli", *arguments, env=environment,
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip
         out, error = await asyncio.wait_for(process.communicate(), 60)

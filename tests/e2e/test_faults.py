@@ -6,14 +6,14 @@ import signal
 
 import pytest
 
-from schemas.job import RetryPolicy
-from schemas.result import JobStatus
 from tests.support.worker import client_of, database_url, running_worker, settings
-from worker.app import Worker
-from worker.engine.engine import Engine
-from worker.engine.host import EngineThread
-from worker.engine.synthetic import SyntheticRunner
-from worker.publish.publisher import Publisher
+from tokenmill_schemas.job import RetryPolicy
+from tokenmill_schemas.result import JobStatus
+from tokenmill_worker.app import Worker
+from tokenmill_worker.engine.engine import Engine
+from tokenmill_worker.engine.host import EngineThread
+from tokenmill_worker.engine.synthetic import SyntheticRunner
+from tokenmill_worker.publish.publisher import Publisher
 
 pytestmark = pytest.mark.redis
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import typer
 
-from api_client.cli import app
 from tests.support.worker import QUEUE, database_url, running_worker
+from tokenmill.cli import app
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "ops" / "guides").glob("*.md"))]

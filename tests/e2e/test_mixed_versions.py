@@ -8,9 +8,9 @@ import sys
 import pytest
 from redis.asyncio import Redis
 
-from schemas.result import JobStatus
 from tests.e2e.other_version import rewritten
 from tests.support.worker import client_of, database_url
+from tokenmill_schemas.result import JobStatus
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from schemas.result import JobStatus
 from tests.support.worker import client_of, database_url, running_worker, settings, thread_host
-from worker.app import Worker
-from worker.errors import Replaced
+from tokenmill_schemas.result import JobStatus
+from tokenmill_worker.app import Worker
+from tokenmill_worker.errors import Replaced
 
 pytestmark = pytest.mark.redis
 

@@ -6,9 +6,9 @@ import pytest
 import sqlalchemy
 from redis.asyncio import Redis
 
-from schemas.generation import FinishReason
-from schemas.result import JobStatus
 from tests.support.worker import client_of, database_url, running_worker
+from tokenmill_schemas.generation import FinishReason
+from tokenmill_schemas.result import JobStatus
 
 pytestmark = pytest.mark.redis
 

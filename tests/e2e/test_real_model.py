@@ -2,8 +2,8 @@
 
 import pytest
 
-from schemas.result import JobStatus
 from tests.support.worker import client_of, database_url, running_worker
+from tokenmill_schemas.result import JobStatus
 
 pytestmark = [pytest.mark.redis, pytest.mark.model, pytest.mark.timeout(300)]
 
@@ -15,7 +15,7 @@ def expected_answers(max_tokens):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from worker.engine.model.store import resolve
+    from tokenmill_worker.engine.model.store import resolve
 
     path = resolve("smollm2-135m-instruct")
     tokenizer = AutoTokenizer.from_pretrained(path)

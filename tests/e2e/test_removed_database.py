@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import sqlalchemy
 
-from schemas.result import JobStatus
 from tests.chaos.test_dependencies_sql import health
 from tests.support.waiting import until
 from tests.support.worker import client_of, database_url, running_worker
-from worker.embedded import free_port
-from worker.record import migrate
+from tokenmill_schemas.result import JobStatus
+from tokenmill_worker.embedded import free_port
+from tokenmill_worker.record import migrate
 
 pytestmark = pytest.mark.redis
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from api_client import AsyncClient
-from api_client.connections import connect_async
-from schemas.chunk import Chunk
 from tests.support.worker import client_of, database_url, running_worker
+from tokenmill import AsyncClient
+from tokenmill.connections import connect_async
+from tokenmill_schemas.chunk import Chunk
 
 pytestmark = pytest.mark.redis
 

@@ -4,9 +4,9 @@ import msgpack
 import pytest
 from redis.asyncio import Redis
 
-from schemas.codec import encode
-from schemas.job import JobRequest
 from tests.support.worker import client_of, database_url, running_worker
+from tokenmill_schemas.codec import encode
+from tokenmill_schemas.job import JobRequest
 
 pytestmark = pytest.mark.redis
 

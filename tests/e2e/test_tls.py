@@ -15,15 +15,15 @@ from urllib.parse import quote
 import psycopg
 import pytest
 
-from api_client import AsyncClient, Client
-from api_client.errors import QueueUnavailable
-from api_client.sql import SqlResults
-from schemas.result import JobStatus
 from tests.support.postgres import PostgresServer
 from tests.support.tls import Authority, tls_front
 from tests.support.worker import QUEUE, database_url, running_worker, settings, thread_host
-from worker.app import Worker
-from worker.record import migrate
+from tokenmill import AsyncClient, Client
+from tokenmill.errors import QueueUnavailable
+from tokenmill.sql import SqlResults
+from tokenmill_schemas.result import JobStatus
+from tokenmill_worker.app import Worker
+from tokenmill_worker.record import migrate
 
 pytestmark = pytest.mark.redis
 

@@ -9,10 +9,10 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from api_client import Client
-from schemas.result import JobStatus
 from tests.support.worker import client_of, database_url, running_worker
-from worker.embedded import EmbeddedValkey
+from tokenmill import Client
+from tokenmill_schemas.result import JobStatus
+from tokenmill_worker.embedded import EmbeddedValkey
 
 pytestmark = pytest.mark.redis
 

@@ -9,10 +9,10 @@ import os
 import signal
 import sys
 
-from schemas.generation import SamplingParams
-from worker.engine.config import EngineConfig
-from worker.engine.host import EngineDied, EngineProcess
-from worker.engine.types import GenerationRequest
+from tokenmill_schemas.generation import SamplingParams
+from tokenmill_worker.engine.config import EngineConfig
+from tokenmill_worker.engine.host import EngineDied, EngineProcess
+from tokenmill_worker.engine.types import GenerationRequest
 
 COUNT = 50
 

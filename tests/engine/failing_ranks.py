@@ -15,13 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from worker.engine import Engine, EngineConfig, SamplingParams
-from worker.engine.faults import EngineError
-from worker.engine.model.paged import PagedStep
-from worker.engine.parallel import LeadingRunner, follow
-from worker.engine.ranks import Ranks
-from worker.engine.runner import ModelRunner
-from worker.engine.runner_inputs import StepInputs
+from tokenmill_worker.engine import Engine, EngineConfig, SamplingParams
+from tokenmill_worker.engine.faults import EngineError
+from tokenmill_worker.engine.model.paged import PagedStep
+from tokenmill_worker.engine.parallel import LeadingRunner, follow
+from tokenmill_worker.engine.ranks import Ranks
+from tokenmill_worker.engine.runner import ModelRunner
+from tokenmill_worker.engine.runner_inputs import StepInputs
 
 
 class _Fails(ModelRunner):

@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from schemas.generation import SamplingParams
-from worker.engine.config import CacheConfig
-from worker.engine.plan import ScheduledSequence, StepOutput, StepPlan
-from worker.engine.sequence import Sequence
+from tokenmill_schemas.generation import SamplingParams
+from tokenmill_worker.engine.config import CacheConfig
+from tokenmill_worker.engine.plan import ScheduledSequence, StepOutput, StepPlan
+from tokenmill_worker.engine.sequence import Sequence
 
 
 def make_sequence(name: str, prompt: Iterable[int], max_tokens: int, **params: object) -> Sequence:

@@ -3,7 +3,7 @@
 import json
 import sys
 
-from worker.engine import Engine, EngineConfig, SamplingParams
+from tokenmill_worker.engine import Engine, EngineConfig, SamplingParams
 
 
 def main(path: str, jobs: str) -> None:

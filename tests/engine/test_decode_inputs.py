@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from schemas.generation import SamplingParams
-from worker.engine.config import CacheConfig, LayerGroup
-from worker.engine.plan import ScheduledSequence, StepPlan
-from worker.engine.runner_inputs import InputBuilder, StepInputs
-from worker.engine.sequence import NULL_BLOCK, Sequence
+from tokenmill_schemas.generation import SamplingParams
+from tokenmill_worker.engine.config import CacheConfig, LayerGroup
+from tokenmill_worker.engine.plan import ScheduledSequence, StepPlan
+from tokenmill_worker.engine.runner_inputs import InputBuilder, StepInputs
+from tokenmill_worker.engine.sequence import NULL_BLOCK, Sequence
 
 SIZE = 4
 CONFIG = CacheConfig(SIZE, (LayerGroup((0,), 1, 8), LayerGroup((1,), 1, 8, window=6)), (1000, 1000), (0, 0))

@@ -2,12 +2,12 @@
 
 import pytest
 
-from schemas.generation import FinishReason, SamplingParams
-from worker.engine import Engine, EngineConfig, EngineConfigError, GenerationRequest, RequestError
-from worker.engine.faults import EngineError, is_device_lost
-from worker.engine.loop import EngineLoop
-from worker.engine.mailbox import Mailbox, Ready, Stop
-from worker.engine.synthetic import END_OF_TEXT, SyntheticRunner
+from tokenmill_schemas.generation import FinishReason, SamplingParams
+from tokenmill_worker.engine import Engine, EngineConfig, EngineConfigError, GenerationRequest, RequestError
+from tokenmill_worker.engine.faults import EngineError, is_device_lost
+from tokenmill_worker.engine.loop import EngineLoop
+from tokenmill_worker.engine.mailbox import Mailbox, Ready, Stop
+from tokenmill_worker.engine.synthetic import END_OF_TEXT, SyntheticRunner
 
 GREEDY = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
 
@@ -212,7 +212,7 @@ def test_adding_requests_together_takes_a_time_that_grows_with_their_number():
 @pytest.mark.parametrize("max_model_len", [None, 4096])
 def test_a_pinned_pool_cuts_the_longest_sequence_and_says_so(max_model_len, caplog):
     """A job that sets no max_tokens gets what is left of the engine's length: that must fit the pool."""
-    with caplog.at_level("INFO", "worker.engine"):
+    with caplog.at_level("INFO", "tokenmill_worker.engine"):
         engine = Engine.load(EngineConfig(model="synthetic", num_blocks=64, block_size=16, max_model_len=max_model_len))
     assert "the longest sequence has 1009 tokens, not 4096" in caplog.text
     reports = []

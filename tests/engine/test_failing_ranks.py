@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from worker.embedded import free_port
+from tokenmill_worker.embedded import free_port
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("accelerate")

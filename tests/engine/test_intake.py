@@ -2,9 +2,9 @@
 
 import pytest
 
-from schemas.generation import SamplingParams
-from worker.engine.intake import Intake, choice_seed
-from worker.engine.types import GenerationRequest, RequestError
+from tokenmill_schemas.generation import SamplingParams
+from tokenmill_worker.engine.intake import Intake, choice_seed
+from tokenmill_worker.engine.types import GenerationRequest, RequestError
 
 
 def admit(prompt=(1, 2, 3), **params):

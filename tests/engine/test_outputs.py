@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
-from schemas.generation import FinishReason
-from worker.engine.outputs import Outputs
-from worker.engine.types import TokenEvent
+from tokenmill_schemas.generation import FinishReason
+from tokenmill_worker.engine.outputs import Outputs
+from tokenmill_worker.engine.types import TokenEvent
 
 
 def event(request_id="a", choice=0, tokens=(), reason=None, cached=0):

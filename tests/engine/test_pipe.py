@@ -8,8 +8,8 @@ from typing import NoReturn
 import msgspec
 import pytest
 
-from worker.engine.mailbox import Broken, Progress, Report
-from worker.engine.pipe import LENGTH_BYTES, Frames, Outlet
+from tokenmill_worker.engine.mailbox import Broken, Progress, Report
+from tokenmill_worker.engine.pipe import LENGTH_BYTES, Frames, Outlet
 
 
 def fail() -> NoReturn:

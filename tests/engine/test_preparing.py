@@ -5,9 +5,9 @@ from concurrent.futures import Future
 
 import pytest
 
-from schemas.generation import FinishReason, ResponseFormat, SamplingParams
-from worker.engine import Engine, EngineConfig, GenerationRequest, RequestError
-from worker.engine.synthetic import SyntheticRunner
+from tokenmill_schemas.generation import FinishReason, ResponseFormat, SamplingParams
+from tokenmill_worker.engine import Engine, EngineConfig, GenerationRequest, RequestError
+from tokenmill_worker.engine.synthetic import SyntheticRunner
 
 STRUCTURED = SamplingParams(max_tokens=5, response_format=ResponseFormat(regex="a"))
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from tests.engine.support import ChunkingPlanner, make_sequence
-from worker.engine.config import EngineConfig, EngineConfigError
-from worker.engine.plan import BlockCopy, ScheduledSequence, StepPlan
-from worker.engine.runner import ModelRunner, _resolved
-from worker.engine.sequence import Sequence
+from tokenmill_worker.engine.config import EngineConfig, EngineConfigError
+from tokenmill_worker.engine.plan import BlockCopy, ScheduledSequence, StepPlan
+from tokenmill_worker.engine.runner import ModelRunner, _resolved
+from tokenmill_worker.engine.sequence import Sequence
 
 
 def load(folder: Path, **changes: object) -> ModelRunner:

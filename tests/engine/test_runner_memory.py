@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from tests.engine.truth import tiny_models
-from worker.engine import machine, runner_memory
-from worker.engine.attention.reference import ReferenceAttention
-from worker.engine.config import EngineConfig
-from worker.engine.model.loader import load_model
+from tokenmill_worker.engine import machine, runner_memory
+from tokenmill_worker.engine.attention.reference import ReferenceAttention
+from tokenmill_worker.engine.config import EngineConfig
+from tokenmill_worker.engine.model.loader import load_model
 
 
 def test_free_memory_is_what_the_kernel_says(tmp_path: Path) -> None:

@@ -6,15 +6,15 @@ from collections.abc import Callable
 
 import pytest
 
-from schemas.generation import FinishReason, SamplingParams
 from tests.engine.scheduler.loop import Clock, make_cache, make_sequence
-from worker.engine import Engine, EngineConfig, GenerationRequest
-from worker.engine.faults import EngineError, StepsFailError
-from worker.engine.plan import StepOutput, StepPlan
-from worker.engine.scheduler import Scheduler
-from worker.engine.stepping import MAX_FAILED_REQUESTS, Steps
-from worker.engine.synthetic import SyntheticRunner
-from worker.engine.types import TokenEvent
+from tokenmill_schemas.generation import FinishReason, SamplingParams
+from tokenmill_worker.engine import Engine, EngineConfig, GenerationRequest
+from tokenmill_worker.engine.faults import EngineError, StepsFailError
+from tokenmill_worker.engine.plan import StepOutput, StepPlan
+from tokenmill_worker.engine.scheduler import Scheduler
+from tokenmill_worker.engine.stepping import MAX_FAILED_REQUESTS, Steps
+from tokenmill_worker.engine.synthetic import SyntheticRunner
+from tokenmill_worker.engine.types import TokenEvent
 
 NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
 

@@ -8,14 +8,14 @@ import sys
 import pytest
 from transformers import AutoTokenizer
 
-from worker.engine.config import EngineConfig
-from worker.engine.synthetic import END_OF_TEXT, TOKENIZER, SyntheticRunner
-from worker.text.tokenizer import Tokenizer
+from tokenmill_worker.engine.config import EngineConfig
+from tokenmill_worker.engine.synthetic import END_OF_TEXT, TOKENIZER, SyntheticRunner
+from tokenmill_worker.text.tokenizer import Tokenizer
 
 DIES = """
 import os, signal
-from worker.engine.config import EngineConfig
-from worker.engine.synthetic import SyntheticRunner
+from tokenmill_worker.engine.config import EngineConfig
+from tokenmill_worker.engine.synthetic import SyntheticRunner
 
 runner = SyntheticRunner.load(EngineConfig(model="synthetic"))
 assert (runner.model_path / "tokenizer.json").exists()
@@ -25,8 +25,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 LOADS = """
 import sys
-from worker.engine.synthetic import TOKENIZER
-from worker.text.tokenizer import Tokenizer
+from tokenmill_worker.engine.synthetic import TOKENIZER
+from tokenmill_worker.text.tokenizer import Tokenizer
 
 print(Tokenizer.load(TOKENIZER).encode("Grüße", special=True), "torch" in sys.modules)
 """

@@ -7,11 +7,11 @@ import pytest
 
 pytest.importorskip("torch")
 
-from schemas.generation import SamplingParams
 from tests.engine.scheduler.loop import Loop, make_cache, make_sequence
-from worker.engine.parallel import Step, Telling, rebuild
-from worker.engine.plan import StepPlan
-from worker.engine.sequence import Sequence
+from tokenmill_schemas.generation import SamplingParams
+from tokenmill_worker.engine.parallel import Step, Telling, rebuild
+from tokenmill_worker.engine.plan import StepPlan
+from tokenmill_worker.engine.sequence import Sequence
 
 
 def told(telling: Telling, plan: StepPlan, others: dict[int, Sequence]) -> tuple[StepPlan, int]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from worker.embedded import free_port
+from tokenmill_worker.embedded import free_port
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("accelerate")
@@ -31,7 +31,7 @@ def model_path(tmp_path_factory):
 
 
 def generated_alone(path):
-    from worker.engine import Engine, EngineConfig, SamplingParams
+    from tokenmill_worker.engine import Engine, EngineConfig, SamplingParams
 
     config = EngineConfig(model=str(path), dtype="float32", device="cpu", num_blocks=256, block_size=4, num_threads=1)
     engine = Engine.load(config)
@@ -54,7 +54,7 @@ def test_two_ranks_equal_one(model_path):
 
 
 def test_without_torchrun_it_says_so(model_path):
-    from worker.engine import Engine, EngineConfig, EngineConfigError
+    from tokenmill_worker.engine import Engine, EngineConfig, EngineConfigError
 
     with pytest.raises(EngineConfigError, match="torchrun"):
         Engine.load(EngineConfig(model=str(model_path), device="cpu", tensor_parallel=True))

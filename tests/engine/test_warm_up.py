@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from tests.engine.lora.support import engine_with, greedy
-from worker.engine import Engine
-from worker.engine.loop import EngineLoop
-from worker.engine.mailbox import Broken, Mailbox, Progress, Ready, Report, Stop, Submit
-from worker.engine.plan import StepOutput, StepPlan
-from worker.engine.types import GenerationRequest
+from tokenmill_worker.engine import Engine
+from tokenmill_worker.engine.loop import EngineLoop
+from tokenmill_worker.engine.mailbox import Broken, Mailbox, Progress, Ready, Report, Stop, Submit
+from tokenmill_worker.engine.plan import StepOutput, StepPlan
+from tokenmill_worker.engine.types import GenerationRequest
 
 PROMPT = list(range(5, 25))
 

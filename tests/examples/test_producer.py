@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from api_client.scripts import SUBMIT
 from tests.support.browser import EXAMPLES, NodeUnavailable, node
 from tests.support.lifecycle import missing
 from tests.support.waiting import until
 from tests.support.worker import QUEUE, client_of, running_worker
+from tokenmill.scripts import SUBMIT
 
 pytestmark = pytest.mark.redis
 
@@ -106,7 +106,7 @@ def test_a_copy_says_what_it_needs_and_runs_with_it(tmp_path: Path, redis_url: s
     assert done.returncode == 1
     assert len(done.stderr.splitlines()) == 1
     assert "needs tokenmill's scripts common.lua, submit.lua and cancel.lua: name their folder" in done.stderr
-    lua = str(EXAMPLES.parents[1] / "api_client" / "lua")
+    lua = str(EXAMPLES.parents[1] / "api_client" / "tokenmill" / "lua")
     for done in (run_producer(copy, *wanted, "--lua", lua), run_producer(copy, *wanted, TOKENMILL_LUA=lua)):
         assert "no job none" in done.stderr
 
@@ -207,6 +207,7 @@ async def test_without_a_queue_nothing_is_submitted(redis_url: str) -> None:
 def test_the_scripts_it_joins_are_ours() -> None:
     """Common helpers, one line feed, the script: the SHA-1 of any other text would be another script's."""
     text = "\n".join(
-        (EXAMPLES.parents[1] / "api_client" / "lua" / f"{name}.lua").read_text() for name in ("common", "submit")
+        (EXAMPLES.parents[1] / "api_client" / "tokenmill" / "lua" / f"{name}.lua").read_text()
+        for name in ("common", "submit")
     )
     assert text == SUBMIT.text

@@ -19,7 +19,14 @@ import msgspec
 
 from tests.fuzz.driver import Finding, Report, limit_memory, run_guided, run_seeded
 
-INSTRUMENTED = ["schemas", "api_client", "worker.consume", "worker.text", "worker.engine", "worker.outcome"]
+INSTRUMENTED = [
+    "tokenmill_schemas",
+    "tokenmill",
+    "tokenmill_worker.consume",
+    "tokenmill_worker.text",
+    "tokenmill_worker.engine",
+    "tokenmill_worker.outcome",
+]
 
 
 def main(arguments: list[str] | None = None) -> int:

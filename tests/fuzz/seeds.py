@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import msgspec
 
-from api_client.records import FIELDS
-from schemas.chunk import Chunk
-from schemas.codec import encode
-from schemas.generation import FinishReason, SamplingParams, TokenLogprob
-from schemas.job import JobRequest, Message
 from tests.fuzz.mutation import pack
 from tests.publish.support import CREATED_MS
 from tests.schemas.samples import LOGPROBS, RESULT, SAMPLES, USAGE
-from worker.engine.mailbox import Broken, Cancel, Command, Frame, Progress, Ready, Report, ResetCache, Stop, Submit
-from worker.engine.types import Capacity, EngineStats, GenerationRequest, TokenEvent
+from tokenmill.records import FIELDS
+from tokenmill_schemas.chunk import Chunk
+from tokenmill_schemas.codec import encode
+from tokenmill_schemas.generation import FinishReason, SamplingParams, TokenLogprob
+from tokenmill_schemas.job import JobRequest, Message
+from tokenmill_worker.engine.mailbox import (
+    Broken,
+    Cancel,
+    Command,
+    Frame,
+    Progress,
+    Ready,
+    Report,
+    ResetCache,
+    Stop,
+    Submit,
+)
+from tokenmill_worker.engine.types import Capacity, EngineStats, GenerationRequest, TokenEvent
 
 
 def messages_of(prefix: str) -> list[bytes]:

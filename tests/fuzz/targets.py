@@ -13,17 +13,6 @@ from typing import Any
 
 import msgspec
 
-from api_client.connections import parse_url
-from api_client.cursor import StreamCursor
-from api_client.errors import ConfigurationError, InvalidRequest, UnreadableRecord
-from api_client.queue_programs import read_dead, read_status
-from api_client.records import FIELDS, read_depth, read_log, read_record
-from api_client.requests import build_request
-from schemas import codec
-from schemas.codec import DecodeError, encode
-from schemas.control import WorkerStatus
-from schemas.generation import SamplingParams
-from schemas.keys import Keys, queue_of
 from tests.fuzz.mutation import pack, unpack
 from tests.fuzz.seeds import (
     admission_seeds,
@@ -37,15 +26,26 @@ from tests.fuzz.seeds import (
 )
 from tests.publish.support import CREATED_MS, MODEL, Clock
 from tests.support.tokenizers import byte_level
-from worker.consume.admission import Admission
-from worker.consume.replies import read_delivery
-from worker.engine.intake import Intake
-from worker.engine.mailbox import FrameError, read_command, read_report
-from worker.engine.types import GenerationRequest, RequestError
-from worker.jobs import Admitted, Delivery, Finished
-from worker.text.answer import Answer
-from worker.text.replay import EndRules, LogCorrupt, replay
-from worker.text.replay import read_log as read_worker_log
+from tokenmill.connections import parse_url
+from tokenmill.cursor import StreamCursor
+from tokenmill.errors import ConfigurationError, InvalidRequest, UnreadableRecord
+from tokenmill.queue_programs import read_dead, read_status
+from tokenmill.records import FIELDS, read_depth, read_log, read_record
+from tokenmill.requests import build_request
+from tokenmill_schemas import codec
+from tokenmill_schemas.codec import DecodeError, encode
+from tokenmill_schemas.control import WorkerStatus
+from tokenmill_schemas.generation import SamplingParams
+from tokenmill_schemas.keys import Keys, queue_of
+from tokenmill_worker.consume.admission import Admission
+from tokenmill_worker.consume.replies import read_delivery
+from tokenmill_worker.engine.intake import Intake
+from tokenmill_worker.engine.mailbox import FrameError, read_command, read_report
+from tokenmill_worker.engine.types import GenerationRequest, RequestError
+from tokenmill_worker.jobs import Admitted, Delivery, Finished
+from tokenmill_worker.text.answer import Answer
+from tokenmill_worker.text.replay import EndRules, LogCorrupt, replay
+from tokenmill_worker.text.replay import read_log as read_worker_log
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,13 +6,13 @@ import sys
 import msgpack
 import pytest
 
-from schemas.bounds import HARMLESS_BYTES
-from schemas.codec import DecodeError, decode_request, encode
-from schemas.job import JobRequest
 from tests.fuzz.__main__ import main
 from tests.fuzz.driver import Finding, run_seeded
 from tests.fuzz.mutation import pack
 from tests.fuzz.targets import Target, targets
+from tokenmill_schemas.bounds import HARMLESS_BYTES
+from tokenmill_schemas.codec import DecodeError, decode_request, encode
+from tokenmill_schemas.job import JobRequest
 
 ALL = targets()
 INPUTS = 500

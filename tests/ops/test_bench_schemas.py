@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from ops.benchmarks.schemas import TYPED, count, is_broken
-from schemas.generation import ResponseFormat
 from tests.engine.sampling.test_structured import EOS, VOCAB
-from worker.engine.sampling import GrammarCompiler
+from tokenmill_schemas.generation import ResponseFormat
+from tokenmill_worker.engine.sampling import GrammarCompiler
 
 EARLIER: list[dict[str, Any]] = [
     {"$schema": f"http://json-schema.org/{draft}/schema#", **schema}

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 
-from worker.settings import Settings, load_settings
+from tokenmill_worker.settings import Settings, load_settings
 
 ROOT = Path(__file__).parents[2]
 

@@ -17,10 +17,10 @@ import yaml
 from tests.support.promql import Catalogue, Unresolved
 from tests.support.valkey import ValkeyServer
 from tests.support.worker import client_of, database_url, running_worker
-from worker.settings import load_settings
-from worker.tasks.app import build_app
-from worker.tasks.desk import Desk
-from worker.tasks.watch import TasksWatch
+from tokenmill_worker.settings import load_settings
+from tokenmill_worker.tasks.app import build_app
+from tokenmill_worker.tasks.desk import Desk
+from tokenmill_worker.tasks.watch import TasksWatch
 
 pytestmark = pytest.mark.redis
 OPS = Path(__file__).parents[2] / "ops"

@@ -10,13 +10,13 @@ from typing import Any
 import msgpack
 import pytest
 
-import api_client
-from api_client import AsyncClient, Client
-from api_client.requests import fingerprint
+import tokenmill
 from ops import reference, reference_bytes
-from schemas.codec import decode_chunk, decode_control, decode_request, decode_result, decode_status
-from schemas.keys import Keys
-from schemas.validation import problems
+from tokenmill import AsyncClient, Client
+from tokenmill.requests import fingerprint
+from tokenmill_schemas.codec import decode_chunk, decode_control, decode_request, decode_result, decode_status
+from tokenmill_schemas.keys import Keys
+from tokenmill_schemas.validation import problems
 
 GUIDES = Path(__file__).parents[2] / "ops" / "guides"
 PROTOCOL = (GUIDES / "protocol.md").read_text(encoding="utf-8")
@@ -76,7 +76,7 @@ def test_the_client_s_guide_names_every_call_and_error() -> None:
     sync, both = calls_of(Client), calls_of(Client) & calls_of(AsyncClient)
     assert len(sync) - len(both) <= 1  # what performs the programs is no call
     missing = {name for name in both if f"`{name}" not in text and f".{name}(" not in text}
-    missing |= {name for name in api_client.__all__ if f"`{name}" not in text}
+    missing |= {name for name in tokenmill.__all__ if f"`{name}" not in text}
     assert missing == set()
 
 

@@ -13,8 +13,8 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
-from worker.settings import Settings, load_settings
-from worker.telemetry import WatchServer
+from tokenmill_worker.settings import Settings, load_settings
+from tokenmill_worker.telemetry import WatchServer
 
 FOLDER = Path(__file__).parents[2] / "ops" / "k8s"
 KUSTOMIZATION: dict[str, Any] = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())

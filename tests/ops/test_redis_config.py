@@ -13,15 +13,15 @@ from kombu.connection import Connection
 from kombu.entity import Exchange, Queue
 from kombu.message import Message
 
-from api_client import Client
-from schemas.chunk import Chunk
-from schemas.control import WorkerStatus
-from schemas.generation import FinishReason
-from schemas.keys import Keys
-from schemas.result import JobResult, JobStatus
 from tests.support.valkey import ValkeyServer
-from worker.consume.job_stream import JobStream
-from worker.jobs import Append, Finished
+from tokenmill import Client
+from tokenmill_schemas.chunk import Chunk
+from tokenmill_schemas.control import WorkerStatus
+from tokenmill_schemas.generation import FinishReason
+from tokenmill_schemas.keys import Keys
+from tokenmill_schemas.result import JobResult, JobStatus
+from tokenmill_worker.consume.job_stream import JobStream
+from tokenmill_worker.jobs import Append, Finished
 
 pytestmark = pytest.mark.redis
 FOLDER = Path(__file__).parents[2] / "ops" / "redis"

@@ -21,12 +21,12 @@ from typing import Any
 import msgpack
 import pytest
 
-from api_client import AsyncClient
-from api_client.errors import InvalidRequest
-from schemas.job import RetryPolicy
-from schemas.keys import Keys
-from schemas.result import JobStatus
 from tests.support.worker import QUEUE, database_url, settings
+from tokenmill import AsyncClient
+from tokenmill.errors import InvalidRequest
+from tokenmill_schemas.job import RetryPolicy
+from tokenmill_schemas.keys import Keys
+from tokenmill_schemas.result import JobStatus
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(300)]  # several processes start, one by one
 
@@ -40,7 +40,7 @@ def worker_process(folder: Path, **settings: Any) -> Iterator[subprocess.Popen[b
     variables = {f"TOKENMILL_{name.upper()}": str(value) for name, value in settings.items()}
     with (folder / "said").open("wb") as said:
         process = subprocess.Popen(
-            [sys.executable, "-X", "dev", "-W", "default", "-m", "api_client.cli", "worker"],
+            [sys.executable, "-X", "dev", "-W", "default", "-m", "tokenmill.cli", "worker"],
             stdout=said, stderr=subprocess.STDOUT, env=os.environ | variables,  # noqa: TID251
         )  # fmt: skip
         try:
@@ -179,7 +179,7 @@ COMMANDS = {
 def what_it_says(words: list[str], folder: Path, variables: dict[str, str]) -> str:
     """Return a command's output. A worker that waits for its servers is interrupted."""
     with tempfile.TemporaryFile() as said:
-        command = [sys.executable, "-m", "api_client.cli", *words]
+        command = [sys.executable, "-m", "tokenmill.cli", *words]
         environment = os.environ | variables  # noqa: TID251
         process = subprocess.Popen(command, cwd=folder, env=environment, stdout=said, stderr=subprocess.STDOUT)
         try:

@@ -4,15 +4,15 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from schemas.chunk import Chunk
-from schemas.codec import encode
-from schemas.generation import FinishReason, SamplingParams, TokenLogprob
-from schemas.job import JobRequest, RetryPolicy
 from tests.support.tokenizers import byte_level
-from worker.consume.admission import Admission, ServedModel
-from worker.engine.types import TokenEvent
-from worker.errors import RedisUnavailable
-from worker.jobs import Admitted, Append, AppendReply, Delivery, Exceptions
+from tokenmill_schemas.chunk import Chunk
+from tokenmill_schemas.codec import encode
+from tokenmill_schemas.generation import FinishReason, SamplingParams, TokenLogprob
+from tokenmill_schemas.job import JobRequest, RetryPolicy
+from tokenmill_worker.consume.admission import Admission, ServedModel
+from tokenmill_worker.engine.types import TokenEvent
+from tokenmill_worker.errors import RedisUnavailable
+from tokenmill_worker.jobs import Admitted, Append, AppendReply, Delivery, Exceptions
 
 MODEL = ServedModel(("tiny",), max_model_len=4096, vocab_size=byte_level().vocab_size, eos_token_ids=frozenset({260}))
 EOS = 260

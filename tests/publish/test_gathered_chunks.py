@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from api_client.cursor import StreamCursor
-from schemas.generation import FinishReason
 from tests.publish.support import FakeLog, admit, event
-from worker.publish.publisher import Publisher, PublishLimits
+from tokenmill.cursor import StreamCursor
+from tokenmill_schemas.generation import FinishReason
+from tokenmill_worker.publish.publisher import Publisher, PublishLimits
 
 LENGTH = FinishReason.LENGTH
 

@@ -2,12 +2,12 @@
 
 import pytest
 
-from schemas.generation import FinishReason
-from schemas.job import RetryPolicy
-from schemas.result import JobStatus
 from tests.publish.support import CREATED_MS, EOS, Clock, FakeLog, admit, event, logprobs
-from worker.publish.publisher import Publisher, PublishLimits
-from worker.publish.report import CancelOrder, RetryOrder
+from tokenmill_schemas.generation import FinishReason
+from tokenmill_schemas.job import RetryPolicy
+from tokenmill_schemas.result import JobStatus
+from tokenmill_worker.publish.publisher import Publisher, PublishLimits
+from tokenmill_worker.publish.report import CancelOrder, RetryOrder
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 

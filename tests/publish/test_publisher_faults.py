@@ -4,13 +4,13 @@ import random
 
 import pytest
 
-from api_client.cursor import StreamCursor
-from schemas.generation import FinishReason
-from schemas.result import JobStatus
 from tests.publish.support import Clock, FakeLog, admit, event
-from worker.jobs import Admitted
-from worker.publish.publisher import Publisher, PublishLimits
-from worker.publish.report import CancelOrder
+from tokenmill.cursor import StreamCursor
+from tokenmill_schemas.generation import FinishReason
+from tokenmill_schemas.result import JobStatus
+from tokenmill_worker.jobs import Admitted
+from tokenmill_worker.publish.publisher import Publisher, PublishLimits
+from tokenmill_worker.publish.report import CancelOrder
 
 LENGTH = FinishReason.LENGTH
 

@@ -6,10 +6,10 @@ import random
 import msgspec
 import pytest
 
-from schemas.generation import FinishReason
 from tests.publish.support import Clock, FakeLog, admit, event
-from worker.jobs import Append, Exceptions
-from worker.publish.publisher import Publisher, PublishLimits
+from tokenmill_schemas.generation import FinishReason
+from tokenmill_worker.jobs import Append, Exceptions
+from tokenmill_worker.publish.publisher import Publisher, PublishLimits
 
 LENGTH = FinishReason.LENGTH
 JOBS = ("short", "long")

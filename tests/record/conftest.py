@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from worker.record import ResultStore
-from worker.record.migrate import upgrade
+from tokenmill_worker.record import ResultStore
+from tokenmill_worker.record.migrate import upgrade
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])

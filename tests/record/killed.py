@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.record.support import finished
-from worker.jobs import Finished
-from worker.record import Finalizer, RecordReport, ResultStore
+from tokenmill_worker.jobs import Finished
+from tokenmill_worker.record import Finalizer, RecordReport, ResultStore
 
 
 def _die() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import sqlalchemy
 
-from schemas import (
+from tokenmill_schemas import (
     ChoiceResult,
     Chunk,
     FinishReason,
@@ -22,8 +22,8 @@ from schemas import (
     TokenLogprob,
     Usage,
 )
-from worker.jobs import Finished
-from worker.record.connection import open_engine
+from tokenmill_worker.jobs import Finished
+from tokenmill_worker.record.connection import open_engine
 
 _ids = itertools.count(1)
 

@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, event, exc
 
-from schemas import ChoiceResult, Usage
-from schemas.codec import decode_result
-from schemas.validation import MAX_NAME_CHARS
 from tests.record.support import counts, finished, rows
-from worker.record import ResultStore
-from worker.record.connection import open_engine
+from tokenmill_schemas import ChoiceResult, Usage
+from tokenmill_schemas.codec import decode_result
+from tokenmill_schemas.validation import MAX_NAME_CHARS
+from tokenmill_worker.record import ResultStore
+from tokenmill_worker.record.connection import open_engine
 
 
 def _nul(job_id: str) -> Any:
@@ -19,7 +19,7 @@ def _nul(job_id: str) -> Any:
 
 @pytest.mark.postgres
 async def test_nul_is_replaced_where_the_database_refuses_it(postgres_url: str) -> None:
-    from worker.record.migrate import upgrade
+    from tokenmill_worker.record.migrate import upgrade
 
     upgrade(postgres_url)
     store = ResultStore(postgres_url, queue="q")

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from schemas.codec import encode
 from tests.record.support import finished
 from tests.record.test_finalizer import Rig
 from tests.support.large import large_result
 from tests.support.waiting import until
-from worker.record import Finalizer
-from worker.record.sizes import size_of
+from tokenmill_schemas.codec import encode
+from tokenmill_worker.record import Finalizer
+from tokenmill_worker.record.sizes import size_of
 
 
 @pytest.fixture

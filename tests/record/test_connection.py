@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tests.support.waiting import until
-from worker.errors import StoreUnavailable
-from worker.record.connection import Threads, normalised, open_engine
-from worker.record.faults import is_misconfigured
+from tokenmill_worker.errors import StoreUnavailable
+from tokenmill_worker.record.connection import Threads, normalised, open_engine
+from tokenmill_worker.record.faults import is_misconfigured
 
 
 @pytest.mark.parametrize("url", ["postgres://u:p@h/db", "postgresql://u:p@h/db", "postgresql+psycopg://u:p@h/db"])

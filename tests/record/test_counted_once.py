@@ -10,9 +10,9 @@ from sqlalchemy import Connection, event
 
 from tests.record.support import FakeRedis, counts, finished
 from tests.record.test_finalizer import FAST, Rig, came_back
-from worker.jobs import Finished
-from worker.record import Finalizer, FinalizerLimits, ResultStore
-from worker.record.connection import open_engine
+from tokenmill_worker.jobs import Finished
+from tokenmill_worker.record import Finalizer, FinalizerLimits, ResultStore
+from tokenmill_worker.record.connection import open_engine
 
 LIMITS = FinalizerLimits(record_backoff=FAST, acknowledge_backoff=FAST, linger_s=0.0)
 

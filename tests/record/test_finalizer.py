@@ -9,15 +9,15 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from schemas import ChoiceResult
-from schemas.job import JobRequest
-from schemas.result import JobResult
 from tests.record.support import FakeRedis, finished
 from tests.support.waiting import until
-from worker.errors import StoreUnavailable
-from worker.jobs import Admitted, Delivery, Finished
-from worker.record import Finalizer, FinalizerLimits, RecordReport
-from worker.record.stage import Backoff
+from tokenmill_schemas import ChoiceResult
+from tokenmill_schemas.job import JobRequest
+from tokenmill_schemas.result import JobResult
+from tokenmill_worker.errors import StoreUnavailable
+from tokenmill_worker.jobs import Admitted, Delivery, Finished
+from tokenmill_worker.record import Finalizer, FinalizerLimits, RecordReport
+from tokenmill_worker.record.stage import Backoff
 
 FAST = Backoff(first_s=0.001, longest_s=0.01)
 

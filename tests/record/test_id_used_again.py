@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from schemas import ChoiceResult, JobStatus, Usage
 from tests.record.support import FakeRedis, counts, failed, finished, rows
 from tests.record.test_finalizer import FAST, came_back
-from worker.jobs import Finished
-from worker.record import Finalizer, FinalizerLimits, ResultStore
+from tokenmill_schemas import ChoiceResult, JobStatus, Usage
+from tokenmill_worker.jobs import Finished
+from tokenmill_worker.record import Finalizer, FinalizerLimits, ResultStore
 
 LIMITS = FinalizerLimits(record_backoff=FAST, acknowledge_backoff=FAST, linger_s=0.0)
 LATER_MS = 1_795_007_200_000

@@ -7,13 +7,13 @@ import dataclasses
 import pytest
 from sqlalchemy import text
 
-from api_client.errors import UnreadableRecord
-from api_client.sql import SqlResults
 from tests.record.support import counts, finished
 from tests.support.large import DAMAGED, large_result
-from worker.jobs import Finished
-from worker.record import ResultStore
-from worker.record.connection import open_engine
+from tokenmill.errors import UnreadableRecord
+from tokenmill.sql import SqlResults
+from tokenmill_worker.jobs import Finished
+from tokenmill_worker.record import ResultStore
+from tokenmill_worker.record.connection import open_engine
 
 
 def large(job_id: str) -> Finished:

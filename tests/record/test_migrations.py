@@ -12,12 +12,12 @@ from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 
 from tests.record.support import reading, rows
-from worker.errors import SchemaOutdated, StoreUnavailable
-from worker.record import ResultStore
-from worker.record.connection import open_engine
-from worker.record.migrate import configuration, downgrade, upgrade
-from worker.record.standing import revisions, standing
-from worker.record.tables import metadata
+from tokenmill_worker.errors import SchemaOutdated, StoreUnavailable
+from tokenmill_worker.record import ResultStore
+from tokenmill_worker.record.connection import open_engine
+from tokenmill_worker.record.migrate import configuration, downgrade, upgrade
+from tokenmill_worker.record.standing import revisions, standing
+from tokenmill_worker.record.tables import metadata
 
 
 def test_the_migrated_schema_equals_the_tables(url: str) -> None:
@@ -55,7 +55,8 @@ def test_where_a_database_stands_is_what_alembic_says(empty_url: str) -> None:
 
 def test_a_workers_modules_leave_alembic_alone() -> None:
     """Its import costs a start as much as SQLAlchemy's; only migrations need it."""
-    program = "import sys, worker.app, worker.record; print('alembic' in sys.modules, 'sqlalchemy' in sys.modules)"
+    program = "import sys, tokenmill_worker.app, tokenmill_worker.record"
+    program += "; print('alembic' in sys.modules, 'sqlalchemy' in sys.modules)"
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
     assert said.stdout.split() == ["False", "True"]
 

@@ -4,12 +4,12 @@ import msgspec
 import pytest
 import sqlalchemy as sa
 
-from schemas import JobStatus
 from tests.record.support import failed, finished, rows
-from worker.errors import StoreUnavailable
-from worker.jobs import Finished
-from worker.record import ResultStore
-from worker.record.connection import open_engine
+from tokenmill_schemas import JobStatus
+from tokenmill_worker.errors import StoreUnavailable
+from tokenmill_worker.jobs import Finished
+from tokenmill_worker.record import ResultStore
+from tokenmill_worker.record.connection import open_engine
 
 HOOK = "https://hooks.example.org:8443/a?b=c"
 

@@ -7,12 +7,12 @@ import sys
 import pytest
 import sqlalchemy
 
-from api_client import AsyncClient
-from api_client.connections import connect_async
-from schemas.result import JobStatus
 from tests.support.worker import client_of, running_worker
-from worker.consume.job_stream import JobStream
-from worker.record.connection import open_engine
+from tokenmill import AsyncClient
+from tokenmill.connections import connect_async
+from tokenmill_schemas.result import JobStatus
+from tokenmill_worker.consume.job_stream import JobStream
+from tokenmill_worker.record.connection import open_engine
 
 pytestmark = pytest.mark.redis
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from schemas import ChoiceResult, JobStatus, Usage
-from schemas.codec import decode_result
 from tests.record.support import counts, failed, finished, result, rows
-from worker.record import ResultStore
-from worker.record.rows import JobRow
+from tokenmill_schemas import ChoiceResult, JobStatus, Usage
+from tokenmill_schemas.codec import decode_result
+from tokenmill_worker.record import ResultStore
+from tokenmill_worker.record.rows import JobRow
 
 
 async def test_a_finished_job_is_one_row_in_each_table(store: ResultStore, url: str) -> None:

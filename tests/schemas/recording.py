@@ -14,9 +14,9 @@ from typing import Any
 
 import msgspec
 
-import schemas
-from schemas.codec import encode
+import tokenmill_schemas
 from tests.schemas.samples import SAMPLES
+from tokenmill_schemas.codec import encode
 
 FOLDER = Path(__file__).parent / "recorded"
 
@@ -27,7 +27,7 @@ def meaning(value: object) -> Any:
 
 
 def enumerations() -> dict[str, list[str]]:
-    found = {name: value for name, value in vars(schemas).items() if isinstance(value, type)}
+    found = {name: value for name, value in vars(tokenmill_schemas).items() if isinstance(value, type)}
     return {
         name: [member.value for member in kind]
         for name, kind in sorted(found.items())

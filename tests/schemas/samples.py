@@ -9,11 +9,11 @@ from typing import Final
 
 import msgspec
 
-from schemas.chunk import Chunk
-from schemas.control import Cancel, ControlMessage, Drain, TenantLoad, WorkerStatus
-from schemas.generation import FinishReason, ResponseFormat, SamplingParams, TokenLogprob
-from schemas.job import JobRequest, Message, Priority, RetryPolicy
-from schemas.result import ChoiceResult, JobError, JobResult, JobStatus, Usage
+from tokenmill_schemas.chunk import Chunk
+from tokenmill_schemas.control import Cancel, ControlMessage, Drain, TenantLoad, WorkerStatus
+from tokenmill_schemas.generation import FinishReason, ResponseFormat, SamplingParams, TokenLogprob
+from tokenmill_schemas.job import JobRequest, Message, Priority, RetryPolicy
+from tokenmill_schemas.result import ChoiceResult, JobError, JobResult, JobStatus, Usage
 
 LOGPROBS: Final = (TokenLogprob(-0.25, ((72, -0.25), (73, -1.75))), TokenLogprob(-2.5, ((105, -2.5),)))
 USAGE: Final = Usage(

@@ -7,20 +7,26 @@ import msgpack
 import msgspec
 import pytest
 
-import schemas.chunk
-import schemas.control
-import schemas.generation
-import schemas.job
-import schemas.result
-from schemas import codec
-from schemas.codec import DecodeError, decode_request, encode
-from schemas.generation import SamplingParams
-from schemas.job import JobRequest
+import tokenmill_schemas.chunk
+import tokenmill_schemas.control
+import tokenmill_schemas.generation
+import tokenmill_schemas.job
+import tokenmill_schemas.result
 from tests.schemas.recording import FOLDER, differences, enumerations, meaning
 from tests.schemas.samples import SAMPLES
+from tokenmill_schemas import codec
+from tokenmill_schemas.codec import DecodeError, decode_request, encode
+from tokenmill_schemas.generation import SamplingParams
+from tokenmill_schemas.job import JobRequest
 
 VERSIONS = sorted(folder.name for folder in FOLDER.iterdir() if folder.is_dir())
-MODULES = (schemas.chunk, schemas.control, schemas.generation, schemas.job, schemas.result)
+MODULES = (
+    tokenmill_schemas.chunk,
+    tokenmill_schemas.control,
+    tokenmill_schemas.generation,
+    tokenmill_schemas.job,
+    tokenmill_schemas.result,
+)
 DECODERS = {
     "request": codec.decode_request,
     "chunk": codec.decode_chunk,
@@ -54,7 +60,7 @@ def test_a_recorded_chunk_of_several_choices_has_its_place_as_index():
     Up to version 3 it counted the tokens of all choices, and `place` those of the chunk's choice.
     """
     (data,) = [data for name, data, _ in recorded("3") if name == "chunk"]
-    before, now = msgspec.msgpack.decode(data, type=schemas.chunk.Chunk), codec.decode_chunk(data)
+    before, now = msgspec.msgpack.decode(data, type=tokenmill_schemas.chunk.Chunk), codec.decode_chunk(data)
     assert (before.index, before.place, before.n) == (3, 1, 1)
     assert (now.index, now.place, now.n, now.choice, now.token_ids) == (1, None, 2, 1, before.token_ids)
 
@@ -87,7 +93,7 @@ def test_every_field_of_every_message_is_in_a_sample():
 
     for value, _ in SAMPLES.values():
         visit(value)
-    seen[schemas.chunk.Chunk].add("place")  # only read: `recorded/3` has it
+    seen[tokenmill_schemas.chunk.Chunk].add("place")  # only read: `recorded/3` has it
     unseen = {kind.__name__: set(kind.__struct_fields__) - names for kind, names in seen.items()}
     assert not {name: fields for name, fields in unseen.items() if fields}, "set them in tests/schemas/samples.py"
 

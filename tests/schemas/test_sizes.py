@@ -2,10 +2,10 @@
 
 import pytest
 
-from schemas import codec
-from schemas.chunk import Chunk
-from schemas.codec import MAX_PAYLOAD_BYTES, DecodeError, encode
 from tests.support.large import large_result
+from tokenmill_schemas import codec
+from tokenmill_schemas.chunk import Chunk
+from tokenmill_schemas.codec import MAX_PAYLOAD_BYTES, DecodeError, encode
 
 
 def test_a_result_above_the_limit_of_requests_is_read() -> None:

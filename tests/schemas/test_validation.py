@@ -8,10 +8,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from schemas.codec import MAX_PAYLOAD_BYTES
-from schemas.generation import ResponseFormat, SamplingParams
-from schemas.job import JobRequest, Message, RetryPolicy
-from schemas.validation import params_problems, problems
+from tokenmill_schemas.codec import MAX_PAYLOAD_BYTES
+from tokenmill_schemas.generation import ResponseFormat, SamplingParams
+from tokenmill_schemas.job import JobRequest, Message, RetryPolicy
+from tokenmill_schemas.validation import params_problems, problems
 
 NAN, INF = math.nan, math.inf
 ENVELOPES: list[dict[str, object]] = [

@@ -1,8 +1,8 @@
 """A result above the size limit of requests, as a worker writes it."""
 
-from schemas.codec import MAX_PAYLOAD_BYTES, encode
-from schemas.generation import FinishReason, TokenLogprob
-from schemas.result import ChoiceResult, JobResult, JobStatus, Usage
+from tokenmill_schemas.codec import MAX_PAYLOAD_BYTES, encode
+from tokenmill_schemas.generation import FinishReason, TokenLogprob
+from tokenmill_schemas.result import ChoiceResult, JobResult, JobStatus, Usage
 
 NUM_TOKENS = 6_500
 DAMAGED = b"\xc1 never used in MessagePack"

@@ -17,8 +17,8 @@ from typing import Self
 
 import psycopg
 
-from worker.embedded import free_port, private_directory
-from worker.tether import Tether, tethered
+from tokenmill_worker.embedded import free_port, private_directory
+from tokenmill_worker.tether import Tether, tethered
 
 _SETTINGS = {
     "fsync": "off",

@@ -9,8 +9,8 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from worker.text.pieces import token_bytes
-from worker.text.tokenizer import Tokenizer
+from tokenmill_worker.text.pieces import token_bytes
+from tokenmill_worker.text.tokenizer import Tokenizer
 
 CHAT = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}"
@@ -65,7 +65,7 @@ def metaspace() -> Tokenizer:
 
 
 def _real(name: str) -> Tokenizer:
-    from worker.engine.model.store import resolve
+    from tokenmill_worker.engine.model.store import resolve
 
     return Tokenizer.load(resolve(name))
 

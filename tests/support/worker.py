@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-from api_client import AsyncClient
-from worker.app import Worker
-from worker.engine.config import EngineConfig
-from worker.engine.host import EngineThread
-from worker.record import migrate
-from worker.settings import Settings, load_settings
+from tokenmill import AsyncClient
+from tokenmill_worker.app import Worker
+from tokenmill_worker.engine.config import EngineConfig
+from tokenmill_worker.engine.host import EngineThread
+from tokenmill_worker.record import migrate
+from tokenmill_worker.settings import Settings, load_settings
 
 QUEUE = "q"
 
@@ -36,7 +36,7 @@ def settings(redis_url: str, database: str, **changes: Any) -> Settings:
 
 def thread_host(config: EngineConfig) -> Callable[[], EngineThread]:
     def load() -> object:
-        from worker.engine.engine import Engine
+        from tokenmill_worker.engine.engine import Engine
 
         return Engine.load(config)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from celery import Celery
 
-from api_client.celery import generation_task
+from tokenmill.celery import generation_task
 
 URL = os.environ.get("BACKEND_REDIS_URL", "redis://localhost:6379/0")  # noqa: TID251 - a program of its own
 

@@ -9,12 +9,12 @@ import msgspec
 import sqlalchemy as sa
 
 from tests.record.support import finished
-from worker.jobs import Finished
-from worker.record import ResultStore
-from worker.record.tables import webhooks
-from worker.tasks.notices import Courier, Retries
-from worker.tasks.outbox import Outbox
-from worker.tasks.sender import Sender
+from tokenmill_worker.jobs import Finished
+from tokenmill_worker.record import ResultStore
+from tokenmill_worker.record.tables import webhooks
+from tokenmill_worker.tasks.notices import Courier, Retries
+from tokenmill_worker.tasks.outbox import Outbox
+from tokenmill_worker.tasks.sender import Sender
 
 SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
 LOCAL = (ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1/128"))

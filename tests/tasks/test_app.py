@@ -2,9 +2,9 @@
 
 import pytest
 
-from worker.errors import SettingsError
-from worker.settings import load_settings
-from worker.tasks.app import broker_url
+from tokenmill_worker.errors import SettingsError
+from tokenmill_worker.settings import load_settings
+from tokenmill_worker.tasks.app import broker_url
 
 
 @pytest.mark.parametrize(

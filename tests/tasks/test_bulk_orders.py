@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from api_client.errors import ConfigurationError
-from worker.settings import load_settings
-from worker.tasks.app import build_app
-from worker.tasks.bulk import NoPlace, Order
-from worker.tasks.desk import Desk
+from tokenmill.errors import ConfigurationError
+from tokenmill_worker.settings import load_settings
+from tokenmill_worker.tasks.app import build_app
+from tokenmill_worker.tasks.bulk import NoPlace, Order
+from tokenmill_worker.tasks.desk import Desk
 
 
 @pytest.mark.parametrize(

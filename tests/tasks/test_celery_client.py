@@ -16,13 +16,13 @@ import celery.exceptions
 import pytest
 from celery import Celery, chain, chord, group
 
-from api_client import Client
-from api_client.celery import GenerationResult, GenerationTask, generation_task
-from api_client.celery_values import GenerationFailed, fields_of
-from api_client.errors import InvalidRequest, JobNotFound, QueueUnavailable
-from schemas import JobStatus
 from tests.support.valkey import ValkeyServer
 from tests.support.worker import QUEUE, database_url, running_worker
+from tokenmill import Client
+from tokenmill.celery import GenerationResult, GenerationTask, generation_task
+from tokenmill.celery_values import GenerationFailed, fields_of
+from tokenmill.errors import InvalidRequest, JobNotFound, QueueUnavailable
+from tokenmill_schemas import JobStatus
 
 pytestmark = pytest.mark.redis
 WAIT_S = 90

@@ -7,14 +7,14 @@ import logging
 import pytest
 import sqlalchemy as sa
 
-from api_client.outbox import SqlWebhooks
-from schemas.job import JobRequest
-from schemas.validation import problems
-from schemas.webhook import redacted_url
 from tests.tasks.receiver import Receiver
 from tests.tasks.support import Clock, courier, noticed, record
-from worker.record.connection import open_engine
-from worker.record.tables import webhooks
+from tokenmill.outbox import SqlWebhooks
+from tokenmill_schemas.job import JobRequest
+from tokenmill_schemas.validation import problems
+from tokenmill_schemas.webhook import redacted_url
+from tokenmill_worker.record.connection import open_engine
+from tokenmill_worker.record.tables import webhooks
 
 LONG = "https://h/?t=T0PSECRET" + "x" * 4_000
 SECRETS = ("S3CRET", "T0PSECRET", "FRAGMENT")

@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from api_client import Client
-from api_client.webhooks import tenant_secret, verify
 from tests.record.support import rows
 from tests.support.worker import QUEUE, running_worker
 from tests.tasks.receiver import Receiver, eventually
 from tests.tasks.support import SECRET
-from worker.embedded import free_port
-from worker.record.connection import open_engine
+from tokenmill import Client
+from tokenmill.webhooks import tenant_secret, verify
+from tokenmill_worker.embedded import free_port
+from tokenmill_worker.record.connection import open_engine
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -33,7 +33,7 @@ def tasks(redis_url: str, database: str, log: Path) -> Iterator["subprocess.Pope
         "ROLLUP_SECONDS": "1", "WEBHOOK_TIMEOUT_SECONDS": "60", "LOG_LEVEL": "info",
     }  # fmt: skip
     environment = os.environ | {f"TOKENMILL_{name}": value for name, value in variables.items()}  # noqa: TID251
-    command = [sys.executable, "-m", "api_client.cli", "tasks"]
+    command = [sys.executable, "-m", "tokenmill.cli", "tasks"]
     with log.open("ab") as output:
         process = subprocess.Popen(
             command, env=environment, stdout=output, stderr=output, start_new_session=True, cwd=log.parent
@@ -100,7 +100,7 @@ def _answer_a_file(redis_url: str, database: str, folder: Path) -> None:
         "-m",
         "celery",
         "-A",
-        "worker.tasks",
+        "tokenmill_worker.tasks",
         "call",
         "tokenmill.bulk.import",
         "--serializer",

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from api_client.errors import ConfigurationError
-from api_client.webhooks import BadSignature, new_secret, sign, tenant_secret, verify
-from schemas import JobStatus
-from schemas.webhook import WebhookEvent, WebhookJob
+from tokenmill.errors import ConfigurationError
+from tokenmill.webhooks import BadSignature, new_secret, sign, tenant_secret, verify
+from tokenmill_schemas import JobStatus
+from tokenmill_schemas.webhook import WebhookEvent, WebhookJob
 
 SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
 NOW = 1_700_000_000

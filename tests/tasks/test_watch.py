@@ -21,10 +21,10 @@ import sqlalchemy as sa
 from tests.support.valkey import ValkeyServer
 from tests.tasks.receiver import eventually
 from tests.tasks.support import Clock, noticed, record
-from worker.settings import Settings, load_settings
-from worker.tasks.app import build_app
-from worker.tasks.desk import Desk
-from worker.tasks.watch import STUCK_S, TasksWatch
+from tokenmill_worker.settings import Settings, load_settings
+from tokenmill_worker.tasks.app import build_app
+from tokenmill_worker.tasks.desk import Desk
+from tokenmill_worker.tasks.watch import STUCK_S, TasksWatch
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(240)]
 SWEEP = "tokenmill.webhooks.sweep"
@@ -105,7 +105,7 @@ def test_webhooks_and_runs_are_counted(watched: Watched, sqlite_url: str) -> Non
 def tasks(port: int, log: Path, **variables: Any) -> Iterator["subprocess.Popen[bytes]"]:
     ours = {"METRICS_PORT": port, "QUEUE": "q", "WEBHOOK_SWEEP_SECONDS": "0.2", **variables}
     environment = os.environ | {f"TOKENMILL_{name}": str(value) for name, value in ours.items()}  # noqa: TID251
-    command = [sys.executable, "-m", "api_client.cli", "tasks"]
+    command = [sys.executable, "-m", "tokenmill.cli", "tasks"]
     with log.open("ab") as output:
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, cwd=log.parent)
         try:
@@ -154,7 +154,7 @@ def test_a_port_that_is_taken_is_one_sentence(redis_url: str, sqlite_url: str, t
         port = int(server.getsockname()[1])
         variables = {"REDIS_URL": redis_url, "DATABASE_URL": sqlite_url, "METRICS_PORT": str(port), "QUEUE": "q"}
         done = subprocess.run(
-            [sys.executable, "-m", "api_client.cli", "tasks"],
+            [sys.executable, "-m", "tokenmill.cli", "tasks"],
             env=os.environ | {f"TOKENMILL_{name}": value for name, value in variables.items()},  # noqa: TID251
             capture_output=True,
             text=True,

@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from api_client import AsyncClient
-from api_client.queue_state import QueueState
-from schemas.control import WorkerStatus
 from tests.consume.queue import Queue, close_queue, open_queue, token
 from tests.support.valkey import ValkeyServer
 from tests.support.waiting import until
 from tests.support.worker import client_of, database_url, running_worker
-from worker.exporter import Exporter
-from worker.queue_watch import QueueWatch
-from worker.telemetry import configure_logging
+from tokenmill import AsyncClient
+from tokenmill.queue_state import QueueState
+from tokenmill_schemas.control import WorkerStatus
+from tokenmill_worker.exporter import Exporter
+from tokenmill_worker.queue_watch import QueueWatch
+from tokenmill_worker.telemetry import configure_logging
 
 pytestmark = pytest.mark.redis
 SECRET = "the launch code is 0451"
@@ -69,7 +69,7 @@ async def test_log_lines_are_json_name_the_job_and_hold_no_text(
         broken = await client.submit(prompt=f"{SECRET} [[fail]]", max_tokens=9)
         answers = [await client.result(job, timeout=60) for job in (good, bad, broken)]
     lines = [json.loads(line) for line in json_log.getvalue().splitlines()]
-    told = {line["job_id"]: line for line in lines if line["logger"] == "worker.jobs"}
+    told = {line["job_id"]: line for line in lines if line["logger"] == "tokenmill_worker.jobs"}
     assert {good, bad, broken} <= set(told)
     assert (told[good]["message"], told[good]["completion_tokens"], told[good]["tenant"]) == (
         "job succeeded",

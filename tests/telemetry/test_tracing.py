@@ -17,13 +17,13 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from api_client.requests import build_request
-from api_client.tracing import producing
-from schemas import JobRequest
 from tests.support.worker import client_of, database_url, running_worker
-from worker.errors import SettingsError
-from worker.settings import load_settings
-from worker.telemetry.tracing import Phase, Story, Tracing
+from tokenmill.requests import build_request
+from tokenmill.tracing import producing
+from tokenmill_schemas import JobRequest
+from tokenmill_worker.errors import SettingsError
+from tokenmill_worker.settings import load_settings
+from tokenmill_worker.telemetry.tracing import Phase, Story, Tracing
 
 PRODUCER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -193,14 +193,14 @@ class Missing:
         if name.startswith("opentelemetry"):
             raise ImportError(name)
 sys.meta_path.insert(0, Missing())
-from api_client import Client
-from api_client.tracing import producing
+from tokenmill import Client
+from tokenmill.tracing import producing
 from schemas import JobRequest
 with producing("q", [JobRequest(job_id="a", prompt="x")]) as (request,):
     assert request.traceparent is None
-from worker.app import open_tracing
-from worker.errors import MissingPackage
-from worker.settings import load_settings
+from tokenmill_worker.app import open_tracing
+from tokenmill_worker.errors import MissingPackage
+from tokenmill_worker.settings import load_settings
 assert open_tracing(load_settings({}, strict=False)) is None
 try:
     open_tracing(load_settings({"otel_endpoint": "http://127.0.0.1:4318"}, strict=False))

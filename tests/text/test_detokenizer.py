@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support import tokenizers
-from worker.text.detokenizer import MAX_WINDOW, REPLACEMENT, WindowDetokenizer, decode_all
+from tokenmill_worker.text.detokenizer import MAX_WINDOW, REPLACEMENT, WindowDetokenizer, decode_all
 
 FAMILIES = [tokenizers.byte_level, tokenizers.llama_like, tokenizers.metaspace]
 REAL = [tokenizers.smollm2, tokenizers.gemma3]

@@ -5,10 +5,10 @@ import asyncio
 import pytest
 from transformers import AutoTokenizer
 
-from schemas.job import Message
 from tests.support.tokenizers import byte_level, gemma3, llama_like, metaspace, smollm2
-from worker.engine.model.store import resolve
-from worker.text.tokenizer import TemplateError, Tokenizer
+from tokenmill_schemas.job import Message
+from tokenmill_worker.engine.model.store import resolve
+from tokenmill_worker.text.tokenizer import TemplateError, Tokenizer
 
 pytestmark = pytest.mark.timeout(600)
 CHAT = (Message("system", "Be brief."), Message("user", "Why is the sky blue?"))

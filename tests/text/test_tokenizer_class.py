@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from worker.engine.model.store import resolve
-from worker.engine.synthetic import TOKENIZER
-from worker.text.tokenizer import AS_NAMED, Tokenizer
+from tokenmill_worker.engine.model.store import resolve
+from tokenmill_worker.engine.synthetic import TOKENIZER
+from tokenmill_worker.text.tokenizer import AS_NAMED, Tokenizer
 
 LOADS = """
 import sys
 from pathlib import Path
-from worker.text.tokenizer import Tokenizer
+from tokenmill_worker.text.tokenizer import Tokenizer
 
 print(type(Tokenizer.load(Path(sys.argv[1]))._tokenizer).__name__, "torch" in sys.modules)
 """

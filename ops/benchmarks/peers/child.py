@@ -15,7 +15,7 @@ from typing import Any
 
 from ops.benchmarks.peers.protocol import EngineOptions, Round, encode
 from ops.benchmarks.workload_files import Workload
-from worker.tether import tethered
+from tokenmill_worker.tether import tethered
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -14,12 +14,12 @@ import torch
 from ops.benchmarks.linear_stack import KINDS, LinearStack, shapes_of
 from ops.benchmarks.peers.ours import Tokenmill
 from ops.benchmarks.peers.protocol import EngineOptions, serve
-from worker.engine import Engine, EngineConfig
-from worker.engine.config import CacheConfig, LayerGroup
-from worker.engine.model.store import resolve
-from worker.engine.plan import StepOutput, StepPlan
-from worker.engine.scheduler import Scheduler
-from worker.engine.sequence import Sequence
+from tokenmill_worker.engine import Engine, EngineConfig
+from tokenmill_worker.engine.config import CacheConfig, LayerGroup
+from tokenmill_worker.engine.model.store import resolve
+from tokenmill_worker.engine.plan import StepOutput, StepPlan
+from tokenmill_worker.engine.scheduler import Scheduler
+from tokenmill_worker.engine.sequence import Sequence
 
 _TOKEN = 100
 

@@ -6,7 +6,7 @@ import time
 
 from ops.benchmarks.peers.protocol import EngineOptions, Round, serve
 from ops.benchmarks.workload_files import WorkloadRequest
-from worker.engine import Engine, EngineConfig, SamplingParams
+from tokenmill_worker.engine import Engine, EngineConfig, SamplingParams
 
 
 class Tokenmill:

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from api_client import AsyncClient
-from api_client.hub import ChannelHub, HubSubscription
 from ops.benchmarks.figures import STAGES
-from schemas.codec import decode_chunk
+from tokenmill import AsyncClient
+from tokenmill.hub import ChannelHub, HubSubscription
+from tokenmill_schemas.codec import decode_chunk
 
 Passage = dict[int, float]  # number of tokens so far → time
 NOTED_SEED = 4711

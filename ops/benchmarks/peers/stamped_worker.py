@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import TextIO
 
 from ops.benchmarks.peers.stages import NOTED_SEED
-from worker.app import Worker
-from worker.consume.job_stream import JobStream
-from worker.engine.host import EngineProcess
-from worker.engine.mailbox import Frame
-from worker.engine.types import GenerationRequest
-from worker.jobs import Append, Exceptions
-from worker.settings import load_settings
-from worker.telemetry import configure_logging
+from tokenmill_worker.app import Worker
+from tokenmill_worker.consume.job_stream import JobStream
+from tokenmill_worker.engine.host import EngineProcess
+from tokenmill_worker.engine.mailbox import Frame
+from tokenmill_worker.engine.types import GenerationRequest
+from tokenmill_worker.jobs import Append, Exceptions
+from tokenmill_worker.settings import load_settings
+from tokenmill_worker.telemetry import configure_logging
 
 
 def job_of(request_id: str) -> str:

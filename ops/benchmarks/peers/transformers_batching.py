@@ -100,8 +100,8 @@ def _load(options: EngineOptions) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from worker.engine.model.loader import pick_device
-    from worker.engine.model.store import resolve
+    from tokenmill_worker.engine.model.loader import pick_device
+    from tokenmill_worker.engine.model.store import resolve
 
     model: Any = AutoModelForCausalLM.from_pretrained(
         resolve(options.model), dtype=getattr(torch, options.dtype), attn_implementation="sdpa"

@@ -18,15 +18,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
-from api_client import AsyncClient
 from ops.benchmarks.disturbance import cpu_seconds
 from ops.benchmarks.figures import percentile, stage_figures
 from ops.benchmarks.peers.protocol import EngineOptions, Round, serve
 from ops.benchmarks.peers.stages import NOTED_SEED, Notes, TimedClient, latencies
 from ops.benchmarks.workload_files import WorkloadRequest
-from worker.embedded import EmbeddedValkey
-from worker.record import migrate
-from worker.tether import Tether
+from tokenmill import AsyncClient
+from tokenmill_worker.embedded import EmbeddedValkey
+from tokenmill_worker.record import migrate
+from tokenmill_worker.tether import Tether
 
 QUEUE = "bench"
 START_TIMEOUT_S = 300.0

@@ -14,18 +14,18 @@ from typing import Any
 
 import redis.asyncio
 
-from api_client import AsyncClient
-from api_client.cancellation import end_task
 from ops.benchmarks.simulation.queue_load import CHECKPOINTS, EIGHTS, TOKENS, Cutting
 from ops.benchmarks.simulation.queue_server import ScriptCosts
-from schemas.chunk import Chunk
-from schemas.control import WorkerStatus
-from schemas.generation import FinishReason
-from schemas.keys import Keys
-from schemas.result import ChoiceResult, JobResult, JobStatus, Usage
-from worker.consume.job_stream import JobStream
-from worker.embedded import EmbeddedValkey
-from worker.jobs import Append, Delivery, Finished
+from tokenmill import AsyncClient
+from tokenmill.cancellation import end_task
+from tokenmill_schemas.chunk import Chunk
+from tokenmill_schemas.control import WorkerStatus
+from tokenmill_schemas.generation import FinishReason
+from tokenmill_schemas.keys import Keys
+from tokenmill_schemas.result import ChoiceResult, JobResult, JobStatus, Usage
+from tokenmill_worker.consume.job_stream import JobStream
+from tokenmill_worker.embedded import EmbeddedValkey
+from tokenmill_worker.jobs import Append, Delivery, Finished
 
 NUM_JOBS, NUM_SINGLE, GROUP = 256, 64, 16  # jobs; those claimed and finished one by one; jobs per group of the others
 NUM_STEPS = 40

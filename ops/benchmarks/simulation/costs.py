@@ -6,7 +6,7 @@ with them; attention reads each sequence's keys and values; every step has a fix
 
 from dataclasses import dataclass
 
-from worker.engine.plan import StepPlan
+from tokenmill_worker.engine.plan import StepPlan
 
 
 @dataclass(frozen=True, slots=True)

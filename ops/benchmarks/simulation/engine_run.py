@@ -4,11 +4,11 @@ from dataclasses import dataclass, field
 
 from ops.benchmarks.simulation.costs import CostModel
 from ops.benchmarks.simulation.trace import Arrival
-from schemas.generation import SamplingParams
-from worker.engine.config import CacheConfig, EngineConfig, LayerGroup
-from worker.engine.plan import StepOutput
-from worker.engine.scheduler import Scheduler
-from worker.engine.sequence import Sequence
+from tokenmill_schemas.generation import SamplingParams
+from tokenmill_worker.engine.config import CacheConfig, EngineConfig, LayerGroup
+from tokenmill_worker.engine.plan import StepOutput
+from tokenmill_worker.engine.scheduler import Scheduler
+from tokenmill_worker.engine.sequence import Sequence
 
 BLOCK_SIZE = 16
 _ANY_TOKEN = (5,)

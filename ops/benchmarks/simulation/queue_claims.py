@@ -1,4 +1,4 @@
-"""Simulates the worker's claims (worker/consume/consumer.py) from a backlog that never ends.
+"""Simulates the worker's claims (worker/tokenmill_worker/consume/consumer.py) from a backlog that never ends.
 
     room ─▶ claim of at most MAX_AT_ONCE ─▶ still room: the next one; else idle, until a step has made room
 
@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 from ops.benchmarks.simulation.queue_load import Observations
 from ops.benchmarks.simulation.queue_server import QueueServer, ScriptCosts
-from worker.consume.consumer import MAX_AT_ONCE, SHORTEST_GAP_S
-from worker.settings import Settings
+from tokenmill_worker.consume.consumer import MAX_AT_ONCE, SHORTEST_GAP_S
+from tokenmill_worker.settings import Settings
 
 POLL_S = Settings.model_construct().poll_seconds
 

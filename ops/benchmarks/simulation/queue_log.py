@@ -1,4 +1,4 @@
-"""Simulates how steps enter the log, as worker/service.py and worker/publish append them.
+"""Simulates how steps enter the log, as worker/tokenmill_worker/service.py and worker/publish append them.
 
     steps that have piled up ─▶ parts of as many events as a step may have ─▶ an append for each ─▶ ends, then room
 
@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 
 from ops.benchmarks.simulation.queue_load import Cutting, Observations
 from ops.benchmarks.simulation.queue_server import QueueServer, ScriptCosts
-from worker.publish.chunker import MOST_TOGETHER
-from worker.publish.publisher import PublishLimits
-from worker.turns import EVENTS_AT_ONCE
+from tokenmill_worker.publish.chunker import MOST_TOGETHER
+from tokenmill_worker.publish.publisher import PublishLimits
+from tokenmill_worker.turns import EVENTS_AT_ONCE
 
 MAX_APPENDS = PublishLimits().max_appends
 
@@ -57,7 +57,7 @@ def together(steps: Sequence[Steps]) -> Steps:
 def in_parts(pile: Steps, at_once: int) -> list[Steps]:
     """Split the steps into parts of whole jobs with at most `at_once` events.
 
-    This is worker.turns.in_turn for jobs that are not urgent.
+    This is tokenmill_worker.turns.in_turn for jobs that are not urgent.
     """
     if pile.events <= at_once:
         return [pile]

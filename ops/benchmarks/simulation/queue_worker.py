@@ -17,8 +17,8 @@ from ops.benchmarks.simulation.queue_load import Cutting, Mix, Observations
 from ops.benchmarks.simulation.queue_log import Log, Steps
 from ops.benchmarks.simulation.queue_server import QueueServer, ScriptCosts
 from ops.benchmarks.simulation.trace import MAX_ANSWER, answer_length
-from worker.service import LOOKAHEAD
-from worker.settings import Settings
+from tokenmill_worker.service import LOOKAHEAD
+from tokenmill_worker.settings import Settings
 
 _DEFAULTS = Settings.model_construct()
 LEASE_S, HEARTBEAT_S = _DEFAULTS.lease_seconds, _DEFAULTS.heartbeat_interval

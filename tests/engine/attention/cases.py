@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from worker.engine.attention.base import AttentionBackend, AttentionMetadata, AttentionShape, stored_as
+from tokenmill_worker.engine.attention.base import AttentionBackend, AttentionMetadata, AttentionShape, stored_as
 
 NUM_LAYERS = 2
 LAYER = 1

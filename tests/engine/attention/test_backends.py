@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.engine.attention.cases import Case, attend, dense, filled_cache, make_problem, metadata_of, round_as_stored
-from worker.engine.attention.base import AttentionBackend, AttentionShape, stored_as
-from worker.engine.attention.registry import backend_class, backend_names
+from tokenmill_worker.engine.attention.base import AttentionBackend, AttentionShape, stored_as
+from tokenmill_worker.engine.attention.registry import backend_class, backend_names
 
 RAGGED = ((1, 70), (17, 17), (1, 1), (19, 51), (1, 300), (2, 290), (34, 150))
 SHORT = ((1, 40), (17, 17), (5, 60))

@@ -22,9 +22,9 @@ from tests.engine.attention.cases import (
     with_threads,
 )
 from tests.engine.attention.test_backends import CASES
-from worker.engine.attention.base import AttentionShape, stored_as
-from worker.engine.attention.cpu import CpuAttention
-from worker.engine.kernels.toolchain import KernelUnavailableError
+from tokenmill_worker.engine.attention.base import AttentionShape, stored_as
+from tokenmill_worker.engine.attention.cpu import CpuAttention
+from tokenmill_worker.engine.kernels.toolchain import KernelUnavailableError
 
 NARROW = [torch.bfloat16, torch.float16, torch.float8_e4m3fn]
 LENS = ((1, 700), (40, 300), (1, 17), (256, 256))
@@ -181,7 +181,7 @@ def test_a_nan_of_the_model_is_not_hidden(backend: CpuAttention) -> None:
 
 def test_without_a_compiler_the_choice_falls_on_the_reference_and_says_why(tmp_path: Path) -> None:
     script = (
-        "import torch; from worker.engine.attention import AttentionShape, choose\n"
+        "import torch; from tokenmill_worker.engine.attention import AttentionShape, choose\n"
         "shapes = [AttentionShape(4, 2, 64, 0.1), AttentionShape(4, 2, 128, 0.1)]\n"
         "print(choose('auto', torch.device('cpu'), torch.float32, shapes, 16).name)"
     )

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.engine.attention.cases import Case, attend, dense, filled_cache, make_problem, metadata_of
-from worker.engine.attention import reference
-from worker.engine.attention.reference import ReferenceAttention
+from tokenmill_worker.engine.attention import reference
+from tokenmill_worker.engine.attention.reference import ReferenceAttention
 
 
 @pytest.mark.parametrize("window", [None, 30])

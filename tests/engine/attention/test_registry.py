@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from worker.engine.attention import AttentionShape, backend_names, choose, why_not
-from worker.engine.config import EngineConfigError
+from tokenmill_worker.engine.attention import AttentionShape, backend_names, choose, why_not
+from tokenmill_worker.engine.config import EngineConfigError
 
 CPU = torch.device("cpu")
 SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=64, scale=0.125)

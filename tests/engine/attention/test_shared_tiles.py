@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from worker.engine.attention import AttentionMetadata, AttentionShape
-from worker.engine.attention.cpu import CpuAttention
-from worker.engine.kernels.toolchain import KernelUnavailableError
+from tokenmill_worker.engine.attention import AttentionMetadata, AttentionShape
+from tokenmill_worker.engine.attention.cpu import CpuAttention
+from tokenmill_worker.engine.kernels.toolchain import KernelUnavailableError
 
 TILE = 256  # positions, as in attention_plan.h
 DIM = 32

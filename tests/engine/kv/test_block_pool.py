@@ -3,7 +3,7 @@
 import pytest
 
 from tests.engine.scheduler.loop import make_sequence
-from worker.engine.kv.block_pool import BlockPool
+from tokenmill_worker.engine.kv.block_pool import BlockPool
 
 OWNER = make_sequence("owner", [1])
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from worker.engine.attention.reference import ReferenceAttention
-from worker.engine.config import LayerGroup
-from worker.engine.kv.cache_pool import KVCachePool
+from tokenmill_worker.engine.attention.reference import ReferenceAttention
+from tokenmill_worker.engine.config import LayerGroup
+from tokenmill_worker.engine.kv.cache_pool import KVCachePool
 
 MIB = 1 << 20
 

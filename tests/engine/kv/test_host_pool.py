@@ -2,7 +2,7 @@
 
 import pytest
 
-from worker.engine.kv.host_pool import HostPool
+from tokenmill_worker.engine.kv.host_pool import HostPool
 
 
 def test_a_preempted_sequence_displaces_cached_blocks_oldest_first() -> None:

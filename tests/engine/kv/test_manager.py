@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.engine.scheduler.loop import make_cache, make_sequence
-from worker.engine.kv.manager import Hit, KVManager
-from worker.engine.sequence import Sequence
+from tokenmill_worker.engine.kv.manager import Hit, KVManager
+from tokenmill_worker.engine.sequence import Sequence
 
 
 def manager(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from worker.engine.attention.reference import ReferenceAttention
-from worker.engine.config import EngineConfigError, LayerGroup
-from worker.engine.kv.cache_pool import KVCachePool
-from worker.engine.kv.offloader import Offloader, PinnedPool, runs
-from worker.engine.plan import BlockCopy, StepPlan
+from tokenmill_worker.engine.attention.reference import ReferenceAttention
+from tokenmill_worker.engine.config import EngineConfigError, LayerGroup
+from tokenmill_worker.engine.kv.cache_pool import KVCachePool
+from tokenmill_worker.engine.kv.offloader import Offloader, PinnedPool, runs
+from tokenmill_worker.engine.plan import BlockCopy, StepPlan
 
 GROUPS = (LayerGroup((0, 2), 2, 4), LayerGroup((1,), 1, 8, window=4))
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)

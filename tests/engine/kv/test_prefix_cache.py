@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.engine.scheduler.loop import make_sequence
-from worker.engine.kv.prefix_cache import BlockHasher, first_visible_block, longest_hit, root_hash
+from tokenmill_worker.engine.kv.prefix_cache import BlockHasher, first_visible_block, longest_hit, root_hash
 
 
 def hashes(tokens: list[int], salt: str = "", model: str = "m", generation: int = 0, size: int = 4) -> list[bytes]:

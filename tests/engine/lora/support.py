@@ -10,10 +10,10 @@ import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 
-from schemas.generation import SamplingParams
 from tests.engine.truth import expected, tiny_models
 from tests.engine.truth.expected import Expected
-from worker.engine import Engine, EngineConfig
+from tokenmill_schemas.generation import SamplingParams
+from tokenmill_worker.engine import Engine, EngineConfig
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")

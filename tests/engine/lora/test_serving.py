@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from schemas.generation import FinishReason
 from tests.engine.lora.support import engine_with, greedy, save_adapter
 from tests.engine.scheduler.loop import Loop, make_sequence
 from tests.engine.truth import tiny_models
-from worker.engine import Engine, GenerationRequest
-from worker.engine.config import EngineConfig, EngineConfigError
-from worker.engine.graphs import CapturedGraph
-from worker.engine.model.lora.batch import AdapterBatch
-from worker.engine.plan import ScheduledSequence, StepPlan
-from worker.engine.types import RequestError
+from tokenmill_schemas.generation import FinishReason
+from tokenmill_worker.engine import Engine, GenerationRequest
+from tokenmill_worker.engine.config import EngineConfig, EngineConfigError
+from tokenmill_worker.engine.graphs import CapturedGraph
+from tokenmill_worker.engine.model.lora.batch import AdapterBatch
+from tokenmill_worker.engine.plan import ScheduledSequence, StepPlan
+from tokenmill_worker.engine.types import RequestError
 
 PROMPT = [3 + (i * 7 + i * i) % (tiny_models.VOCAB - 3) for i in range(33)]
 FUSED: dict[str, object] = {"attention": "cpu", "fuse": True, "block_size": 16}

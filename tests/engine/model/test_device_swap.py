@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from tests.engine.truth import tiny_models
-from worker.engine.config import EngineConfig
-from worker.engine.model.loader import load_model
+from tokenmill_worker.engine.config import EngineConfig
+from tokenmill_worker.engine.model.loader import load_model
 
 pytest.importorskip("triton")
-from worker.engine.attention.triton import is_interpreted
-from worker.engine.model.device.swap import fuse_on_device
+from tokenmill_worker.engine.attention.triton import is_interpreted
+from tokenmill_worker.engine.model.device.swap import fuse_on_device
 
 
 @pytest.mark.skipif(is_interpreted(), reason="kernels are interpreted in this process")

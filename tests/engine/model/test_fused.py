@@ -14,12 +14,12 @@ import transformers
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
 
-from schemas.generation import SamplingParams
-from worker.engine import Engine, EngineConfig
-from worker.engine.config import EngineConfigError
-from worker.engine.kernels.toolchain import KernelUnavailableError
-from worker.engine.model.fused import Packing, optimise, swap_modules
-from worker.engine.model.paged import IMPLEMENTATION, register
+from tokenmill_schemas.generation import SamplingParams
+from tokenmill_worker.engine import Engine, EngineConfig
+from tokenmill_worker.engine.config import EngineConfigError
+from tokenmill_worker.engine.kernels.toolchain import KernelUnavailableError
+from tokenmill_worker.engine.model.fused import Packing, optimise, swap_modules
+from tokenmill_worker.engine.model.paged import IMPLEMENTATION, register
 
 MODULES = {
     "llama": {"FusedLayer": 4, "FusedAttention": 4, "FusedMLP": 4, "FusedNorm": 9, "PackedLinear": 1},

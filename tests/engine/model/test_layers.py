@@ -14,11 +14,11 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from worker.engine.attention import AttentionShape
-from worker.engine.config import EngineConfigError
-from worker.engine.model import probe as probing
-from worker.engine.model.layers import LayerKind, describe_layers, group_layers
-from worker.engine.model.paged import LayerTrait, Probe
+from tokenmill_worker.engine.attention import AttentionShape
+from tokenmill_worker.engine.config import EngineConfigError
+from tokenmill_worker.engine.model import probe as probing
+from tokenmill_worker.engine.model.layers import LayerKind, describe_layers, group_layers
+from tokenmill_worker.engine.model.paged import LayerTrait, Probe
 
 CAUSAL, NOT_CAUSAL = -1.0, 1.0
 

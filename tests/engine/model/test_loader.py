@@ -11,10 +11,10 @@ import torch
 import transformers
 
 from tests.engine.truth import tiny_models
-from worker.engine.config import EngineConfig, EngineConfigError
-from worker.engine.model import loader
-from worker.engine.model.loader import load_model
-from worker.engine.model.paged import Probe
+from tokenmill_worker.engine.config import EngineConfig, EngineConfigError
+from tokenmill_worker.engine.model import loader
+from tokenmill_worker.engine.model.loader import load_model
+from tokenmill_worker.engine.model.paged import Probe
 
 
 def config(folder: Path, **changes: object) -> EngineConfig:

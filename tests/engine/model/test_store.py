@@ -11,8 +11,8 @@ import pytest
 import transformers
 
 from tests.engine.truth import tiny_models
-from worker.engine.model import convert, store
-from worker.engine.model.store import BuiltIn, ModelNotFoundError, ModelUnusableError, resolve
+from tokenmill_worker.engine.model import convert, store
+from tokenmill_worker.engine.model.store import BuiltIn, ModelNotFoundError, ModelUnusableError, resolve
 
 
 @pytest.fixture(scope="module")

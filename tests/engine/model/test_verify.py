@@ -16,12 +16,12 @@ import transformers
 from torch import nn
 
 from ops.model_families import small, trial
-from worker.engine.attention import AttentionShape
-from worker.engine.attention.reference import ReferenceAttention
-from worker.engine.config import EngineConfig, EngineConfigError
-from worker.engine.model import loader, probe, verify
-from worker.engine.model.layers import LayerKind
-from worker.engine.model.loader import describe_model, load_model
+from tokenmill_worker.engine.attention import AttentionShape
+from tokenmill_worker.engine.attention.reference import ReferenceAttention
+from tokenmill_worker.engine.config import EngineConfig, EngineConfigError
+from tokenmill_worker.engine.model import loader, probe, verify
+from tokenmill_worker.engine.model.layers import LayerKind
+from tokenmill_worker.engine.model.loader import describe_model, load_model
 
 
 def config(folder: Path, **changes: Any) -> EngineConfig:

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from schemas.generation import SamplingParams
-from worker.engine.kernels.draw import DrawKernel
-from worker.engine.plan import ScheduledSequence
-from worker.engine.sampling import Sampler
-from worker.engine.sequence import Sequence
+from tokenmill_schemas.generation import SamplingParams
+from tokenmill_worker.engine.kernels.draw import DrawKernel
+from tokenmill_worker.engine.plan import ScheduledSequence
+from tokenmill_worker.engine.sampling import Sampler
+from tokenmill_worker.engine.sequence import Sequence
 
 EOS = 1
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.engine.sampling.helpers import KINDS, ToyModel, generate, make_sampler, make_sequence, plan_item
-from worker.engine.sequence import Sequence
+from tokenmill_worker.engine.sequence import Sequence
 
 VOCAB = 97
 

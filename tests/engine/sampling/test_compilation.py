@@ -6,9 +6,9 @@ from concurrent.futures import wait
 
 import pytest
 
-from schemas.generation import ResponseFormat, SamplingParams
-from worker.engine.sampling import GrammarCompiler, GrammarError
-from worker.engine.sampling.compilation import MAX_SOURCE_CHARS, source_of
+from tokenmill_schemas.generation import ResponseFormat, SamplingParams
+from tokenmill_worker.engine.sampling import GrammarCompiler, GrammarError
+from tokenmill_worker.engine.sampling.compilation import MAX_SOURCE_CHARS, source_of
 
 VOCAB = [bytes([i]) for i in range(256)] + [b""]
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from schemas.generation import ResponseFormat, SamplingParams
 from tests.engine.sampling.helpers import EOS, KINDS, make_sampler, make_sequence, plan_item
-from worker.engine.plan import ScheduledSequence
-from worker.engine.sampling import GrammarCompiler, Sampler
+from tokenmill_schemas.generation import ResponseFormat, SamplingParams
+from tokenmill_worker.engine.plan import ScheduledSequence
+from tokenmill_worker.engine.sampling import GrammarCompiler, Sampler
 
 VOCAB = 257
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from scipy import stats
 
-from schemas.generation import SamplingParams
 from tests.engine.sampling.helpers import EOS, make_sampler, make_sequence, plan_item
+from tokenmill_schemas.generation import SamplingParams
 
 VOCAB = 40
 DRAWS = 6_000

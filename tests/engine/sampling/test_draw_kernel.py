@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from schemas.generation import SamplingParams
 from tests.engine.sampling.helpers import make_sampler, make_sequence, plan_item
-from worker.engine.kernels.draw import Drawing, DrawKernel
-from worker.engine.sampling import Sampled
+from tokenmill_schemas.generation import SamplingParams
+from tokenmill_worker.engine.kernels.draw import Drawing, DrawKernel
+from tokenmill_worker.engine.sampling import Sampled
 
 WAYS = [
     SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)

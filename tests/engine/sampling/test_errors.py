@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from schemas.generation import ResponseFormat, SamplingParams
 from tests.engine.sampling.helpers import ToyModel, generate, make_sampler, make_sequence, plan_item
+from tokenmill_schemas.generation import ResponseFormat, SamplingParams
 
 VOCAB = 50
 GREEDY = SamplingParams(temperature=0.0)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from schemas.generation import SamplingParams, TokenLogprob
 from tests.engine.sampling.helpers import make_sampler, make_sequence, plan_item
+from tokenmill_schemas.generation import SamplingParams, TokenLogprob
 
 VOCAB = 200
 LOGITS = torch.from_numpy(np.random.default_rng(1).normal(size=(4, VOCAB)).astype(np.float32) * 6)

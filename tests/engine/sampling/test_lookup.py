@@ -8,10 +8,10 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.generation import SamplingParams
 from tests.engine.sampling.helpers import make_sequence
-from worker.engine.sampling import PromptLookup
-from worker.engine.sampling.lookup import MIN_MATCH, NgramIndex
+from tokenmill_schemas.generation import SamplingParams
+from tokenmill_worker.engine.sampling import PromptLookup
+from tokenmill_worker.engine.sampling.lookup import MIN_MATCH, NgramIndex
 
 
 def propose(token_ids: list[int], max_tokens: int, min_match: int = MIN_MATCH) -> tuple[int, ...]:

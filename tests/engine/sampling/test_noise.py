@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy import stats
 
-from worker.engine.sampling import noise
+from tokenmill_worker.engine.sampling import noise
 
 MASK32, MASK64 = (1 << 32) - 1, (1 << 64) - 1
 

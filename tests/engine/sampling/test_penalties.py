@@ -5,7 +5,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas.generation import SamplingParams
 from tests.engine.sampling.helpers import (
     CPU,
     ToyModel,
@@ -15,11 +14,12 @@ from tests.engine.sampling.helpers import (
     make_sequence,
     plan_item,
 )
-from worker.engine.config import LayerGroup
-from worker.engine.kv.sizing import MemoryShape
-from worker.engine.sampling.penalties import Histories, Places
-from worker.engine.sampling.transfer import to_device
-from worker.engine.sequence import Sequence
+from tokenmill_schemas.generation import SamplingParams
+from tokenmill_worker.engine.config import LayerGroup
+from tokenmill_worker.engine.kv.sizing import MemoryShape
+from tokenmill_worker.engine.sampling.penalties import Histories, Places
+from tokenmill_worker.engine.sampling.transfer import to_device
+from tokenmill_worker.engine.sequence import Sequence
 
 VOCAB = 30
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas.generation import SamplingParams
 from tests.engine.sampling.helpers import ToyModel, generate, make_sampler, make_sequence, plan_item
-from worker.engine.sampling import PromptLookup
-from worker.engine.sequence import Sequence
+from tokenmill_schemas.generation import SamplingParams
+from tokenmill_worker.engine.sampling import PromptLookup
+from tokenmill_worker.engine.sequence import Sequence
 
 VOCAB = 24
 KINDS = {

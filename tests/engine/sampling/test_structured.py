@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas.generation import ResponseFormat, SamplingParams
 from tests.engine.sampling.helpers import CPU, ToyModel, generate_a_step_late, plan_item
-from worker.engine.preparing import Needs
-from worker.engine.sampling import GrammarCompiler, Sampler
-from worker.engine.sampling import structured as structured_output
-from worker.engine.sequence import Sequence
+from tokenmill_schemas.generation import ResponseFormat, SamplingParams
+from tokenmill_worker.engine.preparing import Needs
+from tokenmill_worker.engine.sampling import GrammarCompiler, Sampler
+from tokenmill_worker.engine.sampling import structured as structured_output
+from tokenmill_worker.engine.sequence import Sequence
 
 WORDS = [b'{"', b'": ', b", ", b"true", b"null", b"name", b"12", b'"}', b"[[", b"abc", "é".encode(), b"\n  "]
 VOCAB = [bytes([i]) for i in range(256)] + WORDS + [b""]

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from worker.engine.sampling import truncation
-from worker.engine.sampling.noise import row_keys
-from worker.engine.sampling.truncation import Limits
+from tokenmill_worker.engine.sampling import truncation
+from tokenmill_worker.engine.sampling.noise import row_keys
+from tokenmill_worker.engine.sampling.truncation import Limits
 
 
 def make_limits(top_k: list[int], top_p: list[float], min_p: list[float], vocab: int) -> Limits:

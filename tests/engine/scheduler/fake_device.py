@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from schemas.generation import TokenLogprob
-from worker.engine.config import CacheConfig
-from worker.engine.plan import BlockCopy, ScheduledSequence, StepOutput, StepPlan
-from worker.engine.sequence import NULL_BLOCK, Sequence
+from tokenmill_schemas.generation import TokenLogprob
+from tokenmill_worker.engine.config import CacheConfig
+from tokenmill_worker.engine.plan import BlockCopy, ScheduledSequence, StepOutput, StepPlan
+from tokenmill_worker.engine.sequence import NULL_BLOCK, Sequence
 
 VOCABULARY = 50
 EOS = 0

@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from schemas.generation import FinishReason, SamplingParams
 from tests.engine.scheduler.fake_device import EOS, FakeDevice, expected_tokens
-from worker.engine.config import CacheConfig, EngineConfig, LayerGroup
-from worker.engine.plan import StepOutput, StepPlan
-from worker.engine.scheduler import Scheduler
-from worker.engine.scheduler.planner import Proposer
-from worker.engine.sequence import Sequence
-from worker.engine.stepping import Steps
-from worker.engine.types import TokenEvent
+from tokenmill_schemas.generation import FinishReason, SamplingParams
+from tokenmill_worker.engine.config import CacheConfig, EngineConfig, LayerGroup
+from tokenmill_worker.engine.plan import StepOutput, StepPlan
+from tokenmill_worker.engine.scheduler import Scheduler
+from tokenmill_worker.engine.scheduler.planner import Proposer
+from tokenmill_worker.engine.sequence import Sequence
+from tokenmill_worker.engine.stepping import Steps
+from tokenmill_worker.engine.types import TokenEvent
 
 MAX_MODEL_LEN = 256
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from schemas.generation import FinishReason, SamplingParams
 from tests.engine.scheduler.fake_device import FakeDevice
 from tests.engine.scheduler.loop import Loop, make_cache, make_sequence
-from worker.engine.plan import StepOutput, StepPlan
-from worker.engine.sequence import Sequence, SequenceStatus
+from tokenmill_schemas.generation import FinishReason, SamplingParams
+from tokenmill_worker.engine.plan import StepOutput, StepPlan
+from tokenmill_worker.engine.sequence import Sequence, SequenceStatus
 
 
 def prompt(seed: int, length: int) -> list[int]:

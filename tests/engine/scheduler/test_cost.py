@@ -7,8 +7,8 @@ from types import FrameType
 
 import pytest
 
-from schemas.generation import FinishReason
 from tests.engine.scheduler.loop import Loop, make_cache, make_sequence
+from tokenmill_schemas.generation import FinishReason
 
 
 def calls_of_a_step(loop: Loop) -> int:

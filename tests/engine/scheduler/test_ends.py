@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from schemas.generation import FinishReason, SamplingParams, TokenLogprob
 from tests.engine.scheduler.fake_device import EOS, expected_tokens
 from tests.engine.scheduler.loop import Loop, make_cache, make_sequence
-from worker.engine.plan import StepOutput
-from worker.engine.sequence import Sequence, SequenceStatus
-from worker.engine.types import TokenEvent
+from tokenmill_schemas.generation import FinishReason, SamplingParams, TokenLogprob
+from tokenmill_worker.engine.plan import StepOutput
+from tokenmill_worker.engine.sequence import Sequence, SequenceStatus
+from tokenmill_worker.engine.types import TokenEvent
 
 
 def prompt(seed: int, length: int) -> list[int]:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from schemas.generation import FinishReason, SamplingParams
 from tests.engine.scheduler.loop import Loop, make_cache, make_sequence
-from worker.engine.scheduler.queues import FifoQueue, Place, PriorityQueue, WaitingQueue
-from worker.engine.sequence import Sequence
+from tokenmill_schemas.generation import FinishReason, SamplingParams
+from tokenmill_worker.engine.scheduler.queues import FifoQueue, Place, PriorityQueue, WaitingQueue
+from tokenmill_worker.engine.sequence import Sequence
 
 
 def prompt(seed: int, length: int) -> list[int]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from schemas.generation import FinishReason, SamplingParams
 from tests.engine.scheduler.loop import MAX_MODEL_LEN, Loop, make_cache, make_sequence
-from worker.engine.sequence import Sequence
-from worker.engine.types import RequestError
+from tokenmill_schemas.generation import FinishReason, SamplingParams
+from tokenmill_worker.engine.sequence import Sequence
+from tokenmill_worker.engine.types import RequestError
 
 
 def prompt(seed: int, length: int) -> list[int]:

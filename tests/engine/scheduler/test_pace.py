@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from schemas.generation import SamplingParams
 from tests.engine.scheduler.loop import Loop, make_cache, make_sequence
 from tests.engine.scheduler.test_policies import prompt
-from worker.engine.scheduler.pace import ALONE_S, FIRST_TOKENS, MIN_TOKENS, RECENT_S, SHORT_S, Pace
-from worker.engine.sequence import Sequence
+from tokenmill_schemas.generation import SamplingParams
+from tokenmill_worker.engine.scheduler.pace import ALONE_S, FIRST_TOKENS, MIN_TOKENS, RECENT_S, SHORT_S, Pace
+from tokenmill_worker.engine.sequence import Sequence
 
 
 def taught(slowdown: float | None, fixed: float, each: float) -> Pace:

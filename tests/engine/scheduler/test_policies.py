@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from schemas.generation import SamplingParams
 from tests.engine.scheduler.loop import Loop, make_cache, make_sequence
-from worker.engine.plan import StepPlan
-from worker.engine.sequence import SequenceStatus
+from tokenmill_schemas.generation import SamplingParams
+from tokenmill_worker.engine.plan import StepPlan
+from tokenmill_worker.engine.sequence import SequenceStatus
 
 
 def prompt(seed: int, length: int) -> list[int]:

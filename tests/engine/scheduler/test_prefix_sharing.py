@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from schemas.generation import SamplingParams
 from tests.engine.scheduler.loop import Loop, make_cache, make_sequence
-from worker.engine.plan import StepPlan
-from worker.engine.sequence import Sequence
+from tokenmill_schemas.generation import SamplingParams
+from tokenmill_worker.engine.plan import StepPlan
+from tokenmill_worker.engine.sequence import Sequence
 
 
 def tokens(seed: int, length: int) -> list[int]:

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from schemas.generation import FinishReason, SamplingParams
 from tests.engine.scheduler.loop import Loop, make_cache, make_sequence
-from worker.engine.scheduler.preemption import PROTECTED_AFTER, victims_first
-from worker.engine.scheduler.queues import Place
-from worker.engine.sequence import Sequence, SequenceStatus
+from tokenmill_schemas.generation import FinishReason, SamplingParams
+from tokenmill_worker.engine.scheduler.preemption import PROTECTED_AFTER, victims_first
+from tokenmill_worker.engine.scheduler.queues import Place
+from tokenmill_worker.engine.sequence import Sequence, SequenceStatus
 
 
 def prompt(seed: int, length: int) -> list[int]:

@@ -15,12 +15,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from schemas.generation import FinishReason, SamplingParams
 from tests.engine.scheduler.fake_device import expected_tokens
 from tests.engine.scheduler.loop import Loop, make_cache, make_sequence
-from worker.engine.plan import StepPlan
-from worker.engine.sequence import Sequence
-from worker.engine.types import RequestError
+from tokenmill_schemas.generation import FinishReason, SamplingParams
+from tokenmill_worker.engine.plan import StepPlan
+from tokenmill_worker.engine.sequence import Sequence
+from tokenmill_worker.engine.types import RequestError
 
 SHARED = tuple(random.Random(5).randrange(1, 50) for _ in range(40))
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.engine.scheduler.loop import Loop, make_cache
 from tests.engine.scheduler.test_fairness import endless
-from worker.engine.sequence import Sequence
+from tokenmill_worker.engine.sequence import Sequence
 
 URGENT, STANDARD, BULK = 0, 1, 2
 

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from schemas.generation import FinishReason, ResponseFormat, SamplingParams
 from tests.engine.truth import tiny_models
-from worker.engine import Engine, EngineConfig, GenerationRequest
+from tokenmill_schemas.generation import FinishReason, ResponseFormat, SamplingParams
+from tokenmill_worker.engine import Engine, EngineConfig, GenerationRequest
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 SEEDED = SamplingParams(max_tokens=24, temperature=0.8, top_p=0.9, seed=5, ignore_eos=True)

@@ -11,11 +11,11 @@ import pytest
 import torch
 import transformers
 
-from schemas.generation import SamplingParams
 from tests.engine.truth import expected
 from tests.engine.truth.expected import Expected
-from worker.engine import Engine, EngineConfig
-from worker.engine.model.store import ModelNotFoundError, resolve
+from tokenmill_schemas.generation import SamplingParams
+from tokenmill_worker.engine import Engine, EngineConfig
+from tokenmill_worker.engine.model.store import ModelNotFoundError, resolve
 
 pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -8,10 +8,10 @@ import random
 
 import pytest
 
-from schemas.generation import FinishReason, SamplingParams
 from tests.engine.truth import tiny_models
-from worker.engine import Engine, EngineConfig
-from worker.engine.runner import ModelRunner
+from tokenmill_schemas.generation import FinishReason, SamplingParams
+from tokenmill_worker.engine import Engine, EngineConfig
+from tokenmill_worker.engine.runner import ModelRunner
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma3"])

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from schemas.generation import SamplingParams
 from tests.engine.truth import expected, tiny_models
 from tests.engine.truth.expected import Expected
 from tests.engine.truth.tiny_models import FAMILIES
-from worker.engine import Engine, EngineConfig
-from worker.engine.scheduler import Scheduler
-from worker.engine.sequence import Sequence
+from tokenmill_schemas.generation import SamplingParams
+from tokenmill_worker.engine import Engine, EngineConfig
+from tokenmill_worker.engine.scheduler import Scheduler
+from tokenmill_worker.engine.sequence import Sequence
 
 LENGTHS = (1, 3, 17, 40, 65, 30)
 ANSWERS = (24, 9, 16, 24, 12, 20)

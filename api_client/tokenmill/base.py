@@ -1,0 +1,185 @@
+"""The parts that Client and AsyncClient share: options, building of requests, and the database."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import redis
+import redis.asyncio.sentinel
+import redis.sentinel
+from redis.exceptions import AuthenticationError, NoPermissionError
+
+from tokenmill.connections import Link, parse_url
+from tokenmill.errors import (
+    ClientClosed,
+    ConfigurationError,
+    InvalidRequest,
+    QueueUnavailable,
+    QueueUnserved,
+    TokenmillError,
+)
+from tokenmill.programs import QueueView
+from tokenmill.requests import JobHandle, build_request, checked
+from tokenmill_schemas.job import JobRequest
+from tokenmill_schemas.keys import Keys
+from tokenmill_schemas.result import JobResult
+
+if TYPE_CHECKING:
+    from tokenmill.sql import SqlResults
+
+log = logging.getLogger(__name__)
+_NO_MASTER = (redis.sentinel.MasterNotFoundError, redis.asyncio.sentinel.MasterNotFoundError)
+
+
+@dataclass(frozen=True, slots=True)
+class ClientOptions:
+    """Options of a client.
+
+    Args:
+        link: options of the connections. Its retries are safe, because every call of the client
+            may be repeated.
+        queue_limit: waiting jobs above which submit raises QueueFull; the queue's own limit applies
+            too. 0: only that one.
+        idempotency_ttl_s: seconds for which an idempotency key is kept after its job has ended;
+            0: the queue's own setting.
+        idle_s: seconds of silence after which a stream reads the job's log.
+        patience_s: seconds for which a call that was connected waits for a lost server, and for
+            the record of a job that the server lost.
+        on_trouble: called once per error that is waited out, and with QueueUnserved after the first
+            submit to a queue that no worker has ever served.
+        unserved_s: seconds for which a job may wait in such a queue before stream and result raise
+            QueueUnserved; None: no limit.
+    """
+
+    link: Link = field(default_factory=lambda: Link(retries=3, client_name="tokenmill"))
+    queue_limit: int = 0
+    idempotency_ttl_s: float = 0.0
+    idle_s: float = 5.0
+    patience_s: float = 120.0
+    on_trouble: Callable[[TokenmillError], None] | None = None
+    unserved_s: float | None = 120.0
+
+
+class ClientBase:
+    """The common part of both clients. No connection is opened before the first call."""
+
+    def __init__(self, url: str, queue: str, database: str | None, prefix: str, options: ClientOptions) -> None:
+        self.keys = Keys(checked_queue(queue), prefix)
+        self._options = options
+        self._view = QueueView(
+            self.keys,
+            options.queue_limit,
+            options.idempotency_ttl_s,
+            options.idle_s,
+            options.patience_s,
+            options.on_trouble,
+            options.unserved_s,
+        )
+        self._database = database
+        self._results: SqlResults | None = None
+        self._opening = threading.Lock()
+        self.is_closed = False
+        self._has_warned = False
+        publish = "SPUBLISH" if parse_url(url).is_cluster else "PUBLISH"
+        self.script_head = (self.keys.meta, self.keys.base, publish)
+
+    @property
+    def queue(self) -> str:
+        return self.keys.queue
+
+    @property
+    def has_database(self) -> bool:
+        return self._database is not None
+
+    @property
+    def database(self) -> str | None:
+        """The URL of the database; None if there is none."""
+        return self._database
+
+    @property
+    def view(self) -> QueueView:
+        """The keys and limits of the queue, for programs passed to `perform`."""
+        return self._view
+
+    def look_up(self, job_id: str) -> JobResult | None:
+        """Return a job's result from the database; None without a database or a row. Raises
+        ClientClosed.
+        """
+        if self._database is None:
+            return None
+        with self._opening:
+            check_open(self)
+            if self._results is None:
+                from tokenmill.sql import SqlResults  # SQLAlchemy is an extra
+
+                self._results = SqlResults(self._database)
+            results = self._results
+        found: JobResult | None = results.get(job_id)
+        return found
+
+    def _close_results(self) -> None:
+        with self._opening:
+            if self._results is not None:
+                self._results.close()
+                self._results = None
+
+    def _request(self, request: JobRequest | None, arguments: Mapping[str, Any]) -> JobRequest:
+        if request is None:
+            return build_request(arguments)
+        if arguments:
+            raise TypeError("give a JobRequest or its fields, not both")
+        return checked(request)
+
+    def _noted(self, handles: list[JobHandle]) -> list[JobHandle]:
+        """Return the handles. Warn once per client if no worker has ever served the queue."""
+        if handles and handles[-1].is_unserved and not self._has_warned:
+            self._has_warned = True
+            trouble = QueueUnserved(self.queue, handles[-1])
+            if self._options.on_trouble is not None:
+                self._options.on_trouble(trouble)
+            else:
+                log.warning("%s", trouble)
+        return handles
+
+    def _requests(self, jobs: Iterable[JobRequest | Mapping[str, Any]]) -> list[JobRequest]:
+        return [checked(job) if isinstance(job, JobRequest) else build_request(job) for job in jobs]
+
+
+def checked_queue(name: str) -> str:
+    """Return the name of a queue. Raises ConfigurationError if it is not a valid name."""
+    if not name or any(letter in name for letter in "{} \t\r\n"):
+        raise ConfigurationError(f"a queue's name must not be empty, nor contain braces or white space: {name!r}")
+    return name
+
+
+def check_open(client: ClientBase) -> None:
+    """Raise ClientClosed if the client has been closed."""
+    if client.is_closed:
+        raise ClientClosed
+
+
+def translate(error: Exception) -> TokenmillError:
+    """Return the client's exception for one of the Redis library.
+
+    A user that the server rejects becomes ConfigurationError, and an argument that a script rejects
+    (INVALID) becomes InvalidRequest: waiting repairs neither. Every other error is trouble with the
+    server and becomes QueueUnavailable.
+    """
+    source = error.__cause__ if isinstance(error, QueueUnavailable) else error
+    if isinstance(source, (AuthenticationError, NoPermissionError)):
+        refusal = ConfigurationError(f"Redis refuses this user: {source}")
+        refusal.__cause__ = source
+        return refusal
+    if isinstance(error, QueueUnavailable):
+        return error
+    if isinstance(error, redis.ResponseError) and str(error).startswith("INVALID "):
+        return InvalidRequest([str(error).removeprefix("INVALID ")])
+    # If no sentinel knows a master, redis-py's message lists every sentinel in full: keep only its beginning.
+    words = str(error).partition(" : ")[0] if isinstance(error, _NO_MASTER) else str(error)
+    trouble = QueueUnavailable(f"the queue's server: {type(error).__name__}: {words}")
+    trouble.__cause__ = error
+    return trouble

@@ -1,0 +1,349 @@
+"""Keeps a bounded number of a batch's jobs in the queue: submits lines, collects ended jobs,
+submits more.
+
+    file ─ lines ─▶ group ─ submit_many ─▶ open jobs (at most `window`, and WINDOW_BYTES of requests) ─▶ collector
+
+A job's id is derived from its line, so a group that is submitted twice is in the queue once. A job
+that the queue has lost is looked up in the database, and submitted again if it is not there either.
+Callers start and end the batch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from tokenmill.bulk import queries
+from tokenmill.bulk.answers import CANCELLED, EXPIRED, UNREADABLE, unanswered
+from tokenmill.bulk.batch import Batch, BatchState, now_ms
+from tokenmill.bulk.collector import Collector
+from tokenmill.bulk.lines import BadLine, GoodLine, Marks, Order, job_id, line_of, read_again, repeated, to_request
+from tokenmill.bulk.pacing import WINDOW, Pacing, Progress
+from tokenmill.bulk.patience import Patience
+from tokenmill.bulk.store import BatchStore
+from tokenmill.client import Client
+from tokenmill.errors import IdempotencyConflict, InvalidRequest, QueueRefusal
+from tokenmill_schemas.job import JobRequest
+from tokenmill_schemas.openai import LineError
+from tokenmill_schemas.result import JobResult, JobStatus
+
+WINDOW_BYTES: Final = 64 * 1024 * 1024
+GROUP: Final = 250
+IDLE_LOOKS: Final = 3
+POLL_S: Final = 0.2  # between two polls of the oldest open jobs
+SWEEP_S: Final = 2.0  # between two polls of all open jobs
+LOOK_S: Final = 1.0  # how often the batch's record is written and read
+
+
+class Pump:
+    """One run over one file. `is_resumed`: part of the file may have been submitted before.
+
+    If answers are kept in files, these show which lines are done. Otherwise every line after
+    `over_line` is submitted again; this changes nothing if the queue has its job, and lets this run
+    observe the job's end."""
+
+    def __init__(
+        self,
+        client: Client,
+        store: BatchStore,
+        batch: Batch,
+        collector: Collector,
+        *,
+        repeated_lines: Marks,
+        pacing: Pacing,
+        is_resumed: bool,
+    ) -> None:
+        self._client = client
+        self._store = store
+        self._batch = batch
+        self._collector = collector
+        self._repeated = repeated_lines
+        self._pacing = pacing
+        self._is_resumed = is_resumed
+        self._patience = Patience(pacing.patience_s, self._tell)
+        self._reached = 0 if collector.keeps_answers else batch.over_line  # this run has handled all lines up to it
+        self._noted = batch.submitted
+        self._state = BatchState.IN_PROGRESS
+        self._looked_at = 0.0
+        self._polled_at = 0.0
+        self._swept_at = 0.0
+        self._in_files: list[str] = []  # jobs in the files that the queue may drop
+        self._waits = ""
+        self._at_once = GROUP  # jobs per call; fewer if the queue never has room for so many
+        self._has_given_up = False
+        self._lost: list[JobRequest] = []
+        self._num_ended = -1
+        self._num_idle_looks = 0
+
+    @property
+    def state(self) -> BatchState:
+        return self._state
+
+    @property
+    def goes_on(self) -> bool:
+        """True while more lines may be submitted."""
+        return self._state is BatchState.IN_PROGRESS and not self.is_late
+
+    @property
+    def is_late(self) -> bool:
+        return bool(self._batch.expires_ms) and now_ms() >= self._batch.expires_ms
+
+    @property
+    def _is_long_late(self) -> bool:
+        return bool(self._batch.expires_ms) and now_ms() >= self._batch.expires_ms + self._pacing.late_s * 1000
+
+    def hand_in(self, path: Path) -> None:
+        """Submit every line that is not done, until all are in the queue or the batch is cancelled
+        or late."""
+        self._look(force=True)
+        for jobs, bad, last_line in self._groups(path):
+            if not self._has_room():
+                break
+            self._answer_bad(bad)
+            self._hand_in_lost()
+            self._submit(self._unrecorded(jobs))
+            if not self.goes_on:  # perhaps not all of them were submitted
+                break
+            self._reached = last_line
+            self._look(force=last_line - self._noted > WINDOW)  # readers expect no open job further behind
+        if self.goes_on:
+            self._reached = self._batch.last_line
+        self._look(force=True)
+
+    def drain(self) -> None:
+        """Return when every open job has ended. Cancel them if the batch is cancelled or long past
+        its deadline."""
+        while self._collector.jobs or self._lost:
+            self._hand_in_lost()
+            self._turn()
+            if self._is_long_late and not self._has_given_up:
+                self._has_given_up = True  # no live worker has expired the jobs
+                self._cancel_open()
+        self._forget()
+        self._look(force=True)
+        self._tell()
+
+    def refuse_rest(self, path: Path, why: LineError) -> None:
+        """Answer every line that was never submitted with the error `why`."""
+        rest: list[BadLine] = []
+        for line in self._undone(path):
+            rest.append(unanswered(line.line, line.custom_id, why))
+            if len(rest) >= GROUP:
+                self._answer_bad(self._jobless(rest))
+                rest = []
+        self._answer_bad(self._jobless(rest))
+        if self._reached >= self._batch.submitted:
+            self._reached = self._batch.last_line
+        self._noted = self._batch.last_line
+        self._look(force=True)
+        self._tell()
+
+    # ── lines in ──
+
+    def _groups(self, path: Path) -> Iterator[tuple[list[JobRequest], list[BadLine], int]]:
+        jobs: list[JobRequest] = []
+        bad: list[BadLine] = []
+        last_line = 0
+        for line in self._undone(path):
+            job = self._job_of(line)
+            if isinstance(job, BadLine):
+                bad.append(job)
+            else:
+                jobs.append(job)
+            last_line = line.line
+            if len(jobs) + len(bad) >= min(GROUP, self._pacing.window):
+                yield jobs, bad, last_line
+                jobs, bad = [], []
+        if jobs or bad:
+            yield jobs, bad, last_line
+
+    def _undone(self, path: Path) -> Iterator[GoodLine | BadLine]:
+        start, collector = 0 if self._collector.keeps_answers else self._reached, self._collector
+        for line in read_again(path, self._batch.digest):
+            if line.line > start and line.line not in collector.jobs and not collector.has(line.line):
+                yield line
+
+    def _job_of(self, line: GoodLine | BadLine) -> JobRequest | BadLine:
+        if isinstance(line, BadLine):
+            return line
+        if line.line in self._repeated:
+            return repeated(line)
+        batch = self._batch
+        return to_request(line, Order(batch.id, batch.tenant, batch.expires_ms or None, batch.any_model))
+
+    def _answer_bad(self, bad: Sequence[BadLine]) -> None:
+        if bad:
+            self._patience.ask(lambda: self._store.refuse(self._batch.id, bad))
+            self._collector.take_bad(bad)
+
+    def _unrecorded(self, jobs: list[JobRequest]) -> list[JobRequest]:
+        """Return the jobs without a recorded result. After an interruption, jobs may have ended
+        long ago: the database still has them, the queue does not."""
+        if not self._is_resumed:
+            return jobs
+        known = self._patience.ask(lambda: self._store.recorded([job.job_id for job in jobs]))
+        self._collector.take(list(known.values()))
+        return [job for job in jobs if job.job_id not in known]
+
+    def _jobless(self, lines: list[BadLine]) -> list[BadLine]:
+        """Return the lines without a job. An earlier run may have submitted some; those jobs end
+        alone."""
+        if not self._is_resumed or self._collector.keeps_answers:
+            return lines
+        names = [job_id(self._batch.id, bad.line) for bad in lines]
+        known = self._patience.ask(lambda: {*queries.standing(self._client, names), *self._store.recorded(names)})
+        return [bad for name, bad in zip(names, lines, strict=True) if name not in known]
+
+    def _submit(self, jobs: Sequence[JobRequest]) -> None:
+        """Submit jobs and open them. The queue takes all jobs of a call or none; if it never has
+        room for so many, half as many are tried."""
+        while jobs:
+            part, rest = jobs[: self._at_once], jobs[self._at_once :]
+            try:
+                self._patience.ask(partial(queries.hand_in, self._client, part))
+            except QueueRefusal as refusal:  # the queue is full, or the tenant's rate is exceeded
+                self._open([job for job in part if job.job_id in refusal.accepted])
+                jobs = [job for job in jobs if job.job_id not in refusal.accepted]
+                if not refusal.accepted:
+                    self._at_once = max(1, len(part) // 2)
+                self._waits = str(refusal)
+                self._turn()
+                if not self.goes_on:
+                    return
+            except (IdempotencyConflict, InvalidRequest) as error:
+                self._submit_one_by_one(part, error)
+                jobs = rest
+            else:
+                self._open(part)
+                self._at_once = min(GROUP, 2 * self._at_once)
+                jobs = rest
+
+    def _submit_one_by_one(self, jobs: Sequence[JobRequest], error: Exception) -> None:
+        """Submit jobs singly, after one of them made their call fail."""
+        if len(jobs) == 1:
+            self._refuse(jobs[0], error)
+            return
+        for job in jobs:
+            self._submit([job])
+
+    def _open(self, jobs: Sequence[JobRequest]) -> None:
+        for job in jobs:
+            self._collector.open(job)
+
+    def _refuse(self, job: JobRequest, error: Exception) -> None:
+        line, name = line_of(self._batch.id, job.job_id), job.metadata["custom_id"]
+        self._answer_bad([BadLine(line, name, "invalid_value", str(error), None, 400)])
+
+    # ── ends ──
+
+    def _has_room(self) -> bool:
+        """Wait until the window has room. Return False if nothing more may be submitted."""
+        if time.monotonic() - self._polled_at >= POLL_S:
+            self._turn()
+        while self.goes_on and self._is_full():
+            self._turn()
+        return self.goes_on
+
+    def _is_full(self) -> bool:
+        group = min(GROUP, self._pacing.window)
+        return len(self._collector.jobs) > self._pacing.window - group or self._collector.num_bytes > WINDOW_BYTES
+
+    def _turn(self) -> None:
+        time.sleep(max(0.0, self._polled_at + POLL_S - time.monotonic()))
+        self._polled_at = time.monotonic()
+        self._collect()
+        self._look()
+        self._tell()
+
+    def _collect(self) -> None:
+        """Collect ended jobs, oldest group first, up to a mostly open group; every SWEEP_S look at
+        all."""
+        is_sweep = time.monotonic() - self._swept_at >= SWEEP_S
+        if is_sweep:
+            self._swept_at = time.monotonic()
+        lines = list(self._collector.jobs)
+        for start in range(0, len(lines), GROUP):
+            names = [job_id(self._batch.id, line) for line in lines[start : start + GROUP]]
+            ends = self._patience.ask(partial(queries.collect, self._client, names, self._in_files))
+            self._collector.take([self._in_time(result) for result in ends.results])
+            self._in_files = [result.job_id for result in ends.results] if self._collector.keeps_answers else []
+            for job in self._not_recorded(ends.unknown):
+                self._collector.drop(job)
+                self._lost.append(job)
+            self._answer_bad(self._unanswered(self._not_recorded(ends.unreadable), UNREADABLE))
+            if 2 * len(ends.results) < len(names) and not is_sweep:
+                return
+
+    def _forget(self) -> None:
+        if self._in_files:
+            self._patience.ask(partial(queries.collect, self._client, (), self._in_files))
+            self._in_files = []
+
+    def _in_time(self, result: JobResult) -> JobResult:
+        """Return the result, as expired if this run cancelled the job because its deadline had
+        passed."""
+        if self._has_given_up and result.status is JobStatus.CANCELLED and self._state is not BatchState.CANCELLING:
+            return msgspec.structs.replace(result, status=JobStatus.EXPIRED)
+        return result
+
+    def _not_recorded(self, names: Sequence[str]) -> list[JobRequest]:
+        """Collect the recorded results of these open jobs; return the other jobs."""
+        if not names:
+            return []
+        known = self._patience.ask(lambda: self._store.recorded(names))
+        self._collector.take(list(known.values()))
+        return [self._collector.jobs[line_of(self._batch.id, name)] for name in names if name not in known]
+
+    def _unanswered(self, jobs: Sequence[JobRequest], why: LineError) -> list[BadLine]:
+        batch_id = self._batch.id
+        return [unanswered(line_of(batch_id, job.job_id), job.metadata["custom_id"], why) for job in jobs]
+
+    def _hand_in_lost(self) -> None:
+        lost, self._lost = self._lost, []
+        if self.goes_on:
+            self._submit(lost)
+        else:
+            why = CANCELLED if self._state is BatchState.CANCELLING else EXPIRED
+            self._answer_bad(self._unanswered(lost, why))
+
+    # ── the batch's record ──
+
+    def _look(self, *, force: bool = False) -> None:
+        """Write the progress, and read whether the batch was cancelled."""
+        if not force and time.monotonic() - self._looked_at < LOOK_S:
+            return
+        self._looked_at = time.monotonic()
+        self._noted = max(self._noted, self._reached)
+        lost = [line_of(self._batch.id, job.job_id) for job in self._lost]
+        over_line = min([self._reached + 1, *self._collector.jobs, *lost]) - 1
+        totals = self._collector.up_to(over_line)
+        self._patience.ask(
+            lambda: self._store.progress(self._batch.id, submitted=self._noted, over_line=over_line, totals=totals)
+        )
+        before, self._state = self._state, self._patience.ask(lambda: self._store.get(self._batch.id)).state
+        if self._state is BatchState.CANCELLING and before is not BatchState.CANCELLING:
+            self._cancel_open()
+        self._notice_idleness()
+
+    def _cancel_open(self) -> None:
+        names = [job_id(self._batch.id, line) for line in self._collector.jobs]
+        self._patience.ask(lambda: queries.cancel(self._client, names))
+
+    def _notice_idleness(self) -> None:
+        """Report a queue without a worker; otherwise it looks like a queue with a slow one."""
+        ended = self._collector.totals.ended
+        is_idle = ended == self._num_ended and bool(self._collector.jobs)
+        self._num_ended, self._num_idle_looks = ended, self._num_idle_looks + 1 if is_idle else 0
+        if self._num_idle_looks >= IDLE_LOOKS:
+            self._waits = "" if self._patience.ask(self._client.workers) else "no worker serves this queue"
+        elif not is_idle:
+            self._waits = ""
+
+    def _tell(self) -> None:
+        note = self._patience.note or self._waits
+        jobs, totals = self._collector.jobs, self._collector.totals
+        self._pacing.watch(Progress(self._batch.total, len(jobs), totals, note, self._collector.generated))

@@ -1,0 +1,46 @@
+"""The `tokenmill` command. Plugins register the commands that need the worker; see plugins.py."""
+
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from tokenmill.cli import bulk, dead, jobs, submit, top, usage, webhooks
+from tokenmill.cli.output import say
+from tokenmill.cli.plugins import CommandGroup
+
+app = typer.Typer(
+    name="tokenmill",
+    cls=CommandGroup,
+    help="Generation jobs for language models, through a queue: submit, follow, fetch, count.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+
+
+def _show_version(is_wanted: bool) -> None:
+    if is_wanted:
+        say(f"tokenmill {version('tokenmill')}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    *,
+    _version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_show_version)
+    ] = False,
+) -> None:
+    pass
+
+
+for _module in (submit, jobs, bulk, usage, dead, webhooks, top):
+    _module.register(app)
+
+
+def main() -> None:
+    app(prog_name="tokenmill")
+
+
+__all__ = ["app", "main"]

@@ -1,0 +1,83 @@
+"""Follows one job in the terminal. The exit status shows whether there is an answer."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+from msgspec import to_builtins
+
+from tokenmill.cli.output import complain, emit, err, say, seconds
+from tokenmill.client import Client
+from tokenmill_schemas.result import JobError, JobResult, JobStatus, Usage
+
+
+def follow(
+    client: Client,
+    job_id: str,
+    *,
+    starting_after: str = "0",
+    quiet: bool = False,
+    as_json: bool = False,
+    timeout: float | None = None,
+) -> None:
+    """Print a job's text as it arrives, or with `quiet` the whole answer at the end. Exits with 1
+    if the job failed.
+    """
+    try:
+        if quiet:
+            _wait(client, job_id, as_json, timeout)
+        else:
+            _stream(client, job_id, starting_after, as_json, timeout)
+    except KeyboardInterrupt:
+        if not quiet and not as_json:
+            err().print()  # end the answer's last line
+        complain(f"interrupted; the job goes on: tokenmill tail {job_id}, or tokenmill cancel {job_id}", "note")
+        raise typer.Exit(130) from None
+
+
+def _stream(client: Client, job_id: str, starting_after: str, as_json: bool, timeout: float | None) -> None:
+    choice: int | None = None  # the choice printed last
+    for chunk in client.stream(job_id, starting_after=starting_after, timeout=timeout):
+        if as_json:
+            emit(to_builtins(chunk) | {"position": chunk.position}, line=True)
+        elif chunk.text:
+            if chunk.choice != choice and (chunk.choice or choice is not None or chunk.n > 1):
+                say(("" if choice is None else "\n") + f"[{chunk.choice}] ")
+            choice = chunk.choice
+            say(chunk.text)
+        if chunk.status is not None:
+            if not as_json:
+                say("\n")
+            _conclude(job_id, chunk.status, chunk.usage, chunk.error, is_silent=as_json)
+
+
+def _wait(client: Client, job_id: str, as_json: bool, timeout: float | None) -> None:
+    result = client.result(job_id, timeout)
+    if as_json:
+        emit(result)
+    else:
+        show_answer(result)
+    _conclude(job_id, result.status, result.usage, result.error, is_silent=as_json)
+
+
+def show_answer(result: JobResult) -> None:
+    """Print the text of each choice, numbered if there are several."""
+    for choice in result.choices:
+        say((f"[{choice.index}] " if len(result.choices) > 1 else "") + choice.text + "\n")
+
+
+def _conclude(job_id: str, status: JobStatus, usage: Usage | None, error: JobError | None, *, is_silent: bool) -> None:
+    if not is_silent:
+        if error is not None or status is not JobStatus.SUCCEEDED:
+            complain(f"job {job_id} {status.value}" + (f": {error.message}" if error else ""))
+        elif sys.stderr.isatty():
+            err().print(f"[dim]{job_id} · {_summary(usage or Usage())}[/dim]")
+    if status is not JobStatus.SUCCEEDED:
+        raise typer.Exit(1)
+
+
+def _summary(usage: Usage) -> str:
+    cached = f" ({usage.cached_tokens} cached)" if usage.cached_tokens else ""
+    tokens = f"{usage.prompt_tokens} prompt tokens{cached}, {usage.completion_tokens} generated"
+    return f"{tokens} · first after {seconds(usage.ttft_ms)}, all in {seconds(usage.total_ms)}"

@@ -1,0 +1,134 @@
+"""The options that every command has, as one value: which queue and which database.
+
+    @connected
+    def status(target: Target, job: Job) -> None: ...
+
+gives the command `status` the options of Target beside its own. Flags override TOKENMILL_*
+variables.
+"""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from tokenmill.base import ClientOptions, checked_queue
+from tokenmill.cli.output import complain
+from tokenmill.client import Client
+from tokenmill.errors import QueueUnserved, TokenmillError
+from tokenmill_schemas.keys import queue_of
+
+if typing.TYPE_CHECKING:
+    from tokenmill.sql import SqlResults
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+DEFAULT_DATABASE = "sqlite:///tokenmill.db"
+MOST = 1_000_000_000  # largest limit of a list, well within a database's 64 bits
+_PANEL = "Where"
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Job = Annotated[str, typer.Argument(help="Id of the job.", metavar="JOB")]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    redis_url: Annotated[
+        str, typer.Option(envvar="TOKENMILL_REDIS_URL", help="Redis or Valkey.", rich_help_panel=_PANEL)
+    ] = "redis://localhost:6379/0"
+    database_url: Annotated[
+        str,
+        typer.Option(envvar="TOKENMILL_DATABASE_URL", help="SQL store of the results.", rich_help_panel=_PANEL),
+    ] = DEFAULT_DATABASE
+    queue: Annotated[
+        str,
+        typer.Option(envvar="TOKENMILL_QUEUE", help="Queue.", rich_help_panel=_PANEL, show_default="the model's name"),
+    ] = ""
+    model: Annotated[
+        str,
+        typer.Option(envvar="TOKENMILL_MODEL", help="Model; names the queue without --queue.", rich_help_panel=_PANEL),
+    ] = DEFAULT_MODEL
+    key_prefix: Annotated[
+        str, typer.Option(envvar="TOKENMILL_KEY_PREFIX", help="First part of every key.", rich_help_panel=_PANEL)
+    ] = "tm:"
+
+    @property
+    def queue_name(self) -> str:
+        return checked_queue(self.queue or queue_of(self.model))
+
+    @contextmanager
+    def client(self) -> Iterator[Client]:
+        """Open a client. It looks up results in SQL too, if a database was named or the default one
+        exists.
+        """
+        database = self.database_url if self.database_url != DEFAULT_DATABASE or not why_no_database() else None
+        options = ClientOptions(on_trouble=_tell_trouble)
+        client = Client(
+            self.redis_url, queue=self.queue_name, database=database, prefix=self.key_prefix, options=options
+        )
+        try:
+            yield client
+        finally:
+            client.close()
+
+    @contextmanager
+    def results(self) -> Iterator[SqlResults]:
+        from tokenmill.sql import SqlResults
+
+        results = SqlResults(self.database_url)
+        try:
+            yield results
+        finally:
+            results.close()
+
+
+def was_typed(context: typer.Context, option: str) -> bool:
+    """Return whether an option was given on the command line, not by a variable."""
+    source = context.get_parameter_source(option)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _tell_trouble(trouble: TokenmillError) -> None:
+    if isinstance(trouble, QueueUnserved):
+        complain(str(trouble), "note")
+        return
+    complain(f"{trouble}; waiting up to {ClientOptions().patience_s:.0f} s (Ctrl-C ends this, the job goes on)", "note")
+
+
+def why_no_database() -> str:
+    """Return why the default database is not used; "" if it is. A client without the extra `sql`
+    works without it.
+    """
+    from importlib.util import find_spec
+    from pathlib import Path
+
+    path = Path(DEFAULT_DATABASE.removeprefix("sqlite:///")).absolute()
+    if find_spec("sqlalchemy") is None:
+        return "SQLAlchemy is not installed"
+    return "" if path.exists() else f"there is no database at {path}"
+
+
+def connected(command: Callable[..., None]) -> Callable[..., None]:
+    """Return the command with the fields of Target as options, in place of its first parameter."""
+    hints = typing.get_type_hints(command, include_extras=True)
+    target_hints = typing.get_type_hints(Target, include_extras=True)
+    own = list(inspect.signature(command).parameters.values())[1:]
+    parameters = [p.replace(annotation=hints[p.name], kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
+    fields = inspect.signature(Target).parameters.values()
+    shared = [p.replace(annotation=target_hints[p.name], kind=inspect.Parameter.KEYWORD_ONLY) for p in fields]
+
+    def run(**values: Any) -> None:
+        target = Target(**{p.name: values.pop(p.name) for p in shared})
+        command(target, **values)
+
+    described: Any = run
+    described.__name__ = command.__name__
+    described.__doc__ = command.__doc__
+    described.__signature__ = inspect.Signature([*parameters, *shared])
+    described.__annotations__ = {p.name: p.annotation for p in (*parameters, *shared)}
+    return run

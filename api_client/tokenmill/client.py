@@ -1,0 +1,312 @@
+"""The client for threads and scripts: submits jobs, streams their tokens and fetches results.
+
+    with Client("redis://localhost:6379/0", queue="smollm2-135m-instruct") as client:
+        job = client.submit(prompt="Once upon a time", max_tokens=64)
+        for chunk in client.stream(job):
+            print(chunk.text, end="")
+
+A client may be shared between threads; it starts no thread of its own. The operations behind its
+methods are in programs.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import redis
+
+from tokenmill import programs, queue_programs, queue_state, scripts
+from tokenmill.base import ClientBase, ClientOptions, check_open, translate
+from tokenmill.connections import SERVER_TROUBLE, connect
+from tokenmill.effects import Commands, Effect, Follow, Listen, LookUp, Program, Receive, RunScript, Signal, Sleep, Tell
+from tokenmill.errors import JobFailed, TokenmillError
+from tokenmill.patience import is_served
+from tokenmill.queue_programs import DeadJob
+from tokenmill.queue_state import QueueState
+from tokenmill.records import JobInfo, QueueDepth
+from tokenmill.requests import JobHandle
+from tokenmill.subscription import Subscription
+from tokenmill.tracing import producing
+from tokenmill_schemas.chunk import Chunk
+from tokenmill_schemas.control import WorkerStatus
+from tokenmill_schemas.job import JobRequest
+from tokenmill_schemas.result import JobResult, JobStatus
+
+T = TypeVar("T")
+
+
+class Client(ClientBase):
+    """A client of one queue, for threads and scripts.
+
+    Args:
+        url: of the Redis server: redis://, rediss://, unix://, redis+sentinel:// or
+            redis+cluster://. Nothing is sent before the first call.
+        queue: name of the queue.
+        database: URL of the database in which results are looked up when Redis no longer has them;
+            needs the extra `sql`.
+        prefix: the prefix of all keys in Redis.
+        options: timeouts, retries and limits; see ClientOptions.
+        redis_client: a client to use in place of a new connection to `url`.
+    """
+
+    def __init__(
+        self,
+        url: str = "redis://localhost:6379/0",
+        *,
+        queue: str,
+        database: str | None = None,
+        prefix: str = "tm:",
+        options: ClientOptions | None = None,
+        redis_client: redis.Redis | None = None,
+    ) -> None:
+        super().__init__(url, queue, database, prefix, options or ClientOptions())
+        self._redis = redis_client or connect(url, self._options.link)
+
+    # ── jobs ──
+
+    def submit(self, request: JobRequest | None = None, **arguments: Any) -> JobHandle:
+        """Submit one job and return its id.
+
+        Pass either a JobRequest, or its fields and those of SamplingParams by their names.
+        `deadline` and `not_before` replace the `_ms` fields: `deadline` is in seconds from now and
+        `not_before` a Unix time; both also accept a datetime or a timedelta from now.
+
+        Raises InvalidRequest with all problems of the request, QueueFull, RateLimited,
+        IdempotencyConflict or QueueUnavailable.
+        """
+        return self.submit_many([self._request(request, arguments)])[0]
+
+    def submit_many(self, jobs: Iterable[JobRequest | Mapping[str, Any]]) -> list[JobHandle]:
+        """Submit many jobs in few round trips and return their ids in the same order.
+
+        Each round trip stores all of its jobs or none. If the queue refuses one (QueueFull,
+        RateLimited), the exception's `accepted` has the ids of the jobs stored before it.
+        """
+        with producing(self.queue, self._requests(jobs)) as requests:
+            return self._noted(self._run(programs.submit(self._view, requests)))
+
+    def stream(self, job: str, *, starting_after: str | int = 0, timeout: float | None = None) -> Iterator[Chunk]:
+        """Yield every chunk of a job once and in order, up to its last chunk.
+
+        The job may have started or ended long ago. A broken connection is opened again.
+
+        Args:
+            job: id of the job.
+            starting_after: `position` of the last chunk that you have; with one choice, a number of
+                tokens also works.
+            timeout: seconds without a new chunk after which ResultTimeout is raised. Time that the
+                caller spends between two chunks does not count. None: no limit.
+        """
+        starting_after = programs.check_starting_after(starting_after)
+        return self._drive(programs.follow(self._view, str(job), starting_after, timeout))
+
+    def result(self, job: str, timeout: float | None = None, *, check: bool = False) -> JobResult:
+        """Wait until a job has ended and return its result.
+
+        Args:
+            job: id of the job.
+            timeout: seconds after which ResultTimeout is raised. None: no limit.
+            check: raise JobFailed unless the job succeeded.
+        """
+        result = self._run(programs.wait(self._view, str(job), timeout))
+        if check and result.status is not JobStatus.SUCCEEDED:
+            raise JobFailed(result)
+        return result
+
+    def status(self, job: str) -> JobInfo:
+        return self._run(programs.status(self._view, str(job)))
+
+    def cancel(self, job: str) -> str:
+        """Cancel a job. Repeating the call is safe.
+
+        Returns "cancelled" if the job was waiting and has ended now; "cancelling" if it is running
+        and will stop within a step, or if it ran before and its next worker will end it; else the
+        state in which the job had ended already.
+        """
+        return self._run(programs.cancel(self._view, str(job)))
+
+    # ── the queue ──
+
+    def list(self, status: JobStatus | str | None = None, limit: int = 100) -> Sequence[JobInfo]:
+        """List the jobs that have not ended, and dead jobs: running jobs first, then by class and
+        age.
+
+        Args:
+            status: list only jobs of this state. None: all.
+            limit: the largest number of jobs to return.
+        """
+        wanted = JobStatus(status) if status is not None else None
+        return self._run(queue_programs.jobs(self._view, wanted, limit))
+
+    def depth(self) -> QueueDepth:
+        return self._run(queue_programs.depth(self._view))
+
+    def overview(self) -> QueueState:
+        """Return the state of the queue: backlog, tenants, counters and live workers."""
+        return self._run(queue_state.overview(self._view))
+
+    def is_served(self) -> bool:
+        """Return whether a worker has ever served this queue; it may be away now."""
+        return self._run(is_served(self._view))
+
+    def workers(self) -> Sequence[WorkerStatus]:
+        return self._run(queue_programs.workers(self._view))
+
+    def dead(self, limit: int = 100) -> Sequence[DeadJob]:
+        return self._run(queue_programs.dead(self._view, limit))
+
+    def redrive(self, jobs: Sequence[str] | None = None, limit: int = 100) -> Sequence[str]:
+        """Return dead jobs to the queue, and return the ids of those that were.
+
+        Args:
+            jobs: ids of the jobs. None: the oldest dead jobs.
+            limit: the largest number of jobs to return to the queue.
+        """
+        return self._run(queue_programs.redrive(self._view, jobs, limit))
+
+    def set_limits(
+        self,
+        tenant: str = "*",
+        *,
+        rate: float | None = None,
+        burst: float | None = None,
+        concurrency: int | None = None,
+        weight: float | None = None,
+    ) -> None:
+        """Set the limits of a tenant. Values that are None stay as they are; 0 removes a limit.
+
+        Args:
+            tenant: name of the tenant; "*" sets the limits of every tenant without its own.
+            rate: jobs a second that the tenant may submit.
+            burst: jobs that the tenant may submit at once before `rate` limits it.
+            concurrency: jobs of the tenant that may run at once.
+            weight: share of the tenant in relation to the others.
+        """
+        limits = {"rate": rate, "burst": burst, "concurrency": concurrency, "weight": weight}
+        self._run(queue_programs.set_limits(self._view, tenant, limits))
+
+    def set_queue_limit(self, limit: int) -> None:
+        """Set how many jobs may wait in the queue before submit raises QueueFull; 0 removes the
+        limit.
+
+        Scheduled jobs do not count before they are due.
+        """
+        self._run(queue_programs.set_queue_limit(self._view, limit))
+
+    def close(self) -> None:
+        """Close the client for good. Calls and streams in other threads end with ClientClosed."""
+        self.is_closed = True
+        self._redis.close()
+        self._close_results()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ── performing programs ──
+
+    def perform(self, program: Program[T]) -> T:
+        """Run a program over effects. Modules that extend the client beyond its own methods use
+        this.
+        """
+        return self._run(program)
+
+    def _run(self, program: Program[T]) -> T:
+        """Run a program that yields no values to the caller; return its result."""
+        driver = self._drive(program)
+        while True:
+            try:
+                next(driver)
+            except StopIteration as end:
+                value: T = end.value
+                return value
+
+    def _drive(self, program: Program[T]) -> Generator[Any, None, T]:
+        performer = _Performer(self, self._redis)
+        answer: Any = None
+        trouble: TokenmillError | None = None
+        try:
+            while True:
+                try:
+                    effect = program.throw(trouble) if trouble is not None else program.send(answer)
+                except StopIteration as end:
+                    value: T = end.value
+                    return value
+                answer, trouble = None, None
+                if isinstance(effect, Tell):
+                    yield effect.value
+                    continue
+                try:
+                    if isinstance(effect, Follow):
+                        while (values := effect.told_by(answer := performer.receive(effect.timeout))) is not None:
+                            yield from values
+                            effect.taken()
+                    else:
+                        answer = performer.perform(effect)
+                except Exception as error:
+                    check_open(self)  # if another thread closed the client, redis-py raises arbitrary errors
+                    if not isinstance(error, SERVER_TROUBLE):
+                        raise
+                    trouble = translate(error)
+        finally:
+            program.close()
+            performer.close()
+
+
+class _Performer:
+    """Executes the effects of one program, and owns the subscription that it opens."""
+
+    def __init__(self, client: Client, connection: redis.Redis) -> None:
+        self._client = client
+        self._redis = connection
+        self._subscription: Subscription | None = None
+
+    def perform(self, effect: Effect) -> Any:
+        check_open(self._client)
+        match effect:
+            case RunScript(script, arguments):
+                return scripts.call(self._redis, script, *self._client.script_head, *arguments)
+            case Commands(commands, tolerant):
+                return self._commands(commands, tolerant)
+            case Listen(channel):
+                self.close()
+                self._subscription = Subscription(self._redis, channel)
+                return None
+            case Receive(timeout):
+                return self.receive(timeout)
+            case LookUp(job_id):
+                return self._client.look_up(job_id)
+            case Sleep(seconds):
+                return time.sleep(seconds)
+        raise TypeError(f"no such effect: {effect!r}")
+
+    def receive(self, timeout: float) -> bytes | Signal | None:
+        assert self._subscription is not None, "a program listens before it receives"
+        return self._subscription.receive(timeout)
+
+    def _commands(self, commands: Sequence[tuple[scripts.Argument, ...]], tolerant: bool) -> Sequence[Any]:
+        if not commands:
+            return []
+        if len(commands) == 1 and not tolerant:
+            execute: Any = self._redis.execute_command
+            return [execute(*commands[0])]
+        pipeline: Any
+        with self._redis.pipeline(transaction=False) as pipeline:
+            for command in commands:
+                pipeline.execute_command(*command)
+            replies: Sequence[Any] = pipeline.execute(raise_on_error=not tolerant)
+        return replies
+
+    def close(self) -> None:
+        if self._subscription is not None:
+            self._subscription.close()
+            self._subscription = None
+        if self._client.is_closed:  # closed meanwhile: connections returned to the pool since are open
+            self._redis.close()

@@ -1,0 +1,147 @@
+"""The answers of the in-memory worker: a scripted text split into tokens, and the job's result
+after any number of them.
+
+A token is a word with the white space before it; its id is its index in the answer. Pure values.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tokenmill_schemas.chunk import Chunk
+from tokenmill_schemas.generation import FinishReason
+from tokenmill_schemas.job import JobRequest
+from tokenmill_schemas.result import ChoiceResult, JobError, JobResult, JobStatus, Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A scripted answer. `hold_after`: number of tokens after which it pauses while the queue is
+    held. `error`: the error with which the job fails after the text.
+    """
+
+    text: str
+    delay_s: float = 0.0  # pause before the first token
+    pause_s: float = 0.0  # pause after each token
+    hold_after: int | None = None
+    error: JobError | None = None
+
+
+def failure(code: str, message: str, *, after: str = "", retryable: bool = False) -> Answer:
+    """Return the answer of a job that fails after generating the text `after`."""
+    return Answer(after, error=JobError(code, message, retryable))
+
+
+class Performance:
+    """The progress of one job's answer. Every choice of `n` has the same text; `max_tokens` limits
+    it as in a real worker.
+    """
+
+    def __init__(self, request: JobRequest, reply: str | Answer, worker_id: str, *, started_ms: int) -> None:
+        self.answer = Answer(reply) if isinstance(reply, str) else reply
+        self.told = 0  # tokens generated so far, of all choices
+        self._request = request
+        self._worker_id = worker_id
+        self._started_ms = started_ms
+        self._status = JobStatus.FAILED if self.answer.error else JobStatus.SUCCEEDED
+        words = re.findall(r"\s*\S+|\s+$", self.answer.text)
+        limit = request.params.max_tokens
+        self._words = words[:limit]
+        self._reason = FinishReason.STOP if limit is None or len(words) <= limit else FinishReason.LENGTH
+        if self.answer.error:
+            self._reason = FinishReason.ERROR
+
+    @property
+    def is_held(self) -> bool:
+        return self.told == self.answer.hold_after
+
+    def cancel(self) -> None:
+        self._status, self._reason = JobStatus.CANCELLED, FinishReason.CANCELLED
+
+    def expire(self) -> None:
+        self._status, self._reason = JobStatus.EXPIRED, FinishReason.EXPIRED
+
+    def chunks(self) -> Iterator[Chunk]:
+        """Yield one chunk per token; stop early when the job is cancelled."""
+        for choice in range(self._request.params.n):
+            for place, word in enumerate(self._words):
+                if self._status is JobStatus.CANCELLED:
+                    return
+                is_end = place == len(self._words) - 1
+                chunk = Chunk(
+                    job_id=self._request.job_id,
+                    index=place,
+                    token_ids=(place,),
+                    text=word,
+                    choice=choice,
+                    finish_reason=self._reason if is_end else None,
+                    n=self._request.params.n,
+                )
+                self.told += 1
+                yield chunk
+
+    def result(self, now_ms: int) -> JobResult:
+        request = self._request
+        return JobResult(
+            job_id=request.job_id,
+            status=self._status,
+            model=request.model or "in-memory",
+            tenant=request.tenant,
+            choices=tuple(self._choices()),
+            usage=Usage(
+                prompt_tokens=_prompt_words(request),
+                completion_tokens=self.told,
+                queue_ms=max(0, self._started_ms - request.created_ms),
+                total_ms=max(0, now_ms - request.created_ms),
+            ),
+            error=self._error(),
+            worker_id=self._worker_id,
+            created_ms=request.created_ms,
+            started_ms=self._started_ms,
+            finished_ms=now_ms,
+            metadata=request.metadata,
+        )
+
+    @staticmethod
+    def last_chunk(result: JobResult, num_choices: int = 1) -> Chunk:
+        return Chunk(
+            job_id=result.job_id,
+            index=len(result.token_ids),
+            finish_reason=result.finish_reason,
+            status=result.status,
+            usage=result.usage,
+            error=result.error,
+            n=num_choices,
+        )
+
+    def _choices(self) -> Iterator[ChoiceResult]:
+        left = self.told
+        for choice in range(self._request.params.n):
+            words = self._words[:left]
+            left -= len(words)
+            if not words and self._status is not JobStatus.SUCCEEDED:
+                return
+            ends = tuple(len("".join(words[: place + 1])) for place in range(len(words)))
+            is_whole = len(words) == len(self._words) and self._status in (JobStatus.SUCCEEDED, JobStatus.FAILED)
+            reason = self._reason if is_whole or not left else FinishReason.STOP
+            yield ChoiceResult(
+                index=choice,
+                text="".join(words),
+                token_ids=tuple(range(len(words))),
+                text_ends=ends,
+                finish_reason=reason,
+            )
+
+    def _error(self) -> JobError | None:
+        if self._status is JobStatus.EXPIRED:
+            return JobError("deadline_exceeded", "the deadline passed before the answer was complete")
+        return self.answer.error if self._status is JobStatus.FAILED else None
+
+
+def _prompt_words(request: JobRequest) -> int:
+    if request.prompt_ids is not None:
+        return len(request.prompt_ids)
+    texts = [message.content for message in request.messages or ()] or [request.prompt or ""]
+    return sum(len(text.split()) for text in texts)

@@ -1,1 +1,0 @@
-"""Schema revisions of the database. `worker.record.migrate` runs them; README.md has the rules."""

@@ -1,0 +1,32 @@
+"""Entry point of Alembic: runs the revisions on the connection that it receives.
+
+`python -m alembic -c migrations/tokenmill_migrations/alembic.ini revision --autogenerate -m "…"` (from the checkout)
+writes a new revision against the database that `-x url=…` names.
+"""
+
+from alembic import context
+
+from tokenmill_worker.record.connection import open_engine
+from tokenmill_worker.record.tables import metadata
+
+
+def _run(connection: object) -> None:
+    context.configure(
+        connection=connection,  # type: ignore[arg-type]
+        target_metadata=metadata,
+        render_as_batch=True,  # SQLite changes a table by copying it
+        compare_type=True,
+        transaction_per_migration=True,  # PostgreSQL: some revisions run outside a transaction; SQLite: the caller's
+    )
+    with context.begin_transaction():
+        context.run_migrations()
+
+
+if context.is_offline_mode():
+    raise SystemExit("offline mode is not supported: the revisions look at the database they change")
+_connection = context.config.attributes.get("connection")
+if _connection is not None:
+    _run(_connection)
+else:
+    with open_engine(context.get_x_argument(as_dictionary=True)["url"]).connect() as _opened:
+        _run(_opened)

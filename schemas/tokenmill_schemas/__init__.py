@@ -1,0 +1,25 @@
+"""Structs that producers, workers and subscribers exchange: msgspec structs, sent as
+MessagePack.
+"""
+
+from tokenmill_schemas.chunk import Chunk
+from tokenmill_schemas.generation import FinishReason, ResponseFormat, SamplingParams, TokenLogprob
+from tokenmill_schemas.job import JobRequest, Message, Priority, RetryPolicy
+from tokenmill_schemas.result import ChoiceResult, JobError, JobResult, JobStatus, Usage
+
+__all__ = [
+    "ChoiceResult",
+    "Chunk",
+    "FinishReason",
+    "JobError",
+    "JobRequest",
+    "JobResult",
+    "JobStatus",
+    "Message",
+    "Priority",
+    "ResponseFormat",
+    "RetryPolicy",
+    "SamplingParams",
+    "TokenLogprob",
+    "Usage",
+]

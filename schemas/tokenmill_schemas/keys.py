@@ -1,0 +1,142 @@
+"""Every Redis key: its name, type, writer and end. All keys of one queue share the hash tag `{queue}`,
+so that each script touches one slot of a cluster.
+
+| key | type | written by | lives |
+|---|---|---|---|
+| `tm:{q}:jobs:<class>` | stream, group `workers` | submit, redrive, sweep | one entry per job until finish or release |
+| `tm:{q}:jobs:<class>:<tenant>` | stream, group `workers` | the same | the same: a named tenant's own lane |
+| `tm:{q}:lanes:<class>` | sorted set tenant → served cost | submit, claim | while a lane has undelivered entries |
+| `tm:{q}:job:<id>` | hash | scripts only | alive: until finish; then result TTL |
+| `tm:{q}:log:<id>` | stream, entry id `<tokens so far>-0` | append | deleted by finish; TTL meanwhile |
+| `tm:{q}:chunks:<id>` | pub/sub channel | append, finish, cancel | – |
+| `tm:{q}:idem:<tenant>:<key>` | fingerprint, space, job id | submit, finish | until finish; then idempotency TTL |
+| `tm:{q}:worker:<id>` | string | heartbeat | TTL = lease |
+| `tm:{q}:workers` | set of worker ids ever seen alive | heartbeat, claim | until the worker is reaped |
+| `tm:{q}:held:<worker>` | set of job ids | claim, finish, release | until empty |
+| `tm:{q}:vouchers` | hash worker id → count of its appends | append | an entry until the worker loses a job or ends |
+| `tm:{q}:control:<worker>` | pub/sub channel | submit, cancel, operators | – |
+| `tm:{q}:ready` | sorted set worker id → its free places | claim, submit | while nothing waits for it; TTL |
+| `tm:{q}:ready:urgent` | the same, for interactive jobs alone | the same | the same |
+| `tm:{q}:bell` | pub/sub channel | release, cancel, sweep | – |
+| `tm:{q}:delayed` | sorted set job id → due ms | submit, retry | until due |
+| `tm:{q}:deadlines` | sorted set job id → deadline ms | submit | until due or finished |
+| `tm:{q}:returned` | sorted set job id → class, age | release, sweep | until claimed: ahead of every lane |
+| `tm:{q}:ended` | sorted set job id → ended ms | cancel, sweep | until claimed, only to be recorded |
+| `tm:{q}:dead` | stream | dead-letter | until redriven or trimmed |
+| `tm:{q}:tenant:<tenant>` | hash: running, rate bucket, virtual times | scripts | TTL, renewed while in use |
+| `tm:{q}:batches` | sorted set batch id → created ms | bulk work without a database | a month after a change |
+| `tm:{q}:batch:<id>` | hash: the batch, its state and progress | the same | the same |
+| `tm:{q}:refused:<id>` | hash line → why it has no job | the same | the same |
+| `tm:{q}:meta` | hash: counters, limits and settings of the queue and its tenants | scripts, operators | for ever |
+"""
+
+import re
+from dataclasses import dataclass
+
+from tokenmill_schemas.job import Priority
+
+GROUP = "workers"
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The names of all Redis keys of one queue."""
+
+    queue: str
+    prefix: str = "tm:"
+
+    @property
+    def base(self) -> str:
+        """The prefix `tm:{queue}:` of every key of the queue; scripts receive it as an argument."""
+        return f"{self.prefix}{{{self.queue}}}:"
+
+    def lane(self, priority: Priority, tenant: str = "") -> str:
+        return f"{self.base}jobs:{priority.value}" + (f":{tenant}" if tenant else "")
+
+    def lanes(self, priority: Priority) -> str:
+        return f"{self.base}lanes:{priority.value}"
+
+    def job(self, job_id: str) -> str:
+        return f"{self.base}job:{job_id}"
+
+    def log(self, job_id: str) -> str:
+        return f"{self.base}log:{job_id}"
+
+    def chunks(self, job_id: str) -> str:
+        return f"{self.base}chunks:{job_id}"
+
+    def idempotency(self, tenant: str, key: str) -> str:
+        """Return the key of an idempotency key. Colons in the tenant's name are escaped: tenant `a`
+        with key `b:c` must differ from tenant `a:b` with key `c`.
+        """
+        return f"{self.base}idem:{tenant.replace('%', '%25').replace(':', '%3A')}:{key}"
+
+    def worker(self, worker_id: str) -> str:
+        return f"{self.base}worker:{worker_id}"
+
+    def held(self, worker_id: str) -> str:
+        return f"{self.base}held:{worker_id}"
+
+    def control(self, worker_id: str) -> str:
+        return f"{self.base}control:{worker_id}"
+
+    def tenant(self, tenant: str) -> str:
+        return f"{self.base}tenant:{tenant}"
+
+    @property
+    def workers(self) -> str:
+        return f"{self.base}workers"
+
+    @property
+    def vouchers(self) -> str:
+        return f"{self.base}vouchers"
+
+    @property
+    def bell(self) -> str:
+        return f"{self.base}bell"
+
+    def ready(self, *, urgent_only: bool = False) -> str:
+        return f"{self.base}ready:urgent" if urgent_only else f"{self.base}ready"
+
+    @property
+    def delayed(self) -> str:
+        return f"{self.base}delayed"
+
+    @property
+    def deadlines(self) -> str:
+        return f"{self.base}deadlines"
+
+    @property
+    def returned(self) -> str:
+        return f"{self.base}returned"
+
+    @property
+    def ended(self) -> str:
+        return f"{self.base}ended"
+
+    @property
+    def dead(self) -> str:
+        return f"{self.base}dead"
+
+    @property
+    def batches(self) -> str:
+        return f"{self.base}batches"
+
+    def batch(self, batch_id: str) -> str:
+        return f"{self.base}batch:{batch_id}"
+
+    def refused(self, batch_id: str) -> str:
+        """Return the key of the lines of a batch that have no job."""
+        return f"{self.base}refused:{batch_id}"
+
+    @property
+    def meta(self) -> str:
+        return f"{self.base}meta"
+
+
+def queue_of(model: str) -> str:
+    """Return the default queue of a model: the last part of its path, in lower case and without
+    unusual characters.
+    """
+    name = re.split(r"[/\\]", model.rstrip("/\\"))[-1].removesuffix(".gguf").lower()
+    return re.sub(r"[^a-z0-9._-]+", "-", name).strip("-") or "default"

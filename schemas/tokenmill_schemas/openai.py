@@ -1,0 +1,206 @@
+"""OpenAI's formats: the lines of batch files, the bodies of requests and answers, and the batch
+object.
+
+Names and nulls are the same as OpenAI's, so that a program that reads their files reads these too.
+Here only the envelope of a request is decoded; api_client/tokenmill/bulk/bodies.py and
+api_client/tokenmill/openai_forms.py turn its body into a job. Times are Unix seconds.
+"""
+
+from typing import Any, Final, Literal
+
+import msgspec
+
+CHAT_URL: Final = "/v1/chat/completions"
+COMPLETIONS_URL: Final = "/v1/completions"
+URLS: Final = (CHAT_URL, COMPLETIONS_URL)
+
+BatchStatus = Literal[
+    "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
+]
+
+
+# ── lines ──
+
+
+class LineEnvelope(msgspec.Struct, frozen=True):
+    """A line of an input file. Its members may have any type until they are checked."""
+
+    custom_id: Any = None
+    method: Any = None
+    url: Any = None
+    body: Any = None
+
+
+class ErrorObject(msgspec.Struct, frozen=True, kw_only=True):
+    """The error inside a response's body, in the form in which the API answers a bad request."""
+
+    message: str
+    type: str = "invalid_request_error"
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    error: ErrorObject
+
+
+class LineError(msgspec.Struct, frozen=True):
+    """The reason why a line has no response."""
+
+    code: str
+    message: str
+
+
+class Response(msgspec.Struct, frozen=True, kw_only=True):
+    status_code: int
+    request_id: str
+    body: "ChatCompletion | Completion | ErrorBody"
+
+
+class OutputLine(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of an output or error file."""
+
+    id: str
+    custom_id: str | None
+    response: Response | None = None
+    error: LineError | None = None
+
+
+# ── answers ──
+
+
+class PromptDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int = 0
+
+
+class CompletionUsage(msgspec.Struct, frozen=True, kw_only=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails = PromptDetails()
+
+
+class TopLogprob(msgspec.Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int] | None = None
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    token: str
+    logprob: float
+    bytes: list[int] | None = None
+    top_logprobs: list[TopLogprob] = []
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True):
+    content: list[TokenLogprobs]
+    refusal: None = None
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    content: str
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: Literal["stop", "length"] = "stop"
+
+
+class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="chat.completion"):
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: CompletionUsage
+    system_fingerprint: str | None = None
+
+
+class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: Literal["stop", "length"] = "stop"
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="text_completion"):
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: CompletionUsage
+    system_fingerprint: str | None = None
+
+
+# ── the batch ──
+
+
+class BatchError(msgspec.Struct, frozen=True, kw_only=True):
+    code: str
+    message: str
+    line: int | None = None
+    param: str | None = None
+
+
+class BatchErrors(msgspec.Struct, frozen=True):
+    data: list[BatchError]
+    object: str = "list"
+
+
+class RequestCounts(msgspec.Struct, frozen=True):
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+
+
+class CachedDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int = 0
+
+
+class ReasoningDetails(msgspec.Struct, frozen=True):
+    reasoning_tokens: int = 0
+
+
+class BatchUsage(msgspec.Struct, frozen=True, kw_only=True):
+    input_tokens: int = 0
+    output_tokens: int = 0
+    total_tokens: int = 0
+    input_tokens_details: CachedDetails = CachedDetails()
+    output_tokens_details: ReasoningDetails = ReasoningDetails()
+
+
+class BatchObject(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="batch"):
+    """OpenAI's batch object. Its files are named by their paths, because there is no file store."""
+
+    id: str
+    endpoint: str
+    model: str | None
+    errors: BatchErrors | None
+    input_file_id: str
+    completion_window: str
+    status: BatchStatus
+    output_file_id: str | None
+    error_file_id: str | None
+    created_at: int
+    in_progress_at: int | None
+    expires_at: int | None
+    finalizing_at: int | None
+    completed_at: int | None
+    failed_at: int | None
+    expired_at: int | None
+    cancelling_at: int | None
+    cancelled_at: int | None
+    request_counts: RequestCounts
+    usage: BatchUsage | None
+    metadata: dict[str, str] | None

@@ -1,0 +1,100 @@
+"""The states of a job, its error, its usage and its result."""
+
+from enum import StrEnum
+
+import msgspec
+
+from tokenmill_schemas.generation import FinishReason, TokenLogprob
+
+
+class JobStatus(StrEnum):
+    """The state of a job: `queued → running → succeeded | failed | cancelled | expired`.
+
+    A `dead` job was moved to the dead letters and may be redriven.
+    """
+
+    SCHEDULED = "scheduled"  # waits for not_before, or for its next attempt
+    QUEUED = "queued"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+    DEAD = "dead"
+
+    @property
+    def is_final(self) -> bool:
+        return self not in (JobStatus.SCHEDULED, JobStatus.QUEUED, JobStatus.RUNNING)
+
+
+class JobError(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One sentence for the producer, with a code that programs can match."""
+
+    code: str  # e.g. "invalid_request", "context_length_exceeded", "engine_crash"
+    message: str
+    retryable: bool = False
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Tokens that are billed, and times in milliseconds."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt's tokens: those whose KV was found in the prefix cache
+    completion_tokens: int = 0  # each delivered token once, whatever was recomputed
+    queue_ms: int = 0  # created → first claimed
+    ttft_ms: int = 0  # created → first token
+    total_ms: int = 0  # created → finished
+    preemptions: int = 0
+
+
+class ChoiceResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One finished sequence of a job.
+
+    `text_ends[i]` is len(text) after the chunk of token i. From it the chunks of a finished job can
+    be rebuilt, one per token, after the log is gone.
+    """
+
+    index: int = 0
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    text_ends: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None
+
+
+class JobResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The final state of a job. `choices` is empty if nothing was generated; partial text is
+    kept.
+    """
+
+    job_id: str
+    status: JobStatus
+    model: str = ""
+    tenant: str = ""
+    choices: tuple[ChoiceResult, ...] = ()
+    usage: Usage = Usage()
+    error: JobError | None = None
+    attempt: int = 1
+    worker_id: str = ""
+    created_ms: int = 0
+    started_ms: int = 0
+    finished_ms: int = 0
+    metadata: dict[str, str] = {}
+    v: int = 1
+    order: tuple[int, ...] = ()  # read only, from workers before `Chunk.n`; nobody needs it
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text if self.choices else ""
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.choices[0].token_ids if self.choices else ()
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self.choices[0].finish_reason if self.choices else None
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprob, ...] | None:
+        return self.choices[0].logprobs if self.choices else None

@@ -1,6 +1,0 @@
-"""Checks finished answers against the JSON schemas of their requests, in a process of its own."""
-
-from worker.checking.checker import VIOLATION, AnswerChecker
-from worker.checking.checks import Checks
-
-__all__ = ["VIOLATION", "AnswerChecker", "Checks"]

@@ -1,5 +1,0 @@
-"""Plans what each step computes and applies its result to the sequences; plain Python."""
-
-from worker.engine.scheduler.scheduler import Scheduler
-
-__all__ = ["Scheduler"]

@@ -1,8 +1,0 @@
-"""Records finished jobs in SQL, and keeps the order in which a job ends: commit first, then
-acknowledge.
-"""
-
-from worker.record.finalizer import Finalizer, FinalizerLimits, FinalizerStats
-from worker.record.store import RecordReport, ResultStore
-
-__all__ = ["Finalizer", "FinalizerLimits", "FinalizerStats", "RecordReport", "ResultStore"]

@@ -1,0 +1,350 @@
+"""The worker's composition root: builds the stages, starts them in order, ends them in order.
+
+    start:  SQL checked · queue opened · engine loaded · record · lease · control · claim
+    end:    claiming stops · running jobs finish or are handed over · results recorded · lease given up
+
+SIGTERM drains; a second signal, or SIGINT, hands over at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+
+from tokenmill import AsyncClient
+from tokenmill.cancellation import end_task, wait_at_most
+from tokenmill.connections import Link, connect_async, parse_url
+from tokenmill_schemas.keys import Keys
+from tokenmill_worker.consume.admission import Admission, ServedModel
+from tokenmill_worker.consume.consumer import Consumer
+from tokenmill_worker.consume.control import ControlChannel
+from tokenmill_worker.consume.job_stream import JobStream, StreamOptions
+from tokenmill_worker.consume.leases import LeaseKeeper
+from tokenmill_worker.engine.host import EngineHost, EngineProcess, EngineThread
+from tokenmill_worker.engine.mailbox import Ready
+from tokenmill_worker.errors import Unavailable
+from tokenmill_worker.jobs import Finished
+from tokenmill_worker.naming import read_aliases, read_template
+from tokenmill_worker.observer import Observer
+from tokenmill_worker.publish.publisher import Publisher, PublishLimits
+from tokenmill_worker.queue_watch import QueueWatch, queue_readings
+from tokenmill_worker.record.finalizer import Finalizer, FinalizerLimits
+from tokenmill_worker.record.store import ResultStore
+from tokenmill_worker.service import Service
+from tokenmill_worker.settings import Settings
+from tokenmill_worker.telemetry import Metrics, Tracing, WatchServer, configure_logging
+from tokenmill_worker.text.tokenizer import Tokenizer
+from tokenmill_worker.watch import Parts, Watch, package_version
+
+log = logging.getLogger(__name__)
+
+REDIS_LINK = Link(timeout_s=5.0, connect_timeout_s=5.0)
+STARTUP_PATIENCE_S = 60.0
+RESIGN_S = 5.0
+
+
+def run(settings: Settings) -> int:
+    """Serve until a signal; returns the exit status. Raises SettingsError, SchemaOutdated, EngineDied."""
+    context = {"worker": settings.worker_name, "queue": settings.queue_name} if settings.log_format == "json" else {}
+    configure_logging(settings.log_level, settings.log_format, with_private=settings.log_prompts, context=context)
+    return asyncio.run(Worker(settings, has_process=True).serve())
+
+
+class Worker:
+    """One worker. `host_factory` replaces the engine process (tests run the engine in a thread). `stream_type` and
+    `store_type` may be types that fail on purpose. `has_process`: nothing else runs in this process."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        host_factory: Callable[[], EngineHost] | None = None,
+        *,
+        stream_type: type[JobStream] = JobStream,
+        store_type: type[ResultStore] = ResultStore,
+        has_process: bool = False,
+    ) -> None:
+        self.settings = settings
+        self._has_process = has_process
+        self.ready = asyncio.Event()
+        self.watch_port: int | None = None  # the port of /metrics, once it is served
+        self._stop = asyncio.Event()
+        self._hurry = asyncio.Event()
+        self._host_factory = host_factory or self._engine_host
+        self._config = settings.engine_config()
+        self.metrics = Metrics(settings.queue_name, self._config.model)
+        self._tracing = open_tracing(settings)
+        observer = self._observer = Observer(
+            self.metrics, self._tracing, queue=settings.queue_name, worker_id=settings.worker_name
+        )
+        keys = Keys(settings.queue_name, settings.key_prefix)
+        sharded = parse_url(settings.redis_url).is_cluster
+        self._redis = connect_async(settings.redis_url, REDIS_LINK)
+        self._redis_control = connect_async(settings.redis_url, REDIS_LINK)
+        self.stream = stream_type(self._redis, keys, settings.worker_name, stream_options(settings), sharded=sharded)
+        self.stream.on_call, self.stream.on_refused = observer.called, observer.refused
+        self._store = store_type(settings.database_url, queue=settings.queue_name, with_prompts=settings.record_prompts)
+        self._finalizer = Finalizer(
+            self._store,
+            self.stream,
+            FinalizerLimits(max_buffered=settings.record_buffer, max_group=settings.record_group),
+            on_recorded=self._recorded,
+        )
+        self._publisher = Publisher(
+            self.stream,
+            worker_id=settings.worker_name,
+            model=self._config.model,
+            limits=PublishLimits(
+                checkpoint_tokens=settings.checkpoint_tokens,
+                chunk_tokens=settings.chunk_tokens,
+                chunk_wait_s=settings.chunk_wait_seconds,
+            ),
+        )
+        self.service = Service(
+            stream=self.stream,
+            host_factory=self._host_factory,
+            admission_factory=self._admission,
+            publisher=self._publisher,
+            finalizer=self._finalizer,
+            max_num_seqs=self._config.max_num_seqs,
+            on_frame=lambda _frame: self._note_frame(),
+            watcher=observer,
+        )
+        self._consumer = Consumer(
+            self.stream,
+            self.service.credits,
+            self.service.take,
+            poll_s=settings.poll_seconds,
+            on_claim=self._note_claim,
+        )
+        self._lease = LeaseKeeper(
+            self.stream,
+            lambda: self.watch.status(),
+            lease_s=settings.lease_seconds,
+            interval_s=settings.heartbeat_interval,
+            on_cancelled=self.service.cancel_all,
+            on_lost=self.service.drop,
+            on_expired=self._expired,
+        )
+        self._control = ControlChannel(
+            self._redis_control,
+            keys,
+            settings.worker_name,
+            on_bell=self._consumer.ring,
+            on_call=self._consumer.answer,
+            on_cancel=self.service.cancel,
+            on_drain=self.drain,
+        )
+        parts = Parts(settings, self.service, self.stream, self._lease, self._publisher, self._finalizer, observer)
+        self.watch = Watch(
+            parts, self._config.model, max_running=self._config.max_num_seqs, is_stopping=self._stop.is_set
+        )
+
+    # ── life ──
+
+    def drain(self) -> None:
+        """Act as on SIGTERM: the first call drains, the second hands over at once."""
+        if self._stop.is_set():
+            self._hurry.set()
+        self._stop.set()
+
+    def end_now(self) -> None:
+        """Act as on SIGINT: hand every job over at once."""
+        self._stop.set()
+        self._hurry.set()
+
+    async def serve(self) -> int:
+        """Serve until drained. Raises errors that make a start pointless: wrong settings, old schema, broken model."""
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(NotImplementedError, RuntimeError):  # not on the main thread (tests)
+            loop.add_signal_handler(signal.SIGTERM, self.drain)
+            loop.add_signal_handler(signal.SIGINT, self.end_now)
+        async with contextlib.AsyncExitStack() as undo:
+            undo.push_async_callback(self._redis.aclose)
+            undo.push_async_callback(self._redis_control.aclose)
+            undo.push_async_callback(self._store.close)
+            if self._tracing is not None:
+                undo.push_async_callback(asyncio.to_thread, self._tracing.close)
+            await self._be_watched(undo)
+            if await self._patiently(self._store.check) and await self._patiently(self.stream.open):
+                await self._run_stages()
+        log.info("stopped")
+        return 0
+
+    async def _run_stages(self) -> None:
+        engine = asyncio.create_task(self.service.run_engine(), name="engine")
+        engine.add_done_callback(lambda _task: self.end_now())  # no owned job can go on
+        async with (
+            background(self._finalizer.run(), self._stop),
+            background(self._lease.run(), self._stop),
+            background(self._control.run(), self._stop),
+        ):
+            await _first(self.service.started, self._stop)
+            async with background(self._claim(), self._stop):
+                await self._stop.wait()
+                if self.service.started.is_set():
+                    log.info("shutting down: taking no new jobs")
+                await self._consumer.stop()
+            await self.service.drain(self.settings.drain_seconds, self._hurry)
+            await self.service.stop()
+            await self._finalizer.drain(self.settings.record_drain_seconds)
+        with contextlib.suppress(Unavailable, TimeoutError):  # the lease expires by itself
+            async with asyncio.timeout(RESIGN_S):
+                await self.stream.resign()
+        await engine  # raises the engine's error, if it failed
+
+    async def _claim(self) -> None:
+        if self._has_process:
+            gc.collect()
+            gc.freeze()  # else each full collection scans all loaded objects: 0.2 s without tokens
+            gc.set_threshold(10_000, 20, 20)  # else young objects are scanned every few steps
+        self.ready.set()
+        await self._consumer.run()
+
+    async def _patiently(self, what: Callable[[], Coroutine[Any, Any, None]]) -> bool:
+        """Retry while a dependency is not up yet, for a limited time. Returns False if a signal came first."""
+        deadline, said = time.monotonic() + STARTUP_PATIENCE_S, ""
+        while not self._stop.is_set():
+            trying, stopped = asyncio.create_task(what()), asyncio.create_task(self._stop.wait())
+            await asyncio.wait([trying, stopped], return_when=asyncio.FIRST_COMPLETED)
+            await end_task(stopped)
+            if not trying.done():
+                await end_task(trying)
+                return False
+            try:
+                trying.result()
+            except Unavailable as error:
+                if error.is_misconfigured or time.monotonic() >= deadline:
+                    raise
+                if str(error) != said:
+                    log.warning("not ready, trying for %.0f s more: %s", deadline - time.monotonic(), error)
+                said = str(error)
+                await wait_at_most(self._stop, 1.0)
+            else:
+                return True
+        return False
+
+    # ── what the stages are built from ──
+
+    def _engine_host(self) -> EngineHost:
+        if self.settings.engine_host == "process":
+            return EngineProcess(self._config, self.settings.cache_dir, self.settings.stall_seconds)
+        from tokenmill_worker.engine.engine import Engine
+
+        return EngineThread(lambda: Engine.load(self._config, self.settings.cache_dir), self.settings.stall_seconds)
+
+    async def _admission(self, ready: Ready) -> Admission:
+        settings = self.settings
+        template = read_template(settings.chat_template)
+        tokenizer = await asyncio.to_thread(Tokenizer.load, ready.model_path, template, self._config.trust_remote_code)
+        served = ServedModel(
+            names=(self._config.model, settings.queue_name),
+            max_model_len=ready.max_model_len,
+            vocab_size=ready.vocab_size,
+            eos_token_ids=frozenset(ready.eos_token_ids),
+            default_max_tokens=settings.default_max_tokens,
+            adapters=frozenset(self._config.adapter_folders),
+            aliases=read_aliases(settings.aliases),
+        )
+        return Admission(
+            tokenizer,
+            served,
+            worker_id=settings.worker_name,
+            max_payload_bytes=settings.max_payload_bytes,
+        )
+
+    async def _expired(self) -> None:
+        self.service.drop_all()
+        with contextlib.suppress(Unavailable):
+            await self.stream.resign()
+
+    # ── being watched ──
+
+    async def _be_watched(self, undo: contextlib.AsyncExitStack) -> None:
+        settings = self.settings
+        self.metrics.watch(self.watch.readings)
+        if settings.metrics_port is None:
+            return
+        server = WatchServer(settings.metrics_host, settings.metrics_port, self.metrics.registry, self.watch.checks())
+        await server.start()
+        self.watch_port = server.port
+        undo.push_async_callback(server.stop)
+        await self._watch_queue(undo)
+        log.info("metrics and health on http://%s:%d", settings.metrics_host, server.port)
+
+    async def _watch_queue(self, undo: contextlib.AsyncExitStack) -> None:
+        client = AsyncClient(self.settings.redis_url, queue=self.settings.queue_name, prefix=self.settings.key_prefix)
+        undo.push_async_callback(client.close)
+        watch = QueueWatch(client)
+        self.metrics.watch_queues(lambda: queue_readings([watch]))
+        await undo.enter_async_context(background(watch.run(), self._stop))
+
+    def _recorded(self, finished: list[Finished]) -> None:
+        self._observer.recorded(finished)
+        for seconds in self._finalizer.stats.take_commit_seconds():
+            self.metrics.commit_seconds.observe(seconds)
+
+    def _note_claim(self, count: int) -> None:
+        self.watch.claims.beat()
+        self.metrics.claims.labels("jobs" if count else "empty").inc()
+
+    def _note_frame(self) -> None:
+        self.watch.steps.beat()
+        self._consumer.notice_room()
+
+
+def stream_options(settings: Settings) -> StreamOptions:
+    return StreamOptions(
+        lease_s=settings.lease_seconds,
+        result_ttl_s=round(settings.result_ttl_seconds),
+        log_ttl_s=round(settings.log_ttl_seconds),
+        max_solo_crashes=settings.max_crashes,
+        max_deliveries=settings.max_deliveries,
+        bulk_every=max(1, round(1 / settings.bulk_share)) if settings.bulk_share else 1 << 30,
+        queue_limit=settings.queue_limit,
+        max_payload_bytes=settings.max_payload_bytes,
+        idempotency_ttl_s=settings.idempotency_ttl_seconds,
+        tenant_concurrency=settings.tenant_max_running,
+        tenant_rate=settings.tenant_jobs_per_minute / 60,
+        tenant_burst=max(1, round(settings.tenant_jobs_per_minute)) if settings.tenant_jobs_per_minute else 0,
+    )
+
+
+def open_tracing(settings: Settings) -> Tracing | None:
+    """Open tracing if an endpoint is set. Raises MissingPackage if OpenTelemetry is not installed."""
+    if not settings.otel_endpoint:
+        return None
+    resource = {
+        "service.name": "tokenmill-worker",
+        "service.instance.id": settings.worker_name,
+        "service.version": package_version(),
+    }
+    return Tracing.open(settings.otel_endpoint, sample_ratio=settings.otel_sample_ratio, resource=resource)
+
+
+async def _first(*events: asyncio.Event) -> None:
+    """Wait until one of the events is set."""
+    waits = [asyncio.create_task(event.wait()) for event in events]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for task in waits:
+        task.cancel()
+
+
+@contextlib.asynccontextmanager
+async def background(work: Coroutine[Any, Any, None], stop: asyncio.Event) -> AsyncIterator[None]:
+    """Run work beside the body, which ends at `stop`, then cancel it. Work that ends by itself sets `stop`; its error
+    is raised after the body: a worker without one of its stages would hold jobs and do nothing.
+    """
+    task = asyncio.create_task(work)
+    task.add_done_callback(lambda _task: stop.set())
+    try:
+        yield
+    finally:
+        await end_task(task)
+        with contextlib.suppress(asyncio.CancelledError):
+            task.result()

@@ -1,0 +1,91 @@
+"""The answers that are being validated. Each ends as it would have, or with an error that says how
+it breaks its schema.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from tokenmill_schemas.generation import FinishReason
+from tokenmill_schemas.result import ChoiceResult, JobError, JobStatus
+from tokenmill_worker.checking.checker import VIOLATION, AnswerChecker
+from tokenmill_worker.jobs import Finished
+
+MAX_WAITING = 256  # from this number on no job should be claimed
+
+
+class Checks:
+    """Validates answers in tasks. `then` is called once with every job that `take` accepted, after
+    its check.
+    """
+
+    def __init__(self, then: Callable[[Finished], Awaitable[None]], checker: AnswerChecker | None = None) -> None:
+        self._then = then
+        self._checker = checker or AnswerChecker()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._tasks) >= MAX_WAITING
+
+    def take(self, finished: Finished) -> bool:
+        """Start validating a job's answer. Returns False if there is nothing to validate."""
+        if not has_schema(finished):
+            return False
+        task = asyncio.create_task(self._check(finished))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return True
+
+    async def _check(self, finished: Finished) -> None:
+        await self._then(await checked(finished, self._checker))
+
+    async def close(self, patience_s: float) -> None:
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=patience_s)
+        await self._checker.close()
+
+
+def has_schema(finished: Finished) -> bool:
+    """Does the job have a complete answer for which a JSON schema was requested?"""
+    wanted = None if finished.request is None else finished.request.params.response_format
+    if wanted is None or wanted.json_schema is None or finished.is_recorded or finished.result.error is not None:
+        return False
+    return any(_is_complete(choice) for choice in finished.result.choices)
+
+
+async def checked(finished: Finished, checker: AnswerChecker) -> Finished:
+    """Return the job, with an error if a complete answer breaks its schema: a strict schema makes
+    the job fail, any other only adds the error.
+    """
+    wanted = None if finished.request is None else finished.request.params.response_format
+    if wanted is None or wanted.json_schema is None:
+        return finished
+    schema = wanted.json_schema or {"type": "object"}
+    for choice in finished.result.choices:
+        if not _is_complete(choice):
+            continue
+        problem = await checker.violation(schema, choice.text)
+        if problem is not None:
+            of = f" of choice {choice.index}" if len(finished.result.choices) > 1 else ""
+            error = JobError(VIOLATION, f"the answer{of} breaks its JSON schema: {problem}")
+            return _with_error(finished, error, fails=wanted.strict)
+    return finished
+
+
+def _is_complete(choice: ChoiceResult) -> bool:
+    return choice.finish_reason is FinishReason.STOP
+
+
+def _with_error(finished: Finished, error: JobError, *, fails: bool) -> Finished:
+    status = JobStatus.FAILED if fails else finished.result.status
+    return Finished(
+        finished.token,
+        msgspec.structs.replace(finished.result, status=status, error=error),
+        msgspec.structs.replace(finished.final_chunk, status=status, error=error),
+        finished.request,
+        finished.is_recorded,
+    )

@@ -1,0 +1,99 @@
+"""Encodes the call of append.lua, once per engine step, and reads its reply.
+
+A chunk may be written only if the job still belongs to this worker, and if the log's last entry has
+the number that the chunk follows. Both are certain if this worker appended that entry itself and
+nothing changed its jobs since. The voucher is a number that both sides raise by one with each call.
+Equal numbers prove that nothing changed, and the script skips both checks.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections.abc import Sequence
+from typing import Any, Final
+
+from tokenmill_schemas.codec import encode
+from tokenmill_worker.jobs import Append, AppendReply, Exceptions
+
+_ARRAY, _TEXT, _UINT = 0xDD, 0xDB, 0xCE  # MessagePack: all of 32 bits
+_LENGTH, _VALUES = struct.Struct(">BI"), struct.Struct(">BIBIBBI")
+_PUBLISHED, _FOLLOWS = 1, 2
+_VOUCHER_BITS: Final = 48  # a random start, so that no two processes share a voucher; Lua is exact up to 2 ** 53
+
+
+class AppendCalls:
+    """The append calls of one worker, one at a time: `next_call`, then `settle` with its reply, or
+    `fail`.
+    """
+
+    def __init__(self) -> None:
+        self._voucher = random.SystemRandom().getrandbits(_VOUCHER_BITS)
+        # Job → [number of the log's last entry, fencing token, how a chunk's values begin], as seen under this voucher.
+        self._known: dict[str, list[Any]] = {}
+        self._unknown: list[int] = []  # indices in the current call of chunks whose job is not known
+
+    def next_call(self, items: Sequence[Append]) -> tuple[int, bytes]:
+        """Return the voucher and one MessagePack array with six values per chunk. The array is
+        packed by hand with every number in 32 bits: an object per value would cost more than the
+        chunk itself. Raises ValueError for a chunk that has neither a token nor an end.
+        """
+        known, unknown = self._known, self._unknown
+        unknown.clear()
+        parts = [_LENGTH.pack(_ARRAY, 6 * len(items))]
+        for place, item in enumerate(items):
+            chunk, token = item.chunk, item.token
+            job_id, start, body = chunk.job_id, item.start, encode(chunk)
+            size = len(chunk.token_ids)
+            if not size:
+                if chunk.finish_reason is None:
+                    self.fail()
+                    raise ValueError(f"a chunk of job {job_id} has neither a token nor an end")
+                size = 1
+            how = 0 if item.checkpoint else _PUBLISHED
+            seen = known.get(job_id)
+            if seen is not None and seen[0] == start and seen[1] == token:
+                how |= _FOLLOWS
+                seen[0] = start + size
+                whose = seen[2]
+            else:
+                unknown.append(place)
+                whose = _whose(job_id, token)
+            # The chunk is sent as text although it is bytes: the server's library predates that type.
+            values = _VALUES.pack(_UINT, start, _UINT, size, how, _TEXT, len(body))
+            parts += (whose, values, body)
+        self._voucher += 1
+        return self._voucher, b"".join(parts)
+
+    def settle(self, items: Sequence[Append], reply: Sequence[Any]) -> Exceptions:
+        """Apply the reply to the last call. Return the chunks that were not simply logged, see
+        `tokenmill_worker.jobs.Exceptions`.
+        """
+        known, learned = self._known, self._unknown
+        if not reply and not learned:  # the usual case
+            return {}
+        if reply and reply[0] == -1:  # the voucher did not match: only this call's results are known
+            known.clear()
+            reply, learned = reply[3:], list(range(len(items)))
+        exceptions = {
+            place: (AppendReply(word.decode()), int(end))
+            for place, word, end in zip(reply[::3], reply[1::3], reply[2::3], strict=True)
+        }
+        for place in learned:
+            job_id, token = items[place].chunk.job_id, items[place].token
+            known[job_id] = [items[place].end, token, _whose(job_id, token)]
+        for place in exceptions:
+            self.forget(items[place].chunk.job_id)
+        return exceptions
+
+    def fail(self) -> None:
+        """Forget all jobs, because the outcome of the call is unknown."""
+        self._known.clear()
+
+    def forget(self, job_id: str) -> None:
+        """Forget a job that has left this worker, or whose log is in doubt."""
+        self._known.pop(job_id, None)
+
+
+def _whose(job_id: str, token: int) -> bytes:
+    return encode(job_id) + encode(str(token))

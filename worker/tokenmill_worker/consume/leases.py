@@ -1,0 +1,129 @@
+"""Renews the leases of all jobs of a worker with one heartbeat. A process that was frozen for
+longer than its lease owns no job any more.
+
+A process that wakes from a freeze (SIGSTOP, a paused machine) must not write: other workers have
+its jobs by then. A ticker measures how long the event loop stood still. `stood_still` is true from
+the first moment after the freeze, and the job stream checks it before every write. Fencing tokens
+refuse any write that gets through all the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from tokenmill.cancellation import end_task
+from tokenmill_schemas.control import WorkerStatus
+from tokenmill_worker.consume.replies import HeartbeatReply
+from tokenmill_worker.errors import RedisUnavailable, Replaced
+
+log = logging.getLogger(__name__)
+
+TICKS_PER_LEASE = 20
+LONGEST_TICK_S = 0.5
+
+
+class Beats(Protocol):
+    """The part of the queue that a lease keeper uses; implemented by JobStream."""
+
+    guard: Callable[[], bool]
+
+    async def heartbeat(self, status: WorkerStatus) -> HeartbeatReply: ...
+
+
+class LeaseKeeper:
+    """Sends heartbeats and detects freezes. `clock` is monotonic and goes on while the process is
+    frozen. Callbacks run in the event loop.
+    """
+
+    def __init__(
+        self,
+        stream: Beats,
+        status: Callable[[], WorkerStatus],
+        *,
+        lease_s: float,
+        interval_s: float,
+        on_cancelled: Callable[[tuple[str, ...]], None],
+        on_lost: Callable[[tuple[str, ...]], None],
+        on_expired: Callable[[], Awaitable[None]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._stream = stream
+        self._status = status
+        self._lease_s = lease_s
+        self._interval_s = interval_s
+        self._on_cancelled = on_cancelled
+        self._on_lost = on_lost
+        self._on_expired = on_expired
+        self._clock = clock
+        self._ticked_at = clock()
+        self._froze = False
+        self.is_reachable = True
+        self.num_renewed = self.num_failed = self.num_expired = 0  # since the start
+        stream.guard = self.stood_still
+
+    def stood_still(self) -> bool:
+        """Was this process frozen past its lease, with its jobs not given up yet?"""
+        if self._clock() - self._ticked_at > self._lease_s:
+            self._froze = True
+        return self._froze
+
+    async def run(self) -> None:
+        """Send heartbeats until cancelled. Raises Replaced."""
+        self._ticked_at = self._clock()
+        ticker = asyncio.create_task(self._tick(), name="lease-ticker")
+        try:
+            while True:
+                await self.beat()
+                await asyncio.sleep(self._interval_s)
+        finally:
+            await end_task(ticker)
+
+    async def _tick(self) -> None:
+        while True:
+            await self.tick()
+            await asyncio.sleep(min(LONGEST_TICK_S, self._lease_s / TICKS_PER_LEASE))
+
+    async def tick(self) -> None:
+        """Record that the event loop runs. After a freeze, give up all jobs before anything else
+        happens.
+        """
+        froze = self.stood_still()
+        self._ticked_at = self._clock()
+        if not froze:
+            return
+        self.num_expired += 1
+        log.error("this process stood still for longer than its lease of %g s: its jobs are others' now", self._lease_s)
+        try:
+            await self._on_expired()
+        finally:
+            self._froze = False
+
+    async def beat(self) -> None:
+        """Renew the lease and act on the reply. An unreachable Redis does not expire the lease: no
+        other worker can claim there either, and the fencing tokens decide when it is back. Raises
+        Replaced.
+        """
+        if self.stood_still():
+            return  # the ticker gives up the jobs
+        try:
+            reply = await self._stream.heartbeat(self._status())
+        except RedisUnavailable as error:
+            if self.is_reachable:
+                log.warning("the lease cannot be renewed (%s): trying again", error)
+            self.is_reachable = False
+            self.num_failed += 1
+            return
+        if not self.is_reachable:
+            log.info("the lease is renewed again")
+        self.is_reachable = True
+        self.num_renewed += 1
+        if reply.is_replaced:
+            raise Replaced
+        if reply.lost:
+            self._on_lost(reply.lost)
+        if reply.cancelled:
+            self._on_cancelled(reply.cancelled)

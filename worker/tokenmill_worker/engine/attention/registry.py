@@ -1,0 +1,71 @@
+"""Attention backends by name, and the choice among them; each is imported when first requested.
+
+The automatic choice skips a backend that is not installed or not built. An explicit choice of such
+a backend fails with an error that says why.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import torch
+
+from tokenmill_worker.engine.attention.base import AttentionBackend, AttentionShape
+from tokenmill_worker.engine.config import AttentionName, EngineConfigError
+
+_MODULES: dict[str, tuple[str, str]] = {
+    "reference": ("tokenmill_worker.engine.attention.reference", "ReferenceAttention"),
+    "cpu": ("tokenmill_worker.engine.attention.cpu", "CpuAttention"),
+    "triton": ("tokenmill_worker.engine.attention.triton", "TritonAttention"),
+    "flash": ("tokenmill_worker.engine.attention.flash", "FlashAttention"),
+    "torch_varlen": ("tokenmill_worker.engine.attention.torch_varlen", "TorchVarlenAttention"),
+}
+_PREFERRED = {"cpu": ("cpu", "reference"), "cuda": ("flash", "triton", "torch_varlen", "reference")}
+
+
+def backend_names() -> tuple[str, ...]:
+    return tuple(_MODULES)
+
+
+def backend_class(name: str) -> type[AttentionBackend]:
+    """Import a backend's class; raises ImportError, in one sentence, where something it needs is missing."""
+    module_name, class_name = _MODULES[name]
+    found: type[AttentionBackend] = getattr(import_module(module_name), class_name)
+    return found
+
+
+def why_not(
+    name: str, device: torch.device, dtype: torch.dtype, shapes: list[AttentionShape], block_size: int
+) -> str | None:
+    """Return one sentence on why this backend cannot serve all these layers here, or None if it can."""
+    try:
+        backend = backend_class(name)
+    except ImportError as error:
+        return f"it cannot be imported ({error})"
+    reasons = (backend.why_not(device, dtype, shape, block_size) for shape in dict.fromkeys(shapes))
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def choose(
+    name: AttentionName,
+    device: torch.device,
+    dtype: torch.dtype,
+    shapes: list[AttentionShape],
+    block_size: int,
+    amx: bool = True,
+) -> AttentionBackend:
+    """Return the named backend, or with "auto" the first one that can serve every layer.
+
+    `amx` allows the backend to use the CPU's matrix registers. Raises EngineConfigError with the
+    reasons if no backend fits.
+    """
+    candidates = _PREFERRED.get(device.type, ("reference",)) if name == "auto" else (name,)
+    refused: list[str] = []
+    for candidate in candidates:
+        reason = why_not(candidate, device, dtype, shapes, block_size)
+        if reason is None:
+            backend = backend_class(candidate)()
+            backend.uses_amx = amx
+            return backend
+        refused.append(f"attention backend {candidate!r} cannot be used: {reason}")
+    raise EngineConfigError(refused)

@@ -1,0 +1,102 @@
+"""Inputs of a step that repeats the previous one a position further: same sequences, one token each.
+
+Most steps are of this kind. Their tensors are reused and incremented; block tables are rebuilt only
+when a sequence gets a new block. Tensors are overwritten in place, so the device must have read a
+step's inputs before the next ones are made. That holds on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from tokenmill_worker.engine.attention import AttentionMetadata
+from tokenmill_worker.engine.plan import ScheduledSequence
+
+Tables = Callable[[Seq[ScheduledSequence], int], list[Tensor]]
+
+
+class DecodeInputs:
+    """Increments the input tensors of a step that computed and sampled one token of each of `items`."""
+
+    def __init__(
+        self,
+        items: Seq[ScheduledSequence],
+        input_ids: Tensor,
+        positions: Tensor,
+        metadata: tuple[AttentionMetadata, ...],
+    ) -> None:
+        self._sequences = [item.sequence for item in items]
+        self._epochs = [item.sequence.epoch for item in items]
+        self._size = metadata[0].block_size
+        self._ids: npt.NDArray[np.int64] = input_ids.numpy()
+        self._positions: npt.NDArray[np.int64] = positions.numpy()
+        self._slots: list[npt.NDArray[np.int64]] = [one.slot_mapping.numpy() for one in metadata]
+        self._ends: npt.NDArray[np.int32] = metadata[0].seq_lens.numpy()  # shared by all groups
+        self._metadata = metadata
+        self._blocks = self._blocks_now()
+
+    def advance(self, items: Seq[ScheduledSequence], tables: Tables) -> tuple[AttentionMetadata, ...] | None:
+        """Increment the inputs and return the step's metadata.
+
+        Return None, and change nothing, unless `items` are the next tokens of the same sequences.
+        `tables(items, length)` returns their current block tables by layer group.
+        """
+        if len(items) != len(self._sequences):
+            return None
+        ids = []
+        starts = self._positions.tolist()
+        for item, sequence, start, epoch in zip(items, self._sequences, starts, self._epochs, strict=True):
+            known = sequence.token_ids
+            if (
+                item.sequence is not sequence
+                or item.start != start + 1
+                or item.num_tokens != 1
+                or not item.samples
+                or sequence.epoch != epoch
+                or len(known) <= item.start
+            ):
+                return None
+            ids.append(known[item.start])
+        self._ids[:] = ids
+        self._positions += 1
+        self._ends += 1
+        return self._count_up(items, tables)
+
+    def _count_up(self, items: Seq[ScheduledSequence], tables: Tables) -> tuple[AttentionMetadata, ...]:
+        blocks, lens = self._blocks_now(), tuple(self._ends.tolist())
+        longest = max(lens)
+        found = None
+        if blocks != self._blocks:
+            self._blocks, found = blocks, tables(items, longest)
+        self._metadata = tuple(
+            replace(
+                one,
+                block_table=one.block_table if found is None else found[group],
+                max_seq_len=longest,
+                seq_lens_host=lens,
+            )
+            for group, one in enumerate(self._metadata)
+        )
+        if found is None:
+            for slots in self._slots:
+                slots += 1
+        else:
+            for slots, mine in zip(self._slots, blocks, strict=True):
+                slots[:] = mine
+                slots *= self._size
+                slots += self._positions % self._size
+        return self._metadata
+
+    def _blocks_now(self) -> list[list[int]]:
+        """Return, by layer group, the block that each sequence's token is written to."""
+        places = (self._positions // self._size).tolist()
+        return [
+            [sequence.block_tables[group][place] for sequence, place in zip(self._sequences, places, strict=True)]
+            for group in range(len(self._metadata))
+        ]

@@ -1,0 +1,60 @@
+"""Error classes of the engine, and the messages and events made from errors."""
+
+from __future__ import annotations
+
+from tokenmill_schemas.generation import FinishReason
+from tokenmill_worker.engine.types import RequestError, TokenEvent
+
+
+class EngineError(RuntimeError):
+    """The engine is broken, for example because its device is lost.
+
+    It must be restarted; no request ends with an error for it.
+    """
+
+
+class StepsFailError(EngineError):
+    """Every step fails, whatever it holds: no memory or disk, or the model gives no finite logits."""
+
+
+def refusal_event(request_id: str, error: RequestError, choice: int = 0) -> TokenEvent:
+    return TokenEvent(
+        request_id=request_id,
+        choice=choice,
+        finish_reason=FinishReason.ERROR,
+        error=str(error),
+        error_code=error.code,
+    )
+
+
+def why(error: BaseException) -> str:
+    """Return the message of an error, with its class unless the class is ours.
+
+    Messages of other libraries may be meaningless without the class.
+    """
+    is_ours = type(error).__module__.startswith("worker.") and str(error)
+    return str(error) if is_ours else f"{type(error).__name__}: {error}"
+
+
+def sentence_of(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+SIGNS_OF_LOSS = (
+    "device-side assert", "illegal memory access", "misaligned address", "illegal instruction",
+    "invalid program counter", "hardware stack error", "unspecified launch failure", "launch timed out",
+    "cuda error: unknown error", "cublas_status_execution_failed", "ecc error", "nvlink error", "device lost",
+    "failed in a step",
+)  # fmt: skip
+
+
+def is_device_lost(error: Exception) -> bool:
+    """Return whether the error's text shows that the device is lost.
+
+    After a device-side assert or an illegal access, every later call on the device fails too. A
+    rank group of which one rank failed inside a step cannot run another. Errors without such a sign
+    require a test of the device.
+    """
+    text = str(error).lower()
+    return any(sign in text for sign in SIGNS_OF_LOSS)

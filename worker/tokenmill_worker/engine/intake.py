@@ -1,0 +1,139 @@
+"""Turns a request into sequences, or refuses it with a reason.
+
+Lengths, ids and parameters are checked against the model, so that no accepted request can break a
+step. The scheduler checks whether it can ever fit the cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from tokenmill_schemas.generation import SamplingParams
+from tokenmill_worker.engine.sequence import Sequence
+from tokenmill_worker.engine.types import GenerationRequest, RequestError
+
+_SEED_MASK = (1 << 63) - 1
+
+
+@dataclass(slots=True)
+class Intake:
+    """Validates requests for one model."""
+
+    vocab_size: int
+    max_model_len: int
+    can_structure: bool = True
+
+    def admit(self, request: GenerationRequest) -> list[Sequence]:
+        """Return one sequence per choice that is not done.
+
+        Raises RequestError, with one sentence that names the problem, if the request is refused.
+        """
+        params = request.params
+        self._check_prompt(request)
+        self._check_params(params)
+        if set(request.done).issuperset(range(params.n)):
+            raise RequestError("every choice of it is done")
+        limit = self._resolve_max_tokens(request)
+        seed = secrets.randbits(63) if params.seed is None else params.seed & _SEED_MASK
+        sequences = []
+        for choice in range(params.n):
+            if choice in request.done:
+                continue
+            resumed = request.resumed[choice] if choice < len(request.resumed) else ()
+            self._check_ids(resumed, "resumed")
+            if len(resumed) >= limit:
+                raise RequestError(f"choice {choice} resumes with {len(resumed)} tokens, its limit is {limit}")
+            sequences.append(
+                Sequence(
+                    request_id=request.request_id,
+                    token_ids=[*request.prompt_ids, *resumed],
+                    num_prompt_tokens=len(request.prompt_ids),
+                    params=params,
+                    choice=choice,
+                    num_resumed_tokens=len(resumed),
+                    seed=choice_seed(seed, choice),
+                    priority=request.priority,
+                    tenant=request.tenant,
+                    cache_salt=request.cache_salt,
+                    deadline=request.deadline,
+                    max_tokens=limit,
+                )
+            )
+        return sequences
+
+    def _check_prompt(self, request: GenerationRequest) -> None:
+        if not request.prompt_ids:
+            raise RequestError("the prompt is empty; it needs at least one token")
+        self._check_ids(request.prompt_ids, "prompt")
+        if len(request.prompt_ids) >= self.max_model_len:
+            raise RequestError(
+                f"the prompt has {len(request.prompt_ids)} tokens; the model's length is {self.max_model_len}, "
+                "and at least one token is generated",
+                code="context_length_exceeded",
+            )
+
+    def _check_ids(self, ids: Iterable[int], what: str) -> None:
+        lowest, highest = min(ids, default=0), max(ids, default=0)
+        if lowest < 0 or highest >= self.vocab_size:
+            wrong = lowest if lowest < 0 else highest
+            raise RequestError(f"{what} token id {wrong} is outside the vocabulary of {self.vocab_size} ids")
+
+    def _resolve_max_tokens(self, request: GenerationRequest) -> int:
+        room = self.max_model_len - len(request.prompt_ids)
+        wanted = request.params.max_tokens
+        if wanted is None:
+            return room
+        if wanted > room:
+            raise RequestError(
+                f"{len(request.prompt_ids)} prompt tokens and max_tokens={wanted} exceed "
+                f"the model's length of {self.max_model_len}",
+                code="context_length_exceeded",
+            )
+        return wanted
+
+    def _check_params(self, params: SamplingParams) -> None:
+        problems = engine_problems(params, self.vocab_size)
+        if params.response_format is not None and not self.can_structure:
+            problems.append("response_format is not available: the engine has no grammar compiler for this model")
+        if problems:
+            raise RequestError("; ".join(problems))
+
+
+def engine_problems(params: SamplingParams, vocab_size: int) -> list[str]:
+    """Return a sentence for each parameter that would break a step or has no defined result.
+
+    NaN is refused because every comparison with it is false.
+    """
+    checks = (
+        (params.max_tokens is None or params.max_tokens >= 1, "max_tokens", "must be at least 1", params.max_tokens),
+        (params.min_tokens >= 0, "min_tokens", "must not be negative", params.min_tokens),
+        (0.0 <= params.temperature <= 1e4, "temperature", "must be in [0, 10000]", params.temperature),
+        (0.0 <= params.top_p <= 1.0, "top_p", "must be in [0, 1]", params.top_p),
+        (params.top_k >= -1, "top_k", "must be -1, 0 or more", params.top_k),
+        (0.0 <= params.min_p <= 1.0, "min_p", "must be in [0, 1]", params.min_p),
+        (1 <= params.n <= 128, "n", "must be from 1 to 128", params.n),
+        (-1e3 <= params.presence_penalty <= 1e3, "presence_penalty", "must be finite", params.presence_penalty),
+        (-1e3 <= params.frequency_penalty <= 1e3, "frequency_penalty", "must be finite", params.frequency_penalty),
+        (0.0 < params.repetition_penalty <= 1e3, "repetition_penalty", "must be positive", params.repetition_penalty),
+        (0 <= params.num_top_logprobs <= 100, "top_logprobs", "must be from 0 to 100", params.num_top_logprobs),
+    )
+    found = [f"{name} {rule}, not {value}" for ok, name, rule, value in checks if not ok]
+    for what, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", tuple(params.logit_bias))):
+        found += [
+            f"{what} has id {i}, outside the vocabulary of {vocab_size} ids" for i in ids if not 0 <= i < vocab_size
+        ]
+    found += [
+        f"logit_bias of id {i} must be finite" for i, bias in params.logit_bias.items() if not -1e4 <= bias <= 1e4
+    ]
+    return found
+
+
+def choice_seed(seed: int, choice: int) -> int:
+    """Return the seed of one choice; choice 0 keeps the request's seed, so that `n` does not change it."""
+    if choice == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed}/{choice}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") & _SEED_MASK

@@ -1,0 +1,158 @@
+"""Moves blocks from device to host and from host to device, in few large operations.
+
+On CUDA the host pool is pinned and transfers run on a stream of their own. Leaving blocks are first
+gathered on the compute stream, so that the step may overwrite them at once. The compute stream
+waits for arriving blocks. Because all transfers share one stream, a host block may be read and then
+reused without further synchronization. Block ids are copied from pinned memory too, so the host
+never waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenmill_worker.engine.config import EngineConfigError
+from tokenmill_worker.engine.kv.cache_pool import KVCachePool
+from tokenmill_worker.engine.plan import BlockCopy, StepPlan
+
+MAX_STAGING_BYTES = 256 << 20  # largest part that moves at once; bounds the staging memory
+
+
+class Offloader:
+    """Copies blocks between a device pool and a host pool.
+
+    `host_pool` is None without offload; plans then must hold no swaps.
+    """
+
+    def __init__(
+        self, device_pool: KVCachePool, host_pool: KVCachePool | None, max_staging_bytes: int = MAX_STAGING_BYTES
+    ) -> None:
+        self._max_staging_bytes = max_staging_bytes
+        self._device_tensors = _movable(device_pool)
+        self._host_tensors = None if host_pool is None else _movable(host_pool)
+        device = device_pool.tensors[0].device
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def run(self, plan: StepPlan) -> None:
+        """Move the plan's blocks, first out, then in. Call it before the step's forward pass."""
+        for group, sources, targets in self._parts(plan.swap_out, _target):
+            self._move_out(self._device_tensors[group], self._host(group), sources, targets)
+        for group, sources, targets in self._parts(plan.swap_in, _source):
+            self._move_in(self._device_tensors[group], self._host(group), sources, targets)
+
+    def _parts(
+        self, copies: Seq[BlockCopy], place: Callable[[BlockCopy], int]
+    ) -> Iterator[tuple[int, list[int], list[int]]]:
+        """Yield (group, sources, targets) in parts that fit the staging memory.
+
+        Copies are sorted by `place`, the host's block id, so that consecutive host blocks form
+        runs.
+        """
+        for group in sorted({copy.group for copy in copies}):
+            own = sorted((copy for copy in copies if copy.group == group), key=place)
+            pairs = [(copy.source, copy.target) for copy in own]
+            tensor = self._device_tensors[group]
+            per_part = max(1, self._max_staging_bytes // (tensor[0].numel() * tensor.element_size()))
+            for start in range(0, len(pairs), per_part):
+                part = pairs[start : start + per_part]
+                yield group, [source for source, _ in part], [target for _, target in part]
+
+    def _host(self, group: int) -> Tensor:
+        if self._host_tensors is None:
+            raise RuntimeError("the plan moves blocks to or from the host, but there is no host pool")
+        return self._host_tensors[group]
+
+    def _move_out(self, pool: Tensor, host: Tensor, sources: list[int], targets: list[int]) -> None:
+        leaving = pool.index_select(0, _ids(sources, pool))
+        if self._stream is None:
+            host.index_copy_(0, _ids(targets, host), leaving)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(pool.device))
+        with torch.cuda.stream(self._stream):
+            for start, stop in runs(targets):
+                host[targets[start] : targets[start] + stop - start].copy_(leaving[start:stop], non_blocking=True)
+            leaving.record_stream(self._stream)
+
+    def _move_in(self, pool: Tensor, host: Tensor, sources: list[int], targets: list[int]) -> None:
+        if self._stream is None:
+            pool.index_copy_(0, _ids(targets, pool), host.index_select(0, _ids(sources, host)))
+            return
+        compute = torch.cuda.current_stream(pool.device)
+        with torch.cuda.stream(self._stream):
+            arriving = torch.empty((len(sources), *pool.shape[1:]), dtype=pool.dtype, device=pool.device)
+            for start, stop in runs(sources):
+                arriving[start:stop].copy_(host[sources[start] : sources[start] + stop - start], non_blocking=True)
+        compute.wait_stream(self._stream)
+        pool.index_copy_(0, _ids(targets, pool), arriving)
+        arriving.record_stream(compute)
+
+    def synchronize(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+def _movable(pool: KVCachePool) -> tuple[Tensor, ...]:
+    """View tensors of 8-bit floats as bytes.
+
+    Torch cannot index-copy 8-bit floats on every device.
+    """
+    return tuple(tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor for tensor in pool.tensors)
+
+
+def runs(block_ids: list[int]) -> Iterator[tuple[int, int]]:
+    """Yield index ranges [start, stop) over which the block ids count up by one: each is one copy."""
+    start = 0
+    for index in range(1, len(block_ids) + 1):
+        if index == len(block_ids) or block_ids[index] != block_ids[index - 1] + 1:
+            if index > start:
+                yield start, index
+            start = index
+
+
+class PinnedPool:
+    """Pins a host pool, so that the device can access it directly, until `close`.
+
+    The pool's pages are registered with the driver: torch's own pinned allocations are rounded up
+    to powers of two, up to twice the memory of a large pool. `runtime` is the CUDA runtime.
+    """
+
+    def __init__(self, pool: KVCachePool, runtime: Any) -> None:
+        self._runtime = runtime
+        self._registered: list[int] = []
+        for tensor in pool.tensors:
+            size = tensor.numel() * tensor.element_size()
+            status = int(runtime.cudaHostRegister(tensor.data_ptr(), size, 0)) if size else 0
+            if status:
+                self.close()
+                reason = f"the driver cannot pin {size / 2**30:.1f} GiB of host memory (CUDA error {status})"
+                raise EngineConfigError([f"cpu_offload_gib: {reason}"])
+            self._registered.append(tensor.data_ptr())
+
+    def close(self) -> None:
+        """Unregister the pages.
+
+        Call it before the memory is freed: pages that are still registered cannot be registered
+        again by their next owner.
+        """
+        while self._registered:
+            self._runtime.cudaHostUnregister(self._registered.pop())
+
+
+def _source(copy: BlockCopy) -> int:
+    return copy.source
+
+
+def _target(copy: BlockCopy) -> int:
+    return copy.target
+
+
+def _ids(block_ids: list[int], pool: Tensor) -> Tensor:
+    ids = torch.tensor(block_ids, dtype=torch.int64)
+    return ids.pin_memory().to(pool.device, non_blocking=True) if pool.is_cuda else ids

@@ -1,0 +1,104 @@
+"""Content hashes of full blocks, and the longest prefix that is cached in every layer group.
+
+A block's hash covers its parent's hash and its token ids, so equal hashes mean equal tokens from
+the start. The root of the chain covers what else decides the content: model, cache generation, the
+tenant's salt, adapter with its version. Each value is tagged and prefixed with its length, so that
+two different sets of values never give the same bytes. Hashes have 256 bits, because a collision
+would show one tenant another tenant's context.
+"""
+
+import struct
+from collections.abc import Callable
+from functools import lru_cache
+from hashlib import blake2b
+
+from tokenmill_worker.engine.sequence import Sequence
+
+_DIGEST_BYTES = 32
+
+Present = Callable[[bytes], bool]
+
+
+class BlockHasher:
+    """Extends the hash chain of sequences; each full block is hashed once per sequence."""
+
+    def __init__(self, block_size: int, model_key: str) -> None:
+        self._block_size = block_size
+        self._model_key = model_key
+        self._pack = struct.Struct(f"<{block_size}q").pack
+        self.generation = 0  # raised when the weights change, so that older hashes are not found
+
+    def extend(self, sequence: Sequence) -> list[bytes]:
+        """Hash the full blocks that are not hashed yet; return the hashes of all full blocks."""
+        hashes, ids, size = sequence.block_hashes, sequence.token_ids, self._block_size
+        full = len(ids) // size
+        if len(hashes) < full:
+            parent = hashes[-1] if hashes else self._root(sequence)
+            for start in range(len(hashes) * size, full * size, size):
+                content = parent + self._pack(*ids[start : start + size])
+                parent = blake2b(content, digest_size=_DIGEST_BYTES).digest()
+                hashes.append(parent)
+        return hashes
+
+    def _root(self, sequence: Sequence) -> bytes:
+        return root_hash(self._model_key, self.generation, sequence.cache_salt, sequence.adapter)
+
+
+@lru_cache(maxsize=1024)
+def root_hash(model_key: str, generation: int, cache_salt: str, adapter: str = "") -> bytes:
+    """Return the hash that stands as parent of a sequence's first block."""
+    digest = blake2b(digest_size=_DIGEST_BYTES, person=b"tokenmill-kv")
+    tagged = (b"model", model_key), (b"generation", str(generation)), (b"salt", cache_salt), (b"adapter", adapter)
+    for tag, value in tagged:
+        data = value.encode("utf-8", "surrogatepass")
+        digest.update(tag + len(data).to_bytes(8, "little") + data)
+    return digest.digest()
+
+
+def first_visible_block(position: int, window: int | None, block_size: int) -> int:
+    """Return the index of the first block that the query at `position` attends to.
+
+    The query sees `window` tokens, itself included; None: all tokens.
+    """
+    return 0 if window is None else max(0, position - window + 1) // block_size
+
+
+def longest_hit(
+    hashes: list[bytes], limit: int, present: list[Present], windows: list[int | None], block_size: int
+) -> int:
+    """Return how many leading blocks (≤ limit) can be taken from the cache in every layer group.
+
+    A full-attention group needs all of these blocks, a sliding group only those that the next query
+    sees. For a shorter prefix a sliding group needs other blocks, so the search repeats until all
+    groups agree.
+    """
+    found = limit
+    for has, window in zip(present, windows, strict=True):
+        if window is None:
+            found = next((i for i in range(found) if not has(hashes[i])), found)
+    agreed = False
+    while not agreed and found:
+        agreed = True
+        for has, window in zip(present, windows, strict=True):
+            if window is not None:
+                shorter = _longest_sliding_hit(hashes, found, has, window, block_size)
+                agreed = agreed and shorter == found
+                found = shorter
+    return found
+
+
+def _longest_sliding_hit(hashes: list[bytes], limit: int, has: Present, window: int, block_size: int) -> int:
+    """Return how many leading blocks (≤ limit) a sliding group can take from the cache.
+
+    Search from the right for the first run of cached blocks that covers the window of the query
+    after it.
+    """
+    end = limit
+    if first_visible_block(end * block_size, window, block_size) >= end:
+        return end  # a window of one token: the query sees no earlier token
+    for index in range(limit - 1, -1, -1):
+        if not has(hashes[index]):
+            end = index
+        elif index <= first_visible_block(end * block_size, window, block_size):
+            return end
+    return 0

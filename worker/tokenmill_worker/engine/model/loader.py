@@ -1,0 +1,280 @@
+"""Loads a causal language model of Transformers and finds out what the engine needs about it.
+
+The configuration of each family is not interpreted. Instead, one probing pass records how each
+layer calls the attention function, and the model's own logits are compared with those of the
+engine's steps. A model that cannot be served is refused with one sentence.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.utils import logging as progress_bars
+
+from tokenmill_worker.engine.attention import AttentionShape, choose
+from tokenmill_worker.engine.config import EngineConfig, EngineConfigError, LayerGroup
+from tokenmill_worker.engine.model import probe, verify
+from tokenmill_worker.engine.model.device import fuse_where_possible
+from tokenmill_worker.engine.model.fused import DirectForward, find_direct, optimise
+from tokenmill_worker.engine.model.layers import LayerKind, describe_layers, group_layers
+from tokenmill_worker.engine.model.paged import AttentionStep, Probe, register
+
+log = logging.getLogger(__name__)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class FusedPassError(Exception):
+    """The model can be served, but not with fused modules in place of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready for inference, with its layers' attention shapes and groups."""
+
+    model: nn.Module
+    config: Any  # the text part of the Transformers configuration
+    path: Path
+    device: torch.device
+    dtype: torch.dtype
+    shapes: tuple[AttentionShape, ...]  # by layer index
+    groups: tuple[LayerGroup, ...]
+    eos_token_ids: frozenset[int]
+    max_model_len: int
+    keeps_rows: bool  # does the model's forward take logits_to_keep?
+    direct: DirectForward | None = None  # the same pass without Transformers' code around the layers
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.config.vocab_size)
+
+    def logits(self, input_ids: Tensor, positions: Tensor, rows: Tensor, step: AttentionStep) -> Tensor:
+        """Return logits `[num_rows, vocab]` at `rows` of the packed tokens; only these rows reach the head.
+
+        `input_ids` and `positions` are `[num_tokens]`.
+        """
+        if self.direct is not None and (logits := self.direct(input_ids, positions, rows, step)) is not None:
+            return logits
+        return _logits(self.model, self.keeps_rows, input_ids, positions, rows, step)
+
+    def highest(
+        self, input_ids: Tensor, positions: Tensor, rows: Tensor, step: AttentionStep
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return each row's argmax token and its logit, both `[num_rows]`; the first of equal logits wins.
+
+        Returns None where this would cost no less than all logits. The tensors stay valid during
+        the next two calls.
+        """
+        if self.direct is None or self.direct.num_logits != self.vocab_size:
+            return None
+        return self.direct.highest(input_ids, positions, rows, step)
+
+
+def load_model(path: Path, config: EngineConfig) -> LoadedModel:
+    """Load and check a model.
+
+    Raises EngineConfigError where the model cannot be served, and OSError where there is none.
+    """
+    device = pick_device(config.device)
+    if device.index is not None and device.type == "cuda":
+        torch.cuda.set_device(device)  # Triton kernels are launched on this thread's current device
+    full_config = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+    dtype = pick_dtype(config.dtype, device, getattr(full_config, "dtype", None))
+    resolve_length(_text_config(full_config, config.model), config.max_model_len)  # before the weights are read
+    progress_bars.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        return describe_model(_read(path, config, device, dtype), path, config)
+    except FusedPassError as error:
+        if config.quantization is not None:
+            raise EngineConfigError([f"{config.model} cannot be quantised: {error}"]) from error
+        log.warning("%s runs on Transformers' own modules, which is slower: %s", config.model, error)
+        return describe_model(_read(path, config, device, dtype), path, config.replace(fuse=False))
+
+
+def _read(path: Path, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> Any:
+    """Return the model on its device, as Transformers builds it; raises EngineConfigError."""
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation=probe.OWN, trust_remote_code=config.trust_remote_code,
+            **_split(config),
+        )  # fmt: skip
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        first = str(error).strip().splitlines()[0][:200] if str(error).strip() else ""
+        if first.startswith("Unrecognized configuration class"):
+            first = "Transformers has no causal language model for this configuration"
+        raise EngineConfigError([f"{config.model} cannot be loaded as a causal language model: {first}"]) from error
+    return model if config.tensor_parallel else model.to(device)  # a split model is on its devices already
+
+
+def describe_model(model: Any, path: Path, config: EngineConfig) -> LoadedModel:
+    """Check and prepare a model that Transformers has loaded to its device; `path` holds its configuration.
+
+    Raises EngineConfigError where it cannot be served, FusedPassError where only its fused modules
+    cannot.
+    """
+    register()
+    weight = next(model.parameters())
+    device, dtype = weight.device, weight.dtype
+    text_config = _text_config(model.config, config.model)
+    model = model.eval().requires_grad_(False)
+    keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+    length = resolve_length(text_config, config.max_model_len)
+    layers = describe_layers(probe.probe_layers(model, config.model), text_config, config.model, length)
+    with verify.first_layers(model, layers):
+        probe.check_positions(model, config.model)
+    expected: tuple[verify.Expected, ...] = ()
+    if config.verify_model:
+        plain = partial(_logits, model, keeps_rows)
+        expected = verify.verify(model, plain, layers, config.model, length)
+        if not expected and config.fuse and config.quantization is None and dtype == torch.float32:
+            expected = verify.of_all_layers(model, layers, config.model, length)
+    model = optimise(model, config)
+    fuse_where_possible(model, config)
+    loaded = LoadedModel(
+        model=model,
+        config=text_config,
+        path=path,
+        device=device,
+        dtype=dtype,
+        shapes=tuple(layer.shape for layer in layers),
+        groups=group_layers(layers),
+        eos_token_ids=eos_token_ids(path, text_config),
+        max_model_len=length,
+        keeps_rows=keeps_rows,
+        direct=find_direct(model),
+    )
+    if config.fuse or config.quantization is not None:
+        _check_fused(loaded, layers, expected, config)
+    return loaded
+
+
+def _check_fused(
+    loaded: LoadedModel, layers: list[LayerKind], expected: tuple[verify.Expected, ...], config: EngineConfig
+) -> None:
+    """Check that the fused pass runs and, where it is exact, yields the expected logits; raises FusedPassError."""
+    try:
+        tokens = torch.zeros(2, dtype=torch.int64, device=loaded.device)
+        loaded.logits(tokens, torch.arange(2, device=loaded.device), tokens[:1] + 1, Probe())
+        if config.quantization is not None or loaded.dtype != torch.float32 or not expected:
+            return
+        backend = choose(
+            config.attention, loaded.device, loaded.dtype, list(loaded.shapes), config.block_size, config.amx
+        )
+        found = [verify.difference(one, loaded.logits, layers, backend, config.block_size) for one in expected]
+    except EngineConfigError:
+        raise
+    except Exception as error:
+        raise FusedPassError(f"with fused modules its pass fails ({type(error).__name__}: {error})") from error
+    if all(found):
+        raise FusedPassError(f"with fused modules its logits differ: {found[0]}")
+
+
+def _text_config(config: Any, name: str) -> Any:
+    """Return the part of the configuration that describes the language model; raises EngineConfigError."""
+    try:
+        return config.get_text_config()
+    except ValueError:
+        raise EngineConfigError([f"{name} cannot be served: its configuration describes several decoders"]) from None
+
+
+def _split(config: EngineConfig) -> dict[str, Any]:
+    """Return the arguments of `from_pretrained` that split the model over the ranks, by its family's plan."""
+    if not config.tensor_parallel:
+        return {}
+    try:
+        from transformers.distributed import DistributedConfig  # type: ignore[attr-defined]
+
+        return {"distributed_config": DistributedConfig(tp_plan="auto")}
+    except (ImportError, TypeError):  # older versions of Transformers take the plan directly
+        return {"tp_plan": "auto"}
+
+
+# ── what "auto" means ──
+
+
+def pick_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise EngineConfigError([f"device {name!r} is not a device that torch knows"]) from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise EngineConfigError([f"device {name!r} was asked for, but torch sees no CUDA device"])
+    return device
+
+
+def pick_dtype(name: str, device: torch.device, stored: torch.dtype | None) -> torch.dtype:
+    """Return the type of the weights.
+
+    "auto" means float32 on the CPU. On accelerators it means the checkpoint's 16-bit type, or
+    bfloat16 for any other checkpoint.
+    """
+    if name != "auto":
+        return _DTYPES[name]
+    if device.type == "cpu":
+        return torch.float32
+    return stored if stored in (torch.float16, torch.bfloat16) else torch.bfloat16
+
+
+def resolve_length(config: Any, wanted: int | None) -> int:
+    """Return the model's own context length, or `wanted` if that is shorter.
+
+    Raises EngineConfigError if `wanted` is longer, or if neither is known.
+    """
+    length = getattr(config, "max_position_embeddings", None)
+    scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if isinstance(scaling, dict) and scaling.get("rope_type") in ("dynamic", "longrope"):
+        # These frequencies change with the longest sequence of the batch: past the original length, a result
+        # would depend on the other sequences of its batch.
+        original = scaling.get("original_max_position_embeddings") or getattr(
+            config, "original_max_position_embeddings", None
+        )
+        length = original or length
+    if length is None or length < 1:  # XLNet says -1
+        if wanted is None:
+            raise EngineConfigError(["the model does not say its context length: set max_model_len"])
+        return wanted
+    if wanted is not None and wanted > length:
+        raise EngineConfigError([f"max_model_len {wanted} is beyond the model's {length}"])
+    return int(wanted or length)
+
+
+def eos_token_ids(path: Path, config: Any) -> frozenset[int]:
+    """Return the ids that end a sequence.
+
+    They come from generation_config.json, which also lists a chat model's end of turn, or else from
+    the configuration.
+    """
+    try:
+        found = GenerationConfig.from_pretrained(path).eos_token_id
+    except OSError:
+        found = None
+    if found is None:
+        found = getattr(config, "eos_token_id", None)
+    if found is None:
+        return frozenset()
+    return frozenset([found] if isinstance(found, int) else found)
+
+
+# ── running it ──
+
+
+@torch.inference_mode()
+def _logits(
+    model: nn.Module, keeps_rows: bool, input_ids: Tensor, positions: Tensor, rows: Tensor, step: AttentionStep
+) -> Tensor:
+    inputs = {"input_ids": input_ids[None], "position_ids": positions[None], "use_cache": False, "paged": step}
+    if keeps_rows:
+        logits: Tensor = model(**inputs, logits_to_keep=rows).logits
+        return logits[0]
+    logits = model(**inputs).logits
+    return logits[0, rows]

@@ -1,0 +1,73 @@
+"""The plan of one step: built once by the scheduler, frozen, executed by the runner; plain Python."""
+
+from dataclasses import dataclass
+
+import msgspec
+
+from tokenmill_schemas.generation import TokenLogprob
+from tokenmill_worker.engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Copy one block of one layer group, from device to host or from host to device."""
+
+    group: int
+    source: int
+    target: int
+
+
+class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
+    """Positions [start, start + num_tokens) of a sequence, computed in this step.
+
+    The last `len(draft_ids)` positions hold proposed tokens that are not accepted yet (speculative
+    decoding); they are not in `sequence.token_ids`. `samples` is false for a prefill chunk that is
+    not the last. `epoch` is the sequence's epoch at planning time: a result for another epoch is
+    stale. One is built per sequence and step; a msgspec struct is built five times faster than a
+    frozen dataclass.
+    """
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+    samples: bool
+    draft_ids: tuple[int, ...] = ()
+    epoch: int = 0
+
+    def __post_init__(self) -> None:
+        if not (self.start >= 0 and 0 <= len(self.draft_ids) < self.num_tokens):
+            raise ValueError(f"malformed plan for {self.sequence.request_id}: {self.start=} {self.num_tokens=}")
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step. The runner executes in order: swap_out, swap_in, forward pass, sampling."""
+
+    step_id: int
+    scheduled: tuple[ScheduledSequence, ...]
+    swap_out: tuple[BlockCopy, ...] = ()  # source: device block, target: host block
+    swap_in: tuple[BlockCopy, ...] = ()  # source: host block, target: device block
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(item.num_tokens for item in self.scheduled)
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.scheduled or self.swap_out or self.swap_in)
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """The result of a step: one entry per scheduled sequence with `samples`, in plan order.
+
+    An entry of `token_ids` has one token, or several where drafts were accepted: these drafts, then
+    the token sampled after them. `logprobs` is parallel to it; an entry is None if not requested.
+    `errors` maps an index of `plan.scheduled` to one sentence. That sequence failed (non-finite
+    logits, a broken grammar) and its entry in `token_ids` is empty; the others are valid.
+    """
+
+    step_id: int
+    token_ids: tuple[tuple[int, ...], ...]
+    logprobs: tuple[tuple[TokenLogprob, ...] | None, ...]
+    errors: dict[int, str]

@@ -1,0 +1,84 @@
+"""Sampling parameters of one batch composition: how each row is sampled, and which rows are edited before.
+
+A batch is built when the composition changes and reused until the next change. Rows are rows of the
+logits; a sequence with drafts has several.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from tokenmill_worker.engine.sampling.draws import Drawer, Draws
+from tokenmill_worker.engine.sampling.rows import COUNTS, EDITED, NUMBERS, RowTable, Trait
+from tokenmill_worker.engine.sampling.transfer import Indices, to_device
+
+
+@dataclass(frozen=True, slots=True)
+class Bias:
+    """Logit biases as coordinates and values."""
+
+    rows: Tensor
+    token_ids: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Parameters of one composition; tensors are on the device, arrays on the host."""
+
+    row_slots: Indices  # [rows]: each row's index in the parameter table
+    draws: Draws
+    is_edited: bool
+    bias: Bias | None
+    penalised: Indices  # rows with a penalty
+    penalties: Tensor | None  # [penalised, 3] float32: presence, frequency, repetition
+    with_min_tokens: Indices
+    with_logprobs: Indices
+    logprob_rows: Tensor | None  # None where no row or every row has log-probabilities
+    max_top_logprobs: int
+
+
+def build(table: RowTable, row_slots: Indices, drawer: Drawer, device: torch.device) -> Batch:
+    """Gather the rows' parameters."""
+    traits = table.traits[row_slots]
+    penalised = _where(traits, Trait.PENALISED)
+    with_logprobs = _where(traits, Trait.LOGPROBS)
+    some_logprobs = 0 < len(with_logprobs) < len(row_slots)
+    return Batch(
+        row_slots=row_slots,
+        draws=drawer.lay_out(table, row_slots),
+        is_edited=bool((traits & EDITED).any()),
+        bias=_bias(table, row_slots, _where(traits, Trait.BIASED), device),
+        penalised=penalised,
+        penalties=_penalties(table, row_slots[penalised], device),
+        with_min_tokens=_where(traits, Trait.MIN_TOKENS),
+        with_logprobs=with_logprobs,
+        logprob_rows=to_device(with_logprobs, device) if some_logprobs else None,
+        max_top_logprobs=int(table.counts[row_slots, COUNTS.index("num_top_logprobs")].max(initial=0)),
+    )
+
+
+def _where(traits: npt.NDArray[np.int32], trait: Trait) -> Indices:
+    return np.flatnonzero(traits & int(trait))
+
+
+def _bias(table: RowTable, row_slots: Indices, rows: Indices, device: torch.device) -> Bias | None:
+    found = [(row, *table.bias[slot]) for row, slot in zip(rows, row_slots[rows], strict=True) if slot in table.bias]
+    if not found:
+        return None
+    at = np.concatenate([np.full(len(ids), row, np.int64) for row, ids, _ in found])
+    ids = np.concatenate([ids for _, ids, _ in found])
+    values = np.concatenate([values for _, _, values in found])
+    return Bias(to_device(at, device), to_device(ids, device), to_device(values, device))
+
+
+def _penalties(table: RowTable, slots: Indices, device: torch.device) -> Tensor | None:
+    if not len(slots):
+        return None
+    first = NUMBERS.index("presence")
+    return to_device(table.numbers[slots, first : first + 3].astype(np.float32), device)

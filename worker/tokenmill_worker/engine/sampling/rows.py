@@ -1,0 +1,126 @@
+"""Table of sampling parameters: one row per live sequence, filled once, gathered by index.
+
+A change of the batch's composition costs one numpy gather and a few small copies to the device. A
+step with the same composition as the last costs neither. All arrays are on the host.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import IntFlag
+
+import numpy as np
+import numpy.typing as npt
+
+from tokenmill_schemas.generation import SamplingParams
+from tokenmill_worker.engine.sequence import Sequence
+
+GREEDY_BELOW = 1e-5  # a lower temperature would overflow
+
+
+class Trait(IntFlag):
+    """Flags of a row that needs more than a plain draw."""
+
+    GREEDY = 1
+    TRUNCATED = 2  # top-k or top-p; min-p alone needs no order
+    MIN_P = 4
+    PENALISED = 8
+    BIASED = 16
+    MIN_TOKENS = 32
+    GRAMMAR = 64
+    LOGPROBS = 128
+
+
+EDITED = Trait.PENALISED | Trait.BIASED | Trait.MIN_TOKENS | Trait.GRAMMAR
+
+
+class RowTable:
+    """Sampling parameters by sequence; a released row is reused."""
+
+    def __init__(self, vocab_size: int, eos_token_ids: frozenset[int], capacity: int = 64) -> None:
+        self.vocab_size = vocab_size
+        self._eos = eos_token_ids
+        self.version = 0  # raised when a row is filled, so that cached gathers are dropped
+        self._rows: dict[Sequence, int] = {}
+        self._free: list[int] = list(range(capacity - 1, -1, -1))
+        self.traits = np.zeros(capacity, np.int32)
+        self.seeds = np.zeros(capacity, np.uint64)
+        self.numbers = np.zeros((capacity, len(NUMBERS)), np.float64)
+        self.counts = np.zeros((capacity, len(COUNTS)), np.int64)
+        self.bias: dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]] = {}
+        self.held_back: dict[int, npt.NDArray[np.int64]] = {}  # ids that end a sequence: masked until min_tokens
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def row(self, sequence: Sequence) -> int:
+        found = self._rows.get(sequence)
+        return self._fill(sequence) if found is None else found
+
+    def release(self, sequence: Sequence) -> None:
+        row = self._rows.pop(sequence, None)
+        if row is not None:
+            self.bias.pop(row, None)
+            self.held_back.pop(row, None)
+            self._free.append(row)
+
+    def _fill(self, sequence: Sequence) -> int:
+        if not self._free:
+            self._grow()
+        row = self._free.pop()
+        self._rows[sequence] = row
+        self.version += 1
+        params = sequence.params
+        top_k = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
+        self.traits[row] = self._traits(params, top_k)
+        self.seeds[row] = sequence.seed & ((1 << 64) - 1)
+        log_min_p = math.log(params.min_p) if params.min_p > 0 else -math.inf
+        self.numbers[row] = (
+            params.temperature,
+            params.top_p,
+            log_min_p,
+            params.presence_penalty,
+            params.frequency_penalty,
+            params.repetition_penalty,
+        )
+        self.counts[row] = (top_k, params.min_tokens, params.num_top_logprobs)
+        self._fill_ids(row, params)
+        return row
+
+    def _fill_ids(self, row: int, params: SamplingParams) -> None:
+        """Store biases and held-back ids.
+
+        Request validation refuses ids outside the vocabulary; one that comes anyway is ignored.
+        """
+        bias = {i: value for i, value in params.logit_bias.items() if 0 <= i < self.vocab_size}
+        if bias:
+            self.bias[row] = (np.array(list(bias), np.int64), np.array(list(bias.values()), np.float32))
+        if params.min_tokens > 0:
+            ids = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos)}
+            self.held_back[row] = np.array(sorted(i for i in ids if 0 <= i < self.vocab_size), np.int64)
+
+    def _traits(self, params: SamplingParams, top_k: int) -> int:
+        greedy = params.temperature < GREEDY_BELOW or top_k == 1 or params.top_p == 0.0
+        penalised = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
+        traits = (
+            (greedy, Trait.GREEDY),
+            (not greedy and (top_k < self.vocab_size or params.top_p < 1.0), Trait.TRUNCATED),
+            (params.min_p > 0, Trait.MIN_P),
+            (penalised, Trait.PENALISED),
+            (params.logit_bias, Trait.BIASED),
+            (params.min_tokens > 0, Trait.MIN_TOKENS),
+            (params.response_format is not None, Trait.GRAMMAR),
+            (params.wants_logprobs, Trait.LOGPROBS),
+        )
+        return int(sum(int(trait) for holds, trait in traits if holds))
+
+    def _grow(self) -> None:
+        old = len(self.traits)
+        self._free.extend(range(2 * old - 1, old - 1, -1))
+        self.traits, self.seeds = np.resize(self.traits, 2 * old), np.resize(self.seeds, 2 * old)
+        self.numbers = np.resize(self.numbers, (2 * old, len(NUMBERS)))
+        self.counts = np.resize(self.counts, (2 * old, len(COUNTS)))
+
+
+NUMBERS = ("temperature", "top_p", "log_min_p", "presence", "frequency", "repetition")
+COUNTS = ("top_k", "min_tokens", "num_top_logprobs")

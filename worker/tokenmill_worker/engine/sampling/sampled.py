@@ -1,0 +1,175 @@
+"""Sampled tokens of one step: on the device at once, on the host after `finish`.
+
+Copies to the host start after the sampling kernels. `finish` waits for them, cuts each sequence's
+rows at the first rejected draft, and builds the host's values.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import msgspec
+import torch
+from torch import Tensor
+
+from tokenmill_schemas.generation import SamplingParams, TokenLogprob
+from tokenmill_worker.engine.sampling.batch import Batch
+
+NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
+NOTHING_ALLOWED = "no token is allowed here: masks and biases exclude the whole vocabulary"
+
+Finished = tuple[tuple[tuple[int, ...], ...], tuple[tuple[TokenLogprob, ...] | None, ...], dict[int, str]]
+
+
+class Share(msgspec.Struct, frozen=True, gc=False):
+    """Rows of one item: [first, first + 1 + len(draft_ids)).
+
+    One is built per sequence and step; a msgspec struct is cheaper than a dataclass.
+    """
+
+    first: int
+    draft_ids: tuple[int, ...]
+    params: SamplingParams
+
+    @property
+    def num_rows(self) -> int:
+        return 1 + len(self.draft_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenLogprobs:
+    """Log-probabilities of the rows that asked for them: of the drawn token [n], and of the top
+    tokens [n, k] if any.
+    """
+
+    drawn: Tensor
+    top: Tensor | None
+    top_ids: Tensor | None
+    order: dict[int, int]  # row of the batch → row here
+
+
+@dataclass(frozen=True, slots=True)
+class RawLogprobs:
+    """Log-softmax of the model's own logits, float32, for the rows that asked for log-probabilities."""
+
+    values: Tensor  # [n, vocab]
+    num_top: int
+
+    @classmethod
+    def take(cls, logits: Tensor, rows: Tensor | None, num_top: int) -> RawLogprobs:
+        part = logits if rows is None else logits[rows]
+        return cls(part.log_softmax(dim=-1, dtype=torch.float32), min(num_top, logits.shape[1]))
+
+    def choose(self, token_ids: Tensor, batch: Batch) -> ChosenLogprobs:
+        ids = token_ids if batch.logprob_rows is None else token_ids[batch.logprob_rows]
+        drawn = self.values.gather(1, ids[:, None]).squeeze(1)
+        order = {row: i for i, row in enumerate(batch.with_logprobs.tolist())}
+        if not self.num_top:
+            return ChosenLogprobs(drawn, None, None, order)
+        top = self.values.topk(self.num_top, dim=-1)
+        return ChosenLogprobs(drawn, top.values, top.indices, order)
+
+
+class Sampled:
+    """Result of one step; `token_ids` [rows] is on the device and may feed the next step before `finish`."""
+
+    __slots__ = ("_errors", "_ids", "_logprobs", "_peaks", "_ready", "_shares", "token_ids")
+
+    def __init__(
+        self,
+        token_ids: Tensor,
+        host: tuple[Tensor, Tensor, ChosenLogprobs | None],
+        shares: list[Share],
+        errors: dict[int, str],
+        ready: torch.cuda.Event | None,
+    ) -> None:
+        self.token_ids = token_ids
+        self._ids, self._peaks, self._logprobs = host
+        self._shares = shares
+        self._errors = errors
+        self._ready = ready
+
+    @classmethod
+    def start(
+        cls,
+        token_ids: Tensor,
+        peaks: Tensor,
+        chosen: ChosenLogprobs | None,
+        shares: list[Share],
+        errors: dict[int, str],
+    ) -> Sampled:
+        """Begin the copies to the host; they go to pinned memory, after the work already queued on the device."""
+        if token_ids.device.type != "cuda":
+            return cls(token_ids, (token_ids, peaks, chosen), shares, errors, None)
+        if chosen is not None:
+            chosen = ChosenLogprobs(
+                chosen.drawn.to("cpu", non_blocking=True),
+                None if chosen.top is None else chosen.top.to("cpu", non_blocking=True),
+                None if chosen.top_ids is None else chosen.top_ids.to("cpu", non_blocking=True),
+                chosen.order,
+            )
+        host = (token_ids.to("cpu", non_blocking=True), peaks.to("cpu", non_blocking=True), chosen)
+        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        ready.record()
+        return cls(token_ids, host, shares, errors, ready)
+
+    def wait_for(self, row: int) -> int:
+        """Wait until this step, and none launched after it, has finished; return one row's token."""
+        if self._ready is not None:
+            self._ready.synchronize()
+        return int(self._ids[row])
+
+    def finish(self) -> Finished:
+        """Wait for the copies and build the host's values.
+
+        Returns each item's tokens, its log-probabilities (None if not requested), and errors by
+        item index.
+        """
+        if self._ready is not None:
+            self._ready.synchronize()
+        ids, peaks = self._ids.tolist(), self._peaks.tolist()
+        is_plain = self._logprobs is None and not self._errors and len(ids) == len(self._shares)
+        if is_plain and all(map(math.isfinite, peaks)):
+            return tuple(zip(ids, strict=True)), (None,) * len(ids), {}
+        logprobs = _Table(self._logprobs) if self._logprobs is not None else None
+        errors = dict(self._errors)
+        tokens: list[tuple[int, ...]] = []
+        scores: list[tuple[TokenLogprob, ...] | None] = []
+        for index, share in enumerate(self._shares):
+            rows = range(share.first, share.first + accepted_rows(ids, share))
+            bad = [peaks[row] for row in rows if not math.isfinite(peaks[row])]
+            if bad and index not in errors:
+                errors[index] = NOTHING_ALLOWED if bad[0] == -math.inf else NOT_FINITE
+            if index in errors:
+                rows = range(0)
+            tokens.append(tuple(ids[row] for row in rows))
+            wanted = logprobs is not None and share.params.wants_logprobs
+            scores.append(tuple(logprobs.of(row, share.params) for row in rows) if wanted and logprobs else None)
+        return tuple(tokens), tuple(scores), errors
+
+
+def accepted_rows(ids: list[int], share: Share) -> int:
+    """Count an item's valid rows: up to and including the first one that drew another token than its draft."""
+    for index, draft in enumerate(share.draft_ids):
+        if ids[share.first + index] != draft:
+            return index + 1
+    return share.num_rows
+
+
+class _Table:
+    """Log-probabilities as host lists."""
+
+    def __init__(self, chosen: ChosenLogprobs) -> None:
+        self._order = chosen.order
+        self._drawn: list[float] = chosen.drawn.tolist()
+        self._top: list[list[float]] = [] if chosen.top is None else chosen.top.tolist()
+        self._top_ids: list[list[int]] = [] if chosen.top_ids is None else chosen.top_ids.tolist()
+
+    def of(self, row: int, params: SamplingParams) -> TokenLogprob:
+        index = self._order[row]
+        count = params.num_top_logprobs
+        if not count:
+            return TokenLogprob(self._drawn[index])
+        pairs = zip(self._top_ids[index][:count], self._top[index][:count], strict=True)
+        return TokenLogprob(self._drawn[index], tuple(pairs))

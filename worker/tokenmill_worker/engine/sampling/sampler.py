@@ -1,0 +1,191 @@
+"""The sampler: takes logits, returns one token per row, and does not wait for the device.
+
+Greedy rows take an argmax; the others are scaled, truncated and raced (see noise). Edits (biases,
+penalties, masks) are made on a copy, so that log-probabilities are those of the model. Every row of
+a sequence with drafts uses the noise of its own position, so a draft is accepted exactly if it is
+the token that would have been sampled there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tokenmill_worker.engine.plan import ScheduledSequence
+from tokenmill_worker.engine.sampling.batch import Batch, build
+from tokenmill_worker.engine.sampling.compilation import GrammarCompiler
+from tokenmill_worker.engine.sampling.draws import Drawer, Kernel, KernelDrawer, TorchDrawer
+from tokenmill_worker.engine.sampling.penalties import Histories, Places
+from tokenmill_worker.engine.sampling.rows import NUMBERS, RowTable
+from tokenmill_worker.engine.sampling.sampled import RawLogprobs, Sampled, Share
+from tokenmill_worker.engine.sampling.structured import Grammars, Masks
+from tokenmill_worker.engine.sampling.transfer import Indices, to_device
+from tokenmill_worker.engine.sequence import Sequence
+
+
+class Layout(NamedTuple):
+    """Rows of a step's logits: their items, positions and sampling parameters."""
+
+    shares: list[Share]  # each item's rows
+    positions: Indices  # in the output, by row
+    batch: Batch
+
+    @property
+    def takes_highest(self) -> bool:
+        """Return whether every row needs only its highest logit."""
+        batch = self.batch
+        return batch.draws.is_greedy and not batch.is_edited and not len(batch.with_logprobs)
+
+
+class Sampler:
+    """Keeps a row of parameters per sequence, token histories of penalised sequences, and grammar states.
+
+    Call `release` when a sequence ends or is preempted.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        device: torch.device,
+        eos_token_ids: frozenset[int],
+        grammars: GrammarCompiler | None = None,
+        kernel: Kernel | None = None,
+        takes_any_dtype: bool = False,
+    ) -> None:
+        """Create a sampler for one device.
+
+        `kernel`, which must fit this device, samples instead of torch. With `takes_any_dtype` it
+        reads the logits without conversion to float32.
+        """
+        self.vocab_size = vocab_size
+        self._device = device
+        self._table = RowTable(vocab_size, eos_token_ids)
+        self._histories = Histories(device)
+        self._grammars = Grammars(grammars)
+        self._drawer: Drawer = TorchDrawer(vocab_size, device) if kernel is None else KernelDrawer(kernel)
+        self._takes_any_dtype = takes_any_dtype
+        self._cached: tuple[int, bytes, Batch] | None = None
+
+    def prepare(self, items: Seq[ScheduledSequence]) -> None:
+        """Start computing the grammars' masks beside the forward pass; call it before waiting for that pass.
+
+        Without this call `sample` computes the masks itself.
+        """
+        self._grammars.start(items)
+
+    def release(self, sequence: Sequence) -> None:
+        """Remove a sequence; if it comes back, its state is rebuilt from its tokens."""
+        self._table.release(sequence)
+        self._histories.release(sequence)
+        self._grammars.release(sequence)
+
+    def lay_out(self, items: Seq[ScheduledSequence]) -> Layout:
+        """Prepare the sampling of the planned items that sample; item i owns 1 + len(draft_ids) rows."""
+        shares: list[Share] = []
+        slots: list[int] = []
+        positions: list[int] = []
+        for item in items:
+            sequence, drafts = item.sequence, len(item.draft_ids)
+            first = item.start + item.num_tokens - drafts - sequence.num_prompt_tokens
+            shares.append(Share(len(slots), item.draft_ids, sequence.params))
+            slots.append(self._table.row(sequence))
+            positions.append(first)
+            if drafts:
+                slots.extend([slots[-1]] * drafts)
+                positions.extend(range(first + 1, first + drafts + 1))
+        return Layout(shares, np.array(positions, np.int64), self._batch(np.array(slots, np.int64)))
+
+    def sample(self, logits: Tensor, items: Seq[ScheduledSequence], layout: Layout | None = None) -> Sampled:
+        """Sample a token for each row; `layout` is that of the items, if it exists already."""
+        shares, positions, batch = layout or self.lay_out(items)
+        if logits.shape[0] != len(positions):
+            raise ValueError(f"{logits.shape[0]} rows of logits for items that own {len(positions)}")
+        raw = logits if logits.shape[1] == self.vocab_size else logits[:, : self.vocab_size]
+        if raw.dtype != torch.float32 and (batch.is_edited or not self._takes_any_dtype):
+            raw = raw.float()
+        raw_logprobs = (
+            RawLogprobs.take(raw, batch.logprob_rows, batch.max_top_logprobs) if len(batch.with_logprobs) else None
+        )
+        places = self._places(batch, items, shares, positions)
+        work, errors = raw, {}
+        if batch.is_edited:
+            work = raw.clone()
+            errors = self._edit(work, batch, items, positions, places)
+        token_ids, peaks = batch.draws.draw(work, positions)
+        if places is not None:
+            self._histories.record(token_ids, to_device(batch.penalised, self._device), places)
+        chosen = raw_logprobs.choose(token_ids, batch) if raw_logprobs is not None else None
+        sampled = Sampled.start(token_ids, peaks, chosen, shares, errors)
+        self._grammars.launched(sampled, items)
+        return sampled
+
+    def take_highest(self, token_ids: Tensor, peaks: Tensor, layout: Layout) -> Sampled:
+        """Build the result for a layout that takes only the highest logits, whose argmax the caller has computed.
+
+        `token_ids` and `peaks` are [rows].
+        """
+        return Sampled.start(token_ids, peaks, None, layout.shares, {})
+
+    # ── what is drawn ──
+
+    def _batch(self, slots: Indices) -> Batch:
+        signature = slots.tobytes()
+        if self._cached is None or self._cached[:2] != (self._table.version, signature):
+            self._cached = (self._table.version, signature, build(self._table, slots, self._drawer, self._device))
+        return self._cached[2]
+
+    # ── edits ──
+
+    def _places(
+        self, batch: Batch, items: Seq[ScheduledSequence], shares: list[Share], positions: Indices
+    ) -> Places | None:
+        if batch.penalties is None:
+            return None
+        penalised = set(batch.penalised.tolist())
+        slots: list[int] = []
+        prompts: list[int] = []
+        for item, share in zip(items, shares, strict=True):
+            if share.first in penalised:
+                slot, prompt = self._histories.open(item.sequence, int(positions[share.first]), item.draft_ids)
+                slots.extend([slot] * share.num_rows)
+                prompts.extend([prompt] * share.num_rows)
+        repeats = bool((self._table.numbers[batch.row_slots, NUMBERS.index("repetition")] != 1.0).any())
+        return Places.build(
+            np.array(slots, np.int64), positions[batch.penalised], np.array(prompts, np.int64), repeats, self._device
+        )
+
+    def _edit(
+        self,
+        logits: Tensor,
+        batch: Batch,
+        items: Seq[ScheduledSequence],
+        positions: Indices,
+        places: Places | None,
+    ) -> dict[int, str]:
+        """Apply penalties, biases, then masks, in place; return the items whose grammar failed."""
+        if places is not None and batch.penalties is not None:
+            self._histories.apply(logits, to_device(batch.penalised, self._device), places, batch.penalties)
+        if batch.bias is not None:
+            logits.index_put_((batch.bias.rows, batch.bias.token_ids), batch.bias.values, accumulate=True)
+        masks = self._grammars.masks(items)
+        self._hold_back(logits, batch, positions, masks)
+        masks.apply(logits)
+        return masks.errors
+
+    def _hold_back(self, logits: Tensor, batch: Batch, positions: Indices, masks: Masks) -> None:
+        """Mask the ids that would end a sequence short of its min_tokens, unless its grammar allows nothing else."""
+        rows: list[int] = []
+        ids: list[int] = []
+        for row in batch.with_min_tokens.tolist():
+            slot = int(batch.row_slots[row])
+            if positions[row] < self._table.counts[slot, 1] and row not in masks.complete:
+                held = self._table.held_back[slot].tolist()
+                rows.extend([row] * len(held))
+                ids.extend(held)
+        if rows:
+            at = to_device(np.array((rows, ids), np.int64), self._device)
+            logits[at[0], at[1]] = -torch.inf

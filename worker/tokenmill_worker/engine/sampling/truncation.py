@@ -1,0 +1,155 @@
+"""top-k, top-p and min-p as one number per row: the floor that a scaled logit must reach to stay.
+
+All three keep the most likely tokens, so each is a threshold. Equal logits stay or go together, so
+the result does not depend on any sort order. min-p is applied first, then top-k, then top-p over
+the rest, renormalised. Scaled logits have their row's maximum at 0.
+
+On the CPU the nucleus is searched among a few hundred candidates. Where these do not suffice, a
+histogram of the row's mass finds its border. On a device, a test whether the candidates suffice
+would wait for it. So there the rows are sorted as far as the parameters alone require.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from tokenmill_worker.engine.sampling.noise import race
+
+_CANDIDATES = 256
+_BINS = 2048
+_DEEPEST = 64.0  # all tokens below e^-64 of the most likely one share a bin
+_DEVICE_ELEMENTS = 1 << 22  # rows are sorted in chunks of this size: a bound on scratch memory
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Truncation parameters of each row, on the device.
+
+    `max_top_k` is the largest top-k (0: none); `bounded` says that each row has one.
+    """
+
+    top_k: Tensor  # [rows, 1] int64, the vocabulary's size where off
+    top_p: Tensor  # [rows, 1] float64
+    log_min_p: Tensor  # [rows, 1] float32, −inf where off
+    max_top_k: int
+    bounded: bool
+
+    def take(self, rows: Tensor | slice) -> Limits:
+        return Limits(self.top_k[rows], self.top_p[rows], self.log_min_p[rows], self.max_top_k, self.bounded)
+
+
+def draw(scaled: Tensor, limits: Limits, keys: Tensor, vocabulary: Tensor) -> Tensor:
+    """Sample one token id per row.
+
+    `scaled` is [rows, vocab]; `vocabulary` is arange(vocab), int32.
+    """
+    if scaled.device.type == "cpu":
+        return draw_on_host(scaled, limits, keys, vocabulary)
+    return draw_sorted_in_chunks(scaled, limits, keys, vocabulary, _DEVICE_ELEMENTS)
+
+
+def draw_sorted_in_chunks(
+    scaled: Tensor, limits: Limits, keys: Tensor, vocabulary: Tensor, max_elements: int
+) -> Tensor:
+    step = max(1, max_elements // scaled.shape[1])
+    parts = [slice(first, first + step) for first in range(0, scaled.shape[0], step)]
+    return torch.cat([draw_sorted(scaled[part], limits.take(part), keys[part], vocabulary) for part in parts])
+
+
+def draw_sorted(scaled: Tensor, limits: Limits, keys: Tensor, vocabulary: Tensor) -> Tensor:
+    count = min(limits.max_top_k, scaled.shape[1]) if limits.bounded else scaled.shape[1]
+    if count == scaled.shape[1]:
+        values = scaled.sort(dim=-1, descending=True).values
+    else:
+        values = scaled.topk(count, dim=-1).values
+    floor = find_floor(values, scaled, limits)
+    return race(scaled.masked_fill(scaled < floor, -torch.inf), keys, vocabulary)
+
+
+def draw_on_host(scaled: Tensor, limits: Limits, keys: Tensor, vocabulary: Tensor) -> Tensor:
+    """Sample on the CPU: a few hundred candidates decide most rows, and a whole-row search the others."""
+    vocab = scaled.shape[1]
+    # one more than needed, to see whether equal values follow
+    count = min(vocab, 1 + (min(limits.max_top_k, _CANDIDATES) if limits.bounded else _CANDIDATES))
+    values, ids = scaled.topk(count, dim=-1)
+    floor = find_floor(values, scaled, limits)
+    known = (limits.top_k <= count) | (limits.top_k >= vocab)
+    decided = ((values[:, -1:] < floor) & known).squeeze(1) | (count == vocab)
+    winners = race(values.masked_fill(values < floor, -torch.inf), keys, ids.to(torch.int32))
+    drawn = ids.gather(1, winners[:, None]).squeeze(1)
+    if bool(decided.all()):
+        return drawn
+    rest = torch.nonzero(~decided).squeeze(1)
+    part, share = scaled[rest], limits.take(rest)
+    floors = [
+        search_floor(row, top_k, top_p, log_min_p)
+        for row, top_k, top_p, log_min_p in zip(
+            part.numpy(),
+            share.top_k.squeeze(1).tolist(),
+            share.top_p.squeeze(1).tolist(),
+            share.log_min_p.squeeze(1).tolist(),
+            strict=True,
+        )
+    ]
+    part.masked_fill_(part < torch.tensor(floors, dtype=torch.float32)[:, None], -torch.inf)
+    drawn[rest] = race(part, keys[rest], vocabulary)
+    return drawn
+
+
+def search_floor(row: npt.NDArray[np.float32], top_k: int, top_p: float, log_min_p: float) -> float:
+    """Find the floor of one row without sorting it: a histogram of the mass, then a sort of one bin."""
+    floor = np.float32(log_min_p)
+    if top_k < len(row):
+        floor = max(floor, np.partition(row, len(row) - top_k)[len(row) - top_k])
+    if top_p >= 1.0 or not np.isfinite(row.max()):
+        return float(floor)
+    kept = row[row >= floor]
+    mass = np.exp(kept)
+    lowest = max(float(kept.min()), -_DEEPEST)
+    bins = np.minimum(kept * np.float32((_BINS - 1) / min(lowest, -1e-6)), _BINS - 1).astype(np.int64)
+    reached = np.cumsum(np.bincount(bins, weights=mass, minlength=_BINS))
+    target = top_p * reached[-1]
+    border = min(int(np.searchsorted(reached, target)), _BINS - 1)
+    inside = np.sort(kept[bins == border])[::-1]
+    before = reached[border - 1] if border else 0.0
+    place = int(np.searchsorted(before + np.cumsum(np.exp(inside), dtype=np.float64), target))
+    return float(inside[min(place, len(inside) - 1)])
+
+
+def find_floor(values: Tensor, scaled: Tensor, limits: Limits) -> Tensor:
+    """Find the floor per row [rows, 1] from the row's highest values in descending order [rows, count].
+
+    The floor is exact if it is above the last of the values, or if they are the whole row; the
+    caller checks that.
+    """
+    count = values.shape[1]
+    kth = values.gather(1, (limits.top_k - 1).clamp(max=count - 1))
+    kth = kth.masked_fill(limits.top_k >= scaled.shape[1], -torch.inf)
+    floor = torch.maximum(kth, limits.log_min_p)
+    kept = values.exp().masked_fill(values < floor, 0.0)
+    reached = kept.cumsum(dim=1, dtype=torch.float64)
+    total = reached[:, -1:]
+    if count < scaled.shape[1]:
+        total = _total(scaled, floor, values, total)
+    below = (reached < limits.top_p * total).sum(dim=1, keepdim=True)
+    nucleus = values.gather(1, below.clamp(max=count - 1))
+    nucleus = nucleus.masked_fill(limits.top_p >= 1.0, -torch.inf)
+    return torch.maximum(floor, nucleus)
+
+
+def _total(scaled: Tensor, floor: Tensor, values: Tensor, total: Tensor) -> Tensor:
+    """Return the mass at or above the floor.
+
+    It is summed over the candidates, or over the row where the candidates do not reach down to the
+    floor.
+    """
+    inside = values[:, -1:] < floor
+    if scaled.device.type == "cpu" and bool(inside.all()):
+        return total
+    whole = scaled.exp().masked_fill_(scaled < floor, 0.0).sum(dim=1, keepdim=True, dtype=torch.float64)
+    return torch.where(inside, total, whole)

@@ -1,0 +1,85 @@
+"""A sequence: its tokens, how many of them are computed, and the blocks that hold their KV.
+
+Few numbers are stored; the rest is derived. One counter, `num_computed_tokens`, follows the tokens:
+prefill, decode, a cached prefix and a resumed answer are handled alike (the idea is vLLM's). Plain
+Python: no torch, no numpy.
+
+    0 ──── num_cached_tokens ──── num_computed_tokens ──── num_tokens (+ num_inflight)
+           found in the cache     KV is in the blocks      token ids known on the host
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from tokenmill_schemas.generation import FinishReason, SamplingParams
+
+
+class SequenceStatus(Enum):
+    """WAITING → PREFILLING → DECODING → FINISHED; OFFLOADED: preempted, its KV is on the host."""
+
+    WAITING = "waiting"
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+    OFFLOADED = "offloaded"
+    FINISHED = "finished"
+
+
+NULL_BLOCK = 0  # block 0 of every group is never allocated: padding and freed window blocks point at it
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One choice of one request.
+
+    `block_tables[g]` lists the block ids of layer group g in position order; an entry that left a
+    sliding window is NULL_BLOCK. `num_inflight` counts the tokens that launched steps have sampled
+    and not yet delivered (asynchronous batching): their ids are on the device only. The step being
+    planned or executed does not count.
+    """
+
+    request_id: str
+    token_ids: list[int]  # prompt, then resumed, then generated
+    num_prompt_tokens: int
+    params: SamplingParams
+    choice: int = 0
+    num_resumed_tokens: int = 0
+    seed: int = 0
+    priority: int = 1
+    tenant: str = ""
+    cache_salt: str = ""
+    grammar: Any = None  # compiled grammar of the response format, or None
+    adapter: str = ""  # name and version of its LoRA adapter; empty: the model itself
+    deadline: float | None = None
+    max_tokens: int = 0  # resolved limit on output tokens, resumed ones included
+    status: SequenceStatus = SequenceStatus.WAITING
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_inflight: int = 0
+    block_tables: list[list[int]] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)  # hashes of full blocks, extended as tokens arrive
+    preemptions: int = 0
+    finish_reason: FinishReason | None = None
+    epoch: int = 0  # raised by each preemption or cancel, so that a stale step result is recognised
+    # Written by the scheduler only.
+    num_committed_tokens: int = 0  # computed by steps that succeeded; num_computed_tokens also counts steps in flight
+    num_slots: int = 0  # tokens that the blocks of every group can hold now
+    last_step: int = -1  # the newest step that may write its blocks
+    host_tables: list[list[int]] = field(default_factory=list)  # while OFFLOADED: host block ids, as block_tables
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Resumed and generated tokens: limited by max_tokens, and the sampling position."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is SequenceStatus.FINISHED
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]

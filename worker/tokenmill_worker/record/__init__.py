@@ -1,0 +1,8 @@
+"""Records finished jobs in SQL, and keeps the order in which a job ends: commit first, then
+acknowledge.
+"""
+
+from tokenmill_worker.record.finalizer import Finalizer, FinalizerLimits, FinalizerStats
+from tokenmill_worker.record.store import RecordReport, ResultStore
+
+__all__ = ["Finalizer", "FinalizerLimits", "FinalizerStats", "RecordReport", "ResultStore"]

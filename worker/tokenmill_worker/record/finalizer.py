@@ -1,0 +1,304 @@
+"""Ends finished jobs: SQL first, then the acknowledgement. Every job passes through both.
+
+    submit ──▶ to_record ──[ResultStore.record]──▶ to_acknowledge ──[Acknowledger.finish]──▶ done
+       │       retried while SQL is down            ▲ retried while Redis is down
+       └─────────────── in SQL already ─────────────┘
+
+Both stages take whatever waits as one group, so load makes groups larger and not the wait longer.
+Each stage goes on while the other is stuck. The finalizer never gives a job up. What it still holds
+when the process ends is unacknowledged; the next worker that claims the job repeats the rest, which
+changes nothing. The caller bounds the memory: it stops claiming while `is_full`. SQL and Redis are
+behind the two protocols.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from tokenmill_schemas.chunk import Chunk
+from tokenmill_schemas.result import JobError, JobResult, JobStatus, Usage
+from tokenmill_worker.errors import StoreUnavailable
+from tokenmill_worker.jobs import Acknowledger, Admitted, Finished
+from tokenmill_worker.record.sizes import size_of
+from tokenmill_worker.record.stage import Backoff, Stage
+from tokenmill_worker.record.store import RecordReport
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Recorder(Protocol):
+    """The part of a store that the finalizer uses; implemented by ResultStore."""
+
+    async def record(self, finished: Sequence[Finished]) -> RecordReport: ...
+
+    async def find(self, ids: Sequence[str]) -> dict[str, JobResult]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinalizerLimits:
+    max_buffered: int = 1024  # jobs in both stages from which on `is_full`
+    max_buffered_bytes: int = 512 * 1024 * 1024  # likewise, by `size_of`
+    max_group: int = 256
+    max_group_bytes: int = 32 * 1024 * 1024
+    linger_s: float = 0.25  # how long lines of a batch wait for others to share a transaction
+    record_backoff: Backoff = field(default_factory=Backoff)
+    acknowledge_backoff: Backoff = field(default_factory=lambda: Backoff(longest_s=2.0))
+
+
+@dataclass(slots=True)
+class FinalizerStats:
+    """Counters since the start. `record_down_since` and `acknowledge_down_since` are monotonic
+    seconds; None while the stage works.
+    """
+
+    submitted: int = 0
+    recorded: int = 0
+    recorded_before: int = 0  # another attempt's row was there: a redelivered job
+    cleaned: int = 0  # stored after removing what the database cannot hold
+    refused: int = 0  # tries in which the database refused a job that was alone
+    acknowledged: int = 0
+    lost: int = 0  # recorded, but owned by another worker at the acknowledgement
+    groups: int = 0
+    record_failures: int = 0
+    record_down_since: float | None = None
+    acknowledge_down_since: float | None = None
+    last_error: str = ""
+    commit_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=1000))  # since last taken
+
+    def take_commit_seconds(self) -> list[float]:
+        taken = list(self.commit_seconds)
+        self.commit_seconds.clear()
+        return taken
+
+
+class Finalizer:
+    """Records and acknowledges jobs while `run()` runs. Jobs may be submitted concurrently in one
+    event loop.
+    """
+
+    def __init__(
+        self,
+        store: Recorder,
+        acknowledger: Acknowledger,
+        limits: FinalizerLimits = FinalizerLimits(),
+        *,
+        on_lost: Callable[[list[str]], None] | None = None,
+        on_recorded: Callable[[list[Finished]], None] | None = None,
+    ) -> None:
+        self.stats = FinalizerStats()
+        self._store = store
+        self._acknowledger = acknowledger
+        self._limits = limits
+        self._on_lost = on_lost
+        self._on_recorded = on_recorded
+        self._changed = asyncio.Event()
+        self._to_record = Stage[Finished](
+            self._record, limits.max_group, limits.record_backoff, on_failure=self._record_failed,
+            can_wait=_is_line, linger_s=limits.linger_s, size_of=size_of, max_group_bytes=limits.max_group_bytes,
+        )  # fmt: skip
+        self._to_acknowledge = Stage[Finished](
+            self._acknowledge, limits.max_group, limits.acknowledge_backoff, on_failure=self._acknowledge_failed,
+            size_of=size_of, max_group_bytes=limits.max_group_bytes,
+        )  # fmt: skip
+
+    def __len__(self) -> int:
+        """Return the number of jobs that are not done, including those being written right now."""
+        return len(self._to_record) + len(self._to_acknowledge)
+
+    @property
+    def is_full(self) -> bool:
+        """Must claiming stop? Running jobs may still be submitted: they cannot wait elsewhere."""
+        return len(self) >= self._limits.max_buffered or self.num_bytes >= self._limits.max_buffered_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """The estimated memory of the jobs that are not done."""
+        return self._to_record.num_bytes + self._to_acknowledge.num_bytes
+
+    @property
+    def held_ids(self) -> list[str]:
+        return [item.result.job_id for item in (*self._to_record.items, *self._to_acknowledge.items)]
+
+    async def submit(self, finished: Finished) -> None:
+        """Take a finished job. Never waits, because token streams must not stall while SQL does."""
+        self.stats.submitted += 1
+        self.stats.recorded_before += finished.is_recorded
+        (self._to_acknowledge if finished.is_recorded else self._to_record).put([finished])
+
+    async def recall(self, outcomes: Sequence[Admitted | Finished]) -> list[Admitted | Finished]:
+        """Replace redelivered jobs by the end that SQL has for them, written by a worker that died
+        before it could acknowledge. Such a job is not generated again: its subscribers would get
+        other chunks than the readers of the result.
+        """
+        again = {job.job_id for job in outcomes if isinstance(job, Admitted) and job.delivery.deliveries > 1}
+        if not again or self.stats.record_down_since is not None:
+            return list(outcomes)
+        try:
+            known = await self._store.find(sorted(again))
+        except StoreUnavailable as error:  # the job is generated again, and the row that exists decides
+            log.warning("jobs that came back cannot be looked up: %s", error)
+            return list(outcomes)
+        return [_recalled(job, known) if isinstance(job, Admitted) else job for job in outcomes]
+
+    async def wait_for_room(self) -> None:
+        while self.is_full:
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def run(self) -> None:
+        """Run both stages until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._to_record.run(), name="record")
+            group.create_task(self._to_acknowledge.run(), name="acknowledge")
+
+    async def drain(self, timeout_s: float) -> list[str]:
+        """Wait until everything is done or the time is up. Returns the ids of the jobs that are not
+        done, to be released.
+        """
+        deadline = time.monotonic() + timeout_s
+        while len(self) and (left := deadline - time.monotonic()) > 0:
+            self._changed.clear()
+            try:
+                async with asyncio.timeout(left):
+                    await self._changed.wait()
+            except TimeoutError:
+                break
+        if held := self.held_ids:
+            log.warning("%d finished jobs could not be recorded and acknowledged in time; others will do it", len(held))
+        return held
+
+    async def _record(self, group: list[Finished]) -> list[Finished]:
+        """Record a group. Returns the jobs to try again."""
+        started = time.monotonic()
+        report = await self._store.record(group)
+        stats = self.stats
+        stats.commit_seconds.append(time.monotonic() - started)
+        stats.record_down_since = None
+        stats.groups += 1
+        ours = _recorded_by_us(group, report)
+        stats.recorded += len(ours)
+        stats.recorded_before += len(report.written) + len(report.existing) - len(ours)
+        stats.cleaned += len(report.cleaned)
+        stats.refused += len(report.refused)
+        for job_id, reason in report.refused.items():
+            stats.last_error = reason
+            log.error("job %s cannot be recorded, it will be tried again: %s", job_id, reason)
+        done = [item for item in group if item.result.job_id not in report.refused]
+        taken = [_without_id(item) for item in done if item.result.job_id in report.taken]
+        kept = [as_recorded(item, report.existing) for item in done if item.result.job_id not in report.taken]
+        self._to_acknowledge.put([*kept, *taken])
+        # The hook runs after the acknowledgement has started, so that metrics and log lines do not delay the job's end.
+        asyncio.get_running_loop().call_soon(_notify, self._on_recorded, [*ours, *taken])
+        return [item for item in group if item.result.job_id in report.refused]
+
+    async def _acknowledge(self, group: list[Finished]) -> list[Finished]:
+        answers = await self._acknowledger.finish(group)
+        self.stats.acknowledge_down_since = None
+        lost = [item.result.job_id for item, ours in zip(group, answers, strict=True) if not ours]
+        self.stats.acknowledged += len(group) - len(lost)
+        self.stats.lost += len(lost)
+        if lost:
+            log.warning("%d recorded jobs are held by other workers now, who will acknowledge them", len(lost))
+            _notify(self._on_lost, lost)
+        self._changed.set()
+        return []
+
+    def _record_failed(self, error: Exception) -> None:
+        stats = self.stats
+        stats.record_failures += 1
+        stats.last_error = str(error)
+        if stats.record_down_since is None:
+            stats.record_down_since = time.monotonic()
+            log.error("results cannot be recorded, %d wait: %s", len(self._to_record), error)
+
+    def _acknowledge_failed(self, error: Exception) -> None:
+        stats = self.stats
+        stats.last_error = str(error)
+        if stats.acknowledge_down_since is None:
+            stats.acknowledge_down_since = time.monotonic()
+            log.error("recorded jobs cannot be acknowledged, %d wait: %s", len(self._to_acknowledge), error)
+
+
+def _is_line(finished: Finished) -> bool:
+    """Is this a line of a batch, whose end no caller waits for alone?"""
+    return finished.request is not None and bool(finished.request.batch_id) and not finished.request.stream
+
+
+def _notify(hook: Callable[[list[T]], None] | None, items: list[T]) -> None:
+    """Call a hook. If it fails, its group must not be processed again."""
+    if hook is None or not items:
+        return
+    try:
+        hook(items)
+    except Exception:
+        log.exception("a hook of the finalizer failed")
+
+
+def _recorded_by_us(group: list[Finished], report: RecordReport) -> list[Finished]:
+    """Return the jobs whose rows this worker wrote, each once: in this call, or in an earlier one
+    that committed after its time limit. Such a row is recognised by its result, which names when
+    and where the job ended.
+    """
+    latest = {item.result.job_id: item for item in sorted(group, key=lambda item: item.token)}
+    return [
+        item
+        for job_id, item in latest.items()
+        if job_id in report.written or report.existing.get(job_id) == item.result
+    ]
+
+
+def _recalled(job: Admitted, known: dict[str, JobResult]) -> Admitted | Finished:
+    result = known.get(job.job_id)
+    if result is None or (result.tenant, result.created_ms) != (job.request.tenant, job.delivery.created_ms):
+        return job
+    chunk = Chunk(job_id=job.job_id, index=0, attempt=result.attempt)
+    return Finished(job.delivery.token, result, _last_chunk(chunk, result), job.request, is_recorded=True)
+
+
+def as_recorded(finished: Finished, existing: dict[str, JobResult]) -> Finished:
+    """Return the job with the result that SQL has, if it has one, so that Redis and SQL give one
+    answer for ever. Its last chunk stands behind all tokens of that answer: a reader that has fewer
+    sees a gap, and reads the result.
+    """
+    result = existing.get(finished.result.job_id)
+    if result is None or result == finished.result:
+        return finished
+    return replace(finished, result=result, final_chunk=_last_chunk(finished.final_chunk, result))
+
+
+def _without_id(finished: Finished) -> Finished:
+    """Return the end of a job whose id belongs to another job in SQL: failed, without an answer,
+    and not billed.
+    """
+    words = f"the job id {finished.result.job_id!r} stands for an earlier job in the database: use a new id"
+    error, used = JobError("job_id_taken", words), finished.result.usage
+    usage = Usage(queue_ms=used.queue_ms, ttft_ms=used.ttft_ms, total_ms=used.total_ms)
+    ended = {"status": JobStatus.FAILED, "error": error, "usage": usage}
+    result = msgspec.structs.replace(finished.result, choices=(), order=(), **ended)
+    chunk = msgspec.structs.replace(finished.final_chunk, text="", finish_reason=None, **ended)
+    return replace(finished, result=result, final_chunk=chunk)
+
+
+def _last_chunk(chunk: Chunk, result: JobResult) -> Chunk:
+    choices = result.choices
+    ends = choices[0].text_ends if len(choices) == 1 else ()
+    return msgspec.structs.replace(
+        chunk,
+        index=len(result.token_ids),
+        text=choices[0].text[ends[-1] if ends else 0 :] if len(choices) == 1 else "",
+        finish_reason=result.finish_reason,
+        status=result.status,
+        usage=result.usage,
+        error=result.error,
+        n=max(1, len(choices)),
+    )

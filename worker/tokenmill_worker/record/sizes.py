@@ -1,0 +1,35 @@
+"""Estimates how much memory a finished job holds."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tokenmill_schemas.job import JobRequest
+from tokenmill_schemas.result import ChoiceResult
+from tokenmill_worker.jobs import Finished
+
+# bytes of CPython objects, on 64 bits
+_JOB: Final = 4_096
+_TOKEN: Final = 72  # two numbers, and their places in `token_ids` and `text_ends`
+_LOGPROB: Final = 104  # the struct, its number and the tuple of alternatives
+_ALTERNATIVE: Final = 136  # a pair, its two numbers and its place
+
+
+def size_of(finished: Finished) -> int:
+    """Return the estimated bytes of a job. Only lengths are read, so the cost does not grow with
+    the tokens.
+    """
+    request = finished.request
+    return _JOB + sum(map(_of_choice, finished.result.choices)) + (_of_request(request) if request is not None else 0)
+
+
+def _of_choice(choice: ChoiceResult) -> int:
+    per_token = _TOKEN
+    if choice.logprobs:
+        per_token += _LOGPROB + _ALTERNATIVE * len(choice.logprobs[-1].top)
+    return len(choice.text) + len(choice.token_ids) * per_token
+
+
+def _of_request(request: JobRequest) -> int:
+    texts = sum(len(message.content) for message in request.messages or ())
+    return len(request.prompt or "") + texts + _TOKEN * len(request.prompt_ids or ())

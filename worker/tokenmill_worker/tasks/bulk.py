@@ -1,0 +1,161 @@
+"""Bulk files through the tasks: one task imports a file, another fetches its answers into a file.
+
+    celery -A tokenmill_worker.tasks call tokenmill.bulk.import --serializer msgpack \\
+        --kwargs '{"source": "/data/in.jsonl", "output": "/data/out.jsonl"}'
+
+Progress is stored with the batch, so a task may stop anywhere. A task works for some minutes, then
+queues itself again behind the others; a task whose process died is run again. Paths are those of the
+machine that runs the tasks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from tokenmill.bulk import (
+    Batch,
+    BatchNotFound,
+    BatchStore,
+    Pacing,
+    Paths,
+    Progress,
+    Terms,
+    export_batch,
+    import_batch,
+    new_batch,
+    open_store,
+    refresh,
+)
+from tokenmill.client import Client
+from tokenmill.errors import ConfigurationError
+from tokenmill_worker.settings import Settings
+
+log = logging.getLogger(__name__)
+
+TURN_S: Final = 300.0  # well below the broker's visibility timeout, after which another process starts the task
+
+
+class NotYet(Exception):
+    """Raised when there is more to do: run the task again after `pause_s`."""
+
+    pause_s = 1
+
+
+class NoPlace(NotYet):
+    """Raised when other files already occupy half of this process's threads."""
+
+    pause_s = 10
+
+
+class _TurnOver(Exception):
+    pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """An order to import one file. `batch_id` is made from the task's id, so that a repeated task
+    finds its batch.
+    """
+
+    batch_id: str
+    source: str
+    queue: str = ""
+    completion_window: str = "24h"
+    tenant: str = ""
+    any_model: bool = False
+    metadata: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, batch_id: str, /, **given: Any) -> Order:
+        """Build an order. Raises ConfigurationError for unknown or invalid terms."""
+        terms = {term.name for term in fields(cls)} - {"batch_id"}
+        unknown = sorted(set(given) - terms)
+        if unknown:
+            raise ConfigurationError(f"an order of a bulk file has no {', '.join(unknown)}")
+        try:
+            return msgspec.convert({"batch_id": batch_id, **given}, cls)
+        except msgspec.ValidationError as error:
+            raise ConfigurationError(f"an order of a bulk file: {error}") from None
+
+
+class BulkFiles:
+    """Imports and exports files. Calls block, for one time slice at most. Safe to share between
+    threads. Half of the process's threads stay free for webhooks and upkeep: if files occupy the
+    other half, a call raises NoPlace at once.
+    """
+
+    def __init__(self, settings: Settings, turn_s: float = TURN_S) -> None:
+        self._settings = settings
+        self._turn_s = turn_s
+        self._places = threading.BoundedSemaphore(max(1, settings.tasks_threads // 2))
+
+    def bring_in(self, order: Order) -> Batch:
+        """Import the order's file; returns when every line is submitted. Raises NotYet;
+        ConfigurationError and OSError for a bad order.
+        """
+        until = time.monotonic() + self._turn_s
+
+        def watch(_: Progress) -> None:
+            if time.monotonic() > until:
+                raise _TurnOver
+
+        with self._open(order.queue) as (client, store):
+            batch = _known(store, order.batch_id) or _new(client, order)
+            try:
+                return import_batch(client, store, Path(order.source), batch=batch, pacing=Pacing(watch=watch))
+            except _TurnOver:
+                raise NotYet from None
+
+    def fetch(self, batch_id: str, queue: str, output: str, errors: str | None) -> Batch:
+        """Write the answers when the batch is over. Raises NotYet before."""
+        with self._open(queue) as (client, store):
+            batch = refresh(client, store, batch_id)
+            if not batch.state.is_final:
+                raise NotYet
+            paths = Paths.of(Path(output), Path(errors) if errors else None)
+            ended, _missing = export_batch(client, store, batch_id, paths, source=Path(batch.input_file))
+            log.info("batch %s %s: %s", batch_id, ended.state.value, output)
+            return ended
+
+    @contextlib.contextmanager
+    def place(self) -> Iterator[None]:
+        """Hold one of the places for files. Raises NoPlace if none is free."""
+        if not self._places.acquire(blocking=False):
+            raise NoPlace
+        try:
+            yield
+        finally:
+            self._places.release()
+
+    @contextlib.contextmanager
+    def _open(self, queue: str) -> Iterator[tuple[Client, BatchStore]]:
+        settings = self._settings
+        client = Client(
+            settings.redis_url,
+            queue=queue or settings.queue_name,
+            database=settings.database_url,
+            prefix=settings.key_prefix,
+        )
+        with self.place(), client, contextlib.closing(open_store(client)) as store:
+            yield client, store
+
+
+def _known(store: BatchStore, batch_id: str) -> Batch | None:
+    try:
+        return store.get(batch_id)
+    except BatchNotFound:
+        return None
+
+
+def _new(client: Client, order: Order) -> Batch:
+    terms = Terms(order.completion_window, order.tenant, order.any_model, order.metadata)
+    return msgspec.structs.replace(new_batch(client, Path(order.source), terms), id=order.batch_id)

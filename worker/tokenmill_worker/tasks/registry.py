@@ -1,0 +1,109 @@
+"""Registers every task by name, with its queue and how often beat starts it.
+
+A task is one call of the object that does the work. Sweeps find due work in SQL and pass on single
+pieces, so that many processes share the work. Two sweeps at once find different pieces.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any, Final
+
+from celery import Celery
+
+from tokenmill.errors import QueueUnavailable, TokenmillError
+from tokenmill_worker.settings import Settings
+from tokenmill_worker.tasks.bulk import NotYet, Order
+from tokenmill_worker.tasks.desk import Desk
+from tokenmill_worker.tasks.outbox import CLAIM_MS, Claim
+
+log = logging.getLogger(__name__)
+
+WEBHOOKS: Final = "webhooks"
+UPKEEP: Final = "upkeep"
+BULK: Final = "bulk"
+FETCH_SECONDS: Final = (1, 2, 5, 10, 30)  # pauses between two checks of an unfinished batch
+RECONCILE_SECONDS: Final = 6 * 3600.0
+
+
+def schedule(settings: Settings) -> Iterator[tuple[str, float, str]]:
+    """Yield each periodic task as (task, seconds, queue)."""
+    yield "tokenmill.webhooks.sweep", settings.webhook_sweep_seconds, WEBHOOKS
+    yield "tokenmill.usage.roll_up", settings.rollup_seconds, UPKEEP
+    yield "tokenmill.usage.reconcile", RECONCILE_SECONDS, UPKEEP
+    yield "tokenmill.retention.sweep", settings.retention_sweep_seconds, UPKEEP
+
+
+def register(app: Celery, desk: Desk) -> None:
+    """Register all tasks. They are not shared with other Celery applications in the process."""
+    _register_webhooks(app, desk)
+    _register_upkeep(app, desk)
+    _register_bulk(app, desk)
+
+
+def _register_webhooks(app: Celery, desk: Desk) -> None:
+    def deliver(notice_id: str, until_ms: int) -> str:
+        return desk.courier.deliver(Claim(notice_id, until_ms))
+
+    def sweep() -> None:
+        for claim in desk.courier.claim():
+            task.apply_async((claim.id, claim.until_ms), queue=WEBHOOKS, expires=CLAIM_MS / 1000)
+
+    task = app.task(name="tokenmill.webhooks.deliver", shared=False)(deliver)
+    app.task(name="tokenmill.webhooks.sweep", shared=False)(sweep)
+
+
+def _register_upkeep(app: Celery, desk: Desk) -> None:
+    def roll_up() -> None:
+        desk.roll_up.recent()
+
+    def reconcile() -> None:
+        days = desk.roll_up.reconcile()
+        if days:
+            log.info("summed up again: %s", ", ".join(days))
+
+    def remove_old() -> None:
+        removed = desk.retention.run()
+        if removed:
+            log.info("removed: %s", removed)
+
+    app.task(name="tokenmill.usage.roll_up", shared=False)(roll_up)
+    app.task(name="tokenmill.usage.reconcile", shared=False)(reconcile)
+    app.task(name="tokenmill.retention.sweep", shared=False)(remove_old)
+
+
+def _register_bulk(app: Celery, desk: Desk) -> None:
+    """Register the bulk tasks. A task is acknowledged at its end: if its process dies, it runs
+    again and goes on where it stopped. An error of an order is for its sender: one sentence without
+    a traceback.
+    """
+    options: dict[str, Any] = {"bind": True, "acks_late": True, "max_retries": None, "throws": (TokenmillError,)}
+
+    def fetch(task: Any, batch_id: str, queue: str, output: str, errors: str | None) -> None:
+        try:
+            desk.bulk.fetch(batch_id, queue, output, errors)
+        except (NotYet, QueueUnavailable) as error:
+            pause_s = FETCH_SECONDS[min(task.request.retries, len(FETCH_SECONDS) - 1)]
+            raise task.retry(countdown=pause_s, exc=error, throw=False) from None
+        except TokenmillError as error:
+            log.error("batch %s was not fetched: %s", batch_id, error)
+            raise
+
+    exporting = app.task(name="tokenmill.bulk.export", shared=False, **options)(fetch)
+
+    def bring_in(
+        task: Any, source: str, output: str | None = None, errors: str | None = None, queue: str = "", **terms: Any
+    ) -> None:
+        batch_id = f"batch_{task.request.id}"
+        try:
+            desk.bulk.bring_in(Order.of(batch_id, source=source, queue=queue, **terms))
+        except (NotYet, QueueUnavailable) as error:
+            raise task.retry(countdown=getattr(error, "pause_s", 1), exc=error, throw=False) from None
+        except TokenmillError as error:
+            log.error("batch %s was not handed in: %s", batch_id, error)
+            raise
+        if output is not None:
+            exporting.apply_async((batch_id, queue, output, errors), queue=BULK, task_id=f"{task.request.id}-export")
+
+    app.task(name="tokenmill.bulk.import", shared=False, **options)(bring_in)

@@ -1,0 +1,144 @@
+"""Runs `tokenmill tasks`: one process with Celery's worker on threads, and its beat. SIGTERM lets
+running tasks finish.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from celery import Celery
+from celery.beat import EmbeddedService
+from celery.exceptions import CPendingDeprecationWarning, SecurityWarning
+from redis.exceptions import AuthenticationError
+
+from tokenmill.connections import SERVER_TROUBLE, Link, connect
+from tokenmill.errors import ConfigurationError
+from tokenmill_worker.errors import RedisUnavailable
+from tokenmill_worker.record.store import ResultStore
+from tokenmill_worker.settings import Settings
+from tokenmill_worker.tasks.app import QUEUES, build_app
+from tokenmill_worker.tasks.desk import Desk
+from tokenmill_worker.tasks.watch import TasksWatch
+from tokenmill_worker.telemetry import configure_logging
+
+log = logging.getLogger(__name__)
+
+BEAT_END_S: Final = 5.0  # beat's thread ends with the process at the latest
+
+
+def run(settings: Settings) -> int:
+    """Serve until a signal; returns the exit status. Raises SettingsError, SchemaOutdated,
+    StoreUnavailable, PortTaken.
+    """
+    configure_logging(settings.log_level, settings.log_format, with_private=settings.log_prompts)
+    if settings.log_level != "debug":
+        _calm_celery()
+    desk = Desk(settings)
+    app = build_app(settings, desk)
+    asyncio.run(_check(settings))
+    _check_password(settings)
+    if not settings.webhook_secret:
+        log.warning("no webhook is sent: TOKENMILL_WEBHOOK_SECRET is not set; `tokenmill webhooks secret --new`")
+    # On a thread, because Celery's own process for beat would outlive a killed parent. The default scheduler pickles.
+    beat = EmbeddedService(app, thread=True, scheduler_cls=app.conf.beat_scheduler)
+    with _watched(settings, TasksWatch(app, desk.outbox.standing, lambda: beat.ident is None or beat.is_alive())):
+        worker = app.Worker(
+            pool="threads",
+            concurrency=settings.tasks_threads,
+            queues=list(QUEUES),
+            without_mingle=True,
+            without_gossip=True,
+            without_heartbeat=True,
+            loglevel=settings.log_level.upper(),
+            quiet=True,
+        )
+        log.info("tasks: %d threads, queues %s", settings.tasks_threads, ", ".join(QUEUES))
+        _work(worker, beat)
+    return int(worker.exitcode or 0)
+
+
+def _calm_celery() -> None:
+    """Silence Celery: no line for each sweep, and no traceback for each try while the broker is
+    away.
+    """
+    logging.getLogger("celery").setLevel(logging.WARNING)
+    logging.getLogger("celery.beat").addFilter(BriefBeat())
+    warnings.filterwarnings("ignore", category=CPendingDeprecationWarning)
+    warnings.filterwarnings("ignore", category=SecurityWarning)  # about root and pickle, which is refused here
+
+
+class BriefBeat(logging.Filter):
+    """Reduces beat's failures to one line, and the same line to once a minute."""
+
+    def __init__(self, every_s: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._every_s = every_s
+        self._clock = clock
+        self._told: dict[str, float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.exc_info is None:
+            return True
+        error = str(record.exc_info[1])
+        record.msg, record.args, record.exc_info = "beat cannot start its tasks: %s", (error,), None
+        now = self._clock()
+        if now - self._told.get(error, -self._every_s) < self._every_s:
+            return False
+        self._told[error] = now
+        return True
+
+
+def _work(worker: Celery.Worker, beat: EmbeddedService) -> None:
+    beat.start()
+    try:
+        worker.start()
+    finally:
+        # Not `beat.stop`: it waits for beat's end, and beat does not notice the stop while it looks for its broker.
+        beat.service.stop()
+        beat.join(BEAT_END_S)
+
+
+@contextlib.contextmanager
+def _watched(settings: Settings, watch: TasksWatch) -> Iterator[None]:
+    if settings.metrics_port is None:
+        yield
+        return
+    port = watch.start(settings.metrics_host, settings.metrics_port)
+    log.info("metrics and health on http://%s:%d", settings.metrics_host, port)
+    try:
+        yield
+    finally:
+        watch.stop()
+
+
+def _check_password(settings: Settings) -> None:
+    """Check the broker's login. Raises RedisUnavailable if the broker refuses the user, since
+    Celery would retry for ever. If the broker is away, Celery keeps trying.
+    """
+    url = settings.tasks_broker_url or settings.redis_url
+    if not url.startswith(("redis", "unix")):
+        return  # another kind of broker
+    try:
+        connection = connect(url, Link(timeout_s=5, connect_timeout_s=5))
+        try:
+            connection.ping()
+        finally:
+            connection.close()
+    except AuthenticationError as error:
+        raise RedisUnavailable(f"Redis refuses this user: {error}", is_misconfigured=True) from error
+    except (*SERVER_TROUBLE, ConfigurationError) as error:
+        log.warning("the broker is not there yet: %s", error)
+
+
+async def _check(settings: Settings) -> None:
+    store = ResultStore(settings.database_url)
+    try:
+        await store.check()
+    finally:
+        await store.close()

@@ -1,0 +1,231 @@
+"""Converts texts and chats to token ids, and token ids to text, with one model's tokenizer, loaded
+offline from its folder.
+
+Long texts are tokenised in a thread, so that the event loop goes on. The tokenizer checks no
+length: admission compares the number of tokens with the model's length.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from tokenmill_schemas.job import Message
+from tokenmill_worker.text.detokenizer import Detokenizer, WindowDetokenizer
+from tokenmill_worker.text.pieces import Pieces, read_pieces
+
+THREAD_CHARS = 4_000  # longer texts are encoded in a thread
+_GENERIC: Final = frozenset({"PreTrainedTokenizer", "TokenizersBackend"})  # a tokenizer.json that needs no other class
+# By the model's type ("": a tokenizer alone), the classes that AutoTokenizer takes as they are named. For other types
+# and names it has rules of its own: Qwen2's folders, say, get Qwen2's class whatever they name.
+AS_NAMED: Final[Mapping[str, frozenset[str]]] = {
+    "": _GENERIC,
+    "llama": _GENERIC,
+    "smollm3": _GENERIC,
+    "gpt_oss": _GENERIC,
+    "qwen2": frozenset({"Qwen2Tokenizer"}),
+    "qwen3": _GENERIC | {"Qwen2Tokenizer"},
+    "qwen3_moe": _GENERIC | {"Qwen2Tokenizer"},
+    "gemma": frozenset({"GemmaTokenizer"}),
+    "gemma2": frozenset({"GemmaTokenizer"}),
+    "gemma3": frozenset({"GemmaTokenizer"}),
+    "gemma3_text": frozenset({"GemmaTokenizer"}),
+}
+
+
+class TemplateError(ValueError):
+    """The model has no chat template, or its template refuses these messages."""
+
+
+class Tokenizer:
+    """Wraps a Transformers tokenizer (`PreTrainedTokenizerFast`, or any with the same calls)."""
+
+    def __init__(self, tokenizer: Any, chat_template: str | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._template = chat_template or getattr(tokenizer, "chat_template", None)
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._encoder = _plain_encoder(tokenizer)
+        self._special = _special_ids(tokenizer, backend)
+        self._pieces: Pieces | None = None
+        if backend is not None and not _cleans_up(tokenizer, backend):
+            self._pieces = read_pieces(backend, self._special)
+        self._longest_token = _longest_token(backend)
+
+    @classmethod
+    def load(cls, folder: str | Path, chat_template: str | None = None, trust_remote_code: bool = False) -> Tokenizer:
+        """Load from a model's folder, without network access. Raises OSError if there is no
+        tokenizer, ValueError if it has code of its own that is not trusted.
+        """
+        return cls(_load(Path(folder), trust_remote_code), chat_template)
+
+    # ── encoding ──
+
+    async def encode_prompt(self, text: str) -> tuple[int, ...]:
+        """Encode a prompt with the model's special tokens around it (a beginning-of-sequence token,
+        if it has one).
+        """
+        return await self._encode_apart(text, special=True)
+
+    async def encode_rendered(self, chat: str) -> tuple[int, ...]:
+        """Encode the text of `render_chat`; the template has written the special tokens already."""
+        return await self._encode_apart(chat, special=False)
+
+    async def encode_chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Encode messages through the chat template, up to where the assistant's answer begins.
+        Raises TemplateError.
+        """
+        return await self.encode_rendered(self.render_chat(messages))
+
+    async def _encode_apart(self, text: str, special: bool) -> tuple[int, ...]:
+        if len(text) > THREAD_CHARS:
+            return await asyncio.to_thread(self.encode, text, special)
+        return self.encode(text, special)
+
+    def encode(self, text: str, special: bool = False) -> tuple[int, ...]:
+        """Encode on the caller's thread; `special` adds the model's special tokens around the
+        text.
+        """
+        if self._encoder is not None:
+            return tuple(self._encoder.encode(text, add_special_tokens=special).ids)
+        return tuple(self._tokenizer.encode(text, add_special_tokens=special))
+
+    def render_chat(self, messages: Sequence[Message]) -> str:
+        """Return the chat as the model reads it. Raises TemplateError."""
+        if not self._template:
+            raise TemplateError("the model has no chat template: send a prompt instead of messages")
+        turns = [{"role": message.role, "content": message.content} for message in messages]
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    turns, chat_template=self._template, add_generation_prompt=True, tokenize=False
+                )
+            )
+        except Exception as error:  # templates are programs and may raise any error
+            raise TemplateError(f"the model's chat template refuses the messages: {_first_line(error)}") from error
+
+    def least_tokens(self, text: str) -> int:
+        """Return a lower bound on the text's number of tokens; 0 if there is none. It is cheap, so
+        that absurdly long texts need not be tokenised.
+        """
+        return math.ceil(len(text) / self._longest_token) if self._longest_token else 0
+
+    # ── decoding ──
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Decode a whole output, without special tokens."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def detokenizer(self) -> Detokenizer:
+        """Create a detokenizer for one sequence."""
+        if self._pieces is not None:
+            return self._pieces.detokenizer()
+        return WindowDetokenizer(self.decode, self._special)
+
+    # ── facts ──
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._tokenizer)
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """The tokenizer's own end-of-sequence ids; a model's generation config may name more."""
+        eos = self._tokenizer.eos_token_id
+        return frozenset() if eos is None else frozenset(eos if isinstance(eos, list | tuple) else (eos,))
+
+    def vocabulary(self) -> list[bytes]:
+        """Return the bytes of each token id, empty for special tokens. Grammars are compiled
+        against them.
+        """
+        if self._pieces is not None:
+            return [self._pieces.token_bytes(token_id) for token_id in range(self.vocab_size)]
+        return [self.decode([token_id]).encode() for token_id in range(self.vocab_size)]
+
+
+def _load(folder: Path, trust_remote_code: bool) -> Any:
+    """Load the tokenizer by its class name if the class is known to be the one that the files name.
+    AutoTokenizer would read the model's settings for the class, and so import torch: seconds of
+    work, and 300 MiB that this process has no use for.
+    """
+    import transformers
+
+    named = str(_settings(folder / "tokenizer_config.json").get("tokenizer_class")).removesuffix("Fast")
+    if named in AS_NAMED.get(_model_type(folder), ()) and not _has_own_code(folder):
+        kind = transformers.TokenizersBackend if named in _GENERIC else getattr(transformers, named)
+        return kind.from_pretrained(str(folder), local_files_only=True)
+    return transformers.AutoTokenizer.from_pretrained(
+        str(folder), local_files_only=True, trust_remote_code=trust_remote_code
+    )
+
+
+def _model_type(folder: Path) -> str:
+    path = folder / "config.json"
+    return str(_settings(path).get("model_type")) if path.exists() else ""
+
+
+def _has_own_code(folder: Path) -> bool:
+    return any("auto_map" in _settings(folder / name) for name in ("config.json", "tokenizer_config.json"))
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    """Read a JSON object from a file. Returns an empty dictionary if the file cannot be read:
+    AutoTokenizer then says what is wrong, or finds another way.
+    """
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _plain_encoder(tokenizer: Any) -> Any:
+    """Return the underlying `tokenizers` object if Transformers adds nothing to it: Transformers'
+    wrapping of a short text takes ten times as long as the encoding. Returns None for tokenizers
+    with an encoding of their own.
+    """
+    import transformers
+
+    base, kind = transformers.TokenizersBackend, type(tokenizer)
+    if not isinstance(tokenizer, base):
+        return None
+    if any(getattr(kind, name) is not getattr(base, name) for name in ("encode", "_encode_plus", "__call__")):
+        return None
+    tokenizer.encode("")  # resets truncation and padding settings of the files
+    return tokenizer.backend_tokenizer
+
+
+def _special_ids(tokenizer: Any, backend: Any) -> frozenset[int]:
+    if backend is None:
+        return frozenset(tokenizer.all_special_ids)
+    return frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+
+
+def _cleans_up(tokenizer: Any, backend: Any) -> bool:
+    """Does decoding end with a pass over the text ("do n't" → "don't")? BPE tokenizers skip it
+    unless their settings force it.
+    """
+    return bool(getattr(tokenizer, "clean_up_tokenization_spaces", False)) and (
+        type(backend.model).__name__ != "BPE"
+        or bool(getattr(tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False))
+    )
+
+
+def _longest_token(backend: Any) -> int:
+    """Return the longest token's length in characters. 0 if that is no bound, because of a
+    normaliser or a token that swallows spaces.
+    """
+    if backend is None or backend.normalizer is not None:
+        return 0
+    if any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values()):
+        return 0
+    return max(map(len, backend.get_vocab()), default=0)
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    line = "".join(letter for letter in lines[0] if letter.isprintable()) if lines else ""
+    return line[:300] or type(error).__name__
