@@ -1,7 +1,7 @@
 """Suspects of a crash run in halving groups until the job that crashes runs alone."""
 
+from tokenmill_worker.consume.quarantine import Quarantine
 from tokenmill_worker.jobs import Delivery
-from tokenmill_worker.quarantine import Quarantine
 
 
 def delivery(name, crashes=0, alone=False):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tokenmill_worker.engine.types import TokenEvent
-from tokenmill_worker.turns import in_turn
+from tokenmill_worker.publish.fair_batches import in_turn
 
 
 def event(name: str, token: int = 0) -> TokenEvent:

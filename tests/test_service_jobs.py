@@ -11,11 +11,11 @@ import pytest
 
 from tests.publish.support import MODEL, FakeLog, delivery_of, event
 from tests.support.tokenizers import byte_level
-from tokenmill.cancellation import end_task
+from tokenmill.transport.cancellation import end_task
 from tokenmill_schemas.generation import FinishReason
 from tokenmill_schemas.job import JobRequest, RetryPolicy
-from tokenmill_worker.consume.admission import Admission
-from tokenmill_worker.engine.mailbox import Frame, Ready
+from tokenmill_worker.consume.input_processor import Admission
+from tokenmill_worker.engine.process.mailbox import Frame, Ready
 from tokenmill_worker.engine.types import Capacity, EngineStats, GenerationRequest, TokenEvent
 from tokenmill_worker.errors import RedisUnavailable
 from tokenmill_worker.jobs import Delivery, Finished

@@ -19,9 +19,9 @@ from tokenmill.errors import (  # fmt: skip
     TokenmillError,
     UnreadableRecord,
 )
-from tokenmill.queue_programs import DeadJob
-from tokenmill.records import JobInfo, QueueDepth
-from tokenmill.requests import JobHandle
+from tokenmill.operations.job_request import JobHandle
+from tokenmill.operations.queue import DeadJob
+from tokenmill.operations.records import JobInfo, QueueDepth
 
 __all__ = [
     "AsyncClient", "Client", "ClientClosed", "ClientOptions", "ConfigurationError", "DeadJob", "IdempotencyConflict",

@@ -16,19 +16,34 @@ from typing import Any, Self, TypeVar
 
 import redis.asyncio
 
-from tokenmill import programs, queue_programs, queue_state, scripts
 from tokenmill.base import ClientBase, ClientOptions, check_open, translate
-from tokenmill.cancellation import heeding_cancellation
-from tokenmill.connections import SERVER_TROUBLE, connect_async
-from tokenmill.effects import Commands, Effect, Follow, Listen, LookUp, Program, Receive, RunScript, Signal, Sleep, Tell
 from tokenmill.errors import JobFailed, TokenmillError
-from tokenmill.hub import ChannelHub, HubSubscription
-from tokenmill.patience import is_served
-from tokenmill.queue_programs import DeadJob
-from tokenmill.queue_state import QueueState
-from tokenmill.records import JobInfo, QueueDepth
-from tokenmill.requests import JobHandle
-from tokenmill.tracing import producing
+from tokenmill.operations import jobs as programs
+from tokenmill.operations import overview as queue_state
+from tokenmill.operations import queue as queue_programs
+from tokenmill.operations.io_requests import (
+    Commands,
+    Effect,
+    Follow,
+    Listen,
+    LookUp,
+    Program,
+    Receive,
+    RunScript,
+    Signal,
+    Sleep,
+    Tell,
+)
+from tokenmill.operations.job_request import JobHandle
+from tokenmill.operations.overview import QueueState
+from tokenmill.operations.queue import DeadJob
+from tokenmill.operations.records import JobInfo, QueueDepth
+from tokenmill.operations.retry_window import is_served
+from tokenmill.operations.tracing import producing
+from tokenmill.transport import scripts
+from tokenmill.transport.async_pubsub import ChannelHub, HubSubscription
+from tokenmill.transport.cancellation import heeding_cancellation
+from tokenmill.transport.connect import SERVER_TROUBLE, connect_async
 from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.control import WorkerStatus
 from tokenmill_schemas.job import JobRequest

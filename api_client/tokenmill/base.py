@@ -13,7 +13,6 @@ import redis.asyncio.sentinel
 import redis.sentinel
 from redis.exceptions import AuthenticationError, NoPermissionError
 
-from tokenmill.connections import Link, parse_url
 from tokenmill.errors import (
     ClientClosed,
     ConfigurationError,
@@ -22,8 +21,9 @@ from tokenmill.errors import (
     QueueUnserved,
     TokenmillError,
 )
-from tokenmill.programs import QueueView
-from tokenmill.requests import JobHandle, build_request, checked
+from tokenmill.operations.job_request import JobHandle, build_request, checked
+from tokenmill.operations.jobs import QueueView
+from tokenmill.transport.connect import Link, parse_url
 from tokenmill_schemas.job import JobRequest
 from tokenmill_schemas.keys import Keys
 from tokenmill_schemas.result import JobResult

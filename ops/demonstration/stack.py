@@ -16,8 +16,8 @@ from types import TracebackType
 from typing import Self
 
 from tokenmill import Client
-from tokenmill_worker.embedded import EmbeddedValkey
-from tokenmill_worker.tether import Tether
+from tokenmill_worker.local.child_process import Tether
+from tokenmill_worker.local.valkey_server import EmbeddedValkey
 
 START_TIMEOUT_S = 240.0
 DRAIN_TIMEOUT_S = 15.0

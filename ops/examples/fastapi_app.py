@@ -40,8 +40,8 @@ from tokenmill import (
     ResultTimeout,
     TokenmillError,
 )
-from tokenmill.cursor import read_position
 from tokenmill.errors import IdempotencyConflict
+from tokenmill.operations.stream_position import read_position
 from tokenmill.sql import SqlResults
 from tokenmill_schemas import Chunk
 

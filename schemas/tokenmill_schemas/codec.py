@@ -10,11 +10,11 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from tokenmill_schemas.bounds import HARMLESS_BYTES, with_whole_keys, without_bombs
 from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.control import ControlMessage, WorkerStatus
 from tokenmill_schemas.job import JobRequest
 from tokenmill_schemas.result import JobResult
+from tokenmill_schemas.size_limits import HARMLESS_BYTES, with_whole_keys, without_bombs
 
 MAX_PAYLOAD_BYTES: Final = 8 * 1024 * 1024
 

@@ -10,7 +10,10 @@ from typing import Final
 
 import msgspec
 
-from tokenmill_schemas.bounds import (
+from tokenmill_schemas.codec import MAX_PAYLOAD_BYTES, encode
+from tokenmill_schemas.generation import ResponseFormat, SamplingParams
+from tokenmill_schemas.job import JobRequest, RetryPolicy
+from tokenmill_schemas.size_limits import (
     MAX_FORMAT_CHARS,
     MAX_LOGIT_BIASES,
     MAX_MESSAGES,
@@ -19,9 +22,6 @@ from tokenmill_schemas.bounds import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
 )
-from tokenmill_schemas.codec import MAX_PAYLOAD_BYTES, encode
-from tokenmill_schemas.generation import ResponseFormat, SamplingParams
-from tokenmill_schemas.job import JobRequest, RetryPolicy
 from tokenmill_schemas.webhook import redacted_url
 
 MAX_NAME_CHARS: Final = 255  # the width of the SQL columns: job id, model, tenant, idempotency key, batch id

@@ -10,10 +10,10 @@ from openai.types.chat import ChatCompletion as TheirChat
 from openai.types.shared import ErrorObject as TheirError
 
 from tests.bulk.support import result
-from tokenmill.bulk.answers import EXPIRED as EXPIRED_LINE
-from tokenmill.bulk.answers import line_number, of_bad_line, of_result, unanswered
 from tokenmill.bulk.batch import Batch, BatchState, Totals
-from tokenmill.bulk.lines import BadLine
+from tokenmill.bulk.formats.input_file import BadLine
+from tokenmill.bulk.formats.output_line import EXPIRED as EXPIRED_LINE
+from tokenmill.bulk.formats.output_line import line_number, of_bad_line, of_result, unanswered
 from tokenmill_schemas.codec import encode
 from tokenmill_schemas.openai import COMPLETIONS_URL, BatchError
 from tokenmill_schemas.result import JobError, JobStatus

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from tests.bulk.support import chat, completion
-from tokenmill.bulk.bodies import fields_of
-from tokenmill.bulk.lines import BadLine, Order, parse, to_request
+from tokenmill.bulk.formats.input_file import BadLine, Order, parse, to_request
+from tokenmill.bulk.formats.request_body import fields_of
 from tokenmill_schemas.generation import ResponseFormat
 from tokenmill_schemas.job import JobRequest, Message, Priority
 from tokenmill_schemas.openai import CHAT_URL, COMPLETIONS_URL

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from tests.bulk.support import result
-from tokenmill.bulk.answers import of_result
+from tokenmill.bulk.formats.output_line import of_result
 from tokenmill_schemas.result import JobError, JobStatus
 from tokenmill_worker.checking.checker import VIOLATION
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.consume.queue import Queue, close_queue, end_of, open_queue
 from tokenmill import Client
-from tokenmill.bulk import queries
+from tokenmill.bulk import job_queries
 from tokenmill_schemas.job import JobRequest, Priority
 from tokenmill_schemas.result import JobStatus
 
@@ -27,14 +27,14 @@ async def finish(redis_url: str, count: int) -> Queue:
     return queue
 
 
-async def collect(client: Client, names: Sequence[str], in_files: Sequence[str] = ()) -> queries.Ends:
-    return await asyncio.to_thread(queries.collect, client, names, in_files)
+async def collect(client: Client, names: Sequence[str], in_files: Sequence[str] = ()) -> job_queries.Ends:
+    return await asyncio.to_thread(job_queries.collect, client, names, in_files)
 
 
 async def test_ends_come_with_their_results_and_the_unknown_are_named(client: Client, redis_url: str) -> None:
-    await asyncio.to_thread(queries.hand_in, client, [line(number) for number in range(5)])
+    await asyncio.to_thread(job_queries.hand_in, client, [line(number) for number in range(5)])
     queue = await finish(redis_url, 2)
-    await asyncio.to_thread(queries.cancel, client, ["b-4"])
+    await asyncio.to_thread(job_queries.cancel, client, ["b-4"])
     ends = await collect(client, [f"b-{number}" for number in range(6)])
     assert [(end.job_id, end.status) for end in ends.results] == [
         ("b-0", JobStatus.SUCCEEDED),
@@ -47,19 +47,19 @@ async def test_ends_come_with_their_results_and_the_unknown_are_named(client: Cl
 
 
 async def test_what_lies_in_files_leaves_the_queue_soon(client: Client, redis_url: str) -> None:
-    await asyncio.to_thread(queries.hand_in, client, [line(number) for number in range(3)])
+    await asyncio.to_thread(job_queries.hand_in, client, [line(number) for number in range(3)])
     queue = await finish(redis_url, 2)
     await collect(client, ["b-1", "b-2"], in_files=["b-0"])
-    assert 0 < await queue.redis.ttl(client.keys.job("b-0")) <= queries.COLLECTED_TTL_S
-    assert await queue.redis.ttl(client.keys.job("b-1")) > queries.COLLECTED_TTL_S
+    assert 0 < await queue.redis.ttl(client.keys.job("b-0")) <= job_queries.COLLECTED_TTL_S
+    assert await queue.redis.ttl(client.keys.job("b-1")) > job_queries.COLLECTED_TTL_S
     assert await queue.redis.ttl(client.keys.job("b-2")) == -1
     await close_queue(queue)
 
 
 async def test_a_reply_that_is_full_leaves_the_rest_to_the_next(client: Client, redis_url: str) -> None:
-    await asyncio.to_thread(queries.hand_in, client, [line(number) for number in range(4)])
+    await asyncio.to_thread(job_queries.hand_in, client, [line(number) for number in range(4)])
     queue = await finish(redis_url, 3)
-    small = await asyncio.to_thread(queries.collect, client, ["b-0", "b-1", "b-2"], max_bytes=1)
+    small = await asyncio.to_thread(job_queries.collect, client, ["b-0", "b-1", "b-2"], max_bytes=1)
     assert [end.job_id for end in small.results] == ["b-0"]  # one goes through, however large
     rest = await collect(client, ["b-1", "b-2"])
     assert [end.job_id for end in rest.results] == ["b-1", "b-2"]

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from tests.bulk.support import names, result
-from tokenmill.bulk.answers import of_bad_line, of_result
 from tokenmill.bulk.batch import Batch, Totals, now_ms
 from tokenmill.bulk.collector import Collector
-from tokenmill.bulk.files import OutputFiles, Paths
-from tokenmill.bulk.lines import BadLine
+from tokenmill.bulk.formats.input_file import BadLine
+from tokenmill.bulk.formats.output_files import OutputFiles, Paths
+from tokenmill.bulk.formats.output_line import of_bad_line, of_result
 from tokenmill.errors import ConfigurationError
 from tokenmill_schemas.result import JobStatus
 
@@ -59,8 +59,8 @@ def test_any_cut_loses_only_the_line_it_is_in(paths: Paths) -> None:
 FILLS = """
 import resource, sys
 from pathlib import Path
-from tokenmill.bulk.answers import of_result
-from tokenmill.bulk.files import OutputFiles, Paths
+from tokenmill.bulk.formats.output_line import of_result
+from tokenmill.bulk.formats.output_files import OutputFiles, Paths
 from tokenmill.errors import ConfigurationError
 from tests.bulk.support import result
 

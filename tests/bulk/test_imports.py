@@ -25,7 +25,7 @@ from tokenmill.bulk import (
     open_store,
     refresh,
 )
-from tokenmill.bulk.lines import job_id
+from tokenmill.bulk.formats.input_file import job_id
 from tokenmill.errors import ConfigurationError
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(120)]

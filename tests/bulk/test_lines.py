@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.bulk.support import chat, write, write_many
-from tokenmill.bulk.lines import MAX_LINE_BYTES, BadLine, GoodLine, Marks, parse, read, read_again, survey
+from tokenmill.bulk.formats.input_file import MAX_LINE_BYTES, BadLine, GoodLine, Marks, parse, read, read_again, survey
 from tokenmill.errors import ConfigurationError
 
 

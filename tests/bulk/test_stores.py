@@ -10,10 +10,10 @@ from sqlalchemy import inspect
 from tests.bulk.support import result
 from tokenmill import Client
 from tokenmill.bulk import Batch, BatchNotFound, BatchState, BatchStore, Totals, open_store
-from tokenmill.bulk import sql_store as sql
-from tokenmill.bulk.answers import EXPIRED, unanswered
 from tokenmill.bulk.batch import check_metadata, window_ms
-from tokenmill.bulk.lines import BadLine
+from tokenmill.bulk.formats.input_file import BadLine
+from tokenmill.bulk.formats.output_line import EXPIRED, unanswered
+from tokenmill.bulk.stores import sql
 from tokenmill.errors import ConfigurationError
 from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.job import JobRequest
@@ -21,7 +21,7 @@ from tokenmill_schemas.openai import BatchError
 from tokenmill_schemas.result import JobResult, JobStatus
 from tokenmill_worker.jobs import Finished
 from tokenmill_worker.record import ResultStore
-from tokenmill_worker.record.connection import open_engine
+from tokenmill_worker.record.threads import open_engine
 
 pytestmark = pytest.mark.redis
 

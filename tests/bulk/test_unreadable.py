@@ -20,8 +20,8 @@ from tokenmill.bulk import open_store
 from tokenmill_schemas.codec import decode_request
 from tokenmill_schemas.result import JobStatus
 from tokenmill_worker.record import ResultStore
-from tokenmill_worker.record.connection import open_engine
 from tokenmill_worker.record.migrate import upgrade
+from tokenmill_worker.record.threads import open_engine
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(120)]
 

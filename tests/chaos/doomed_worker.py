@@ -16,11 +16,11 @@ from typing import Any
 import sqlalchemy
 
 from tests.support.worker import settings, thread_host
-from tokenmill.scripts import Argument, Script
+from tokenmill.transport.scripts import Argument, Script
 from tokenmill_worker.app import Worker
 from tokenmill_worker.consume import scripts
 from tokenmill_worker.consume.job_stream import JobStream
-from tokenmill_worker.record.store import ResultStore
+from tokenmill_worker.record.result_store import ResultStore
 
 # Why a job is given back, and how a finish sets one aside: other effects of the same scripts.
 REASONS = ("hand-over", "suspects", "retry")

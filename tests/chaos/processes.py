@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from tests.chaos.plain_worker import LISTENING, READY
-from tokenmill_worker.tether import Tether
+from tokenmill_worker.local.child_process import Tether
 
 ROOT = Path(__file__).parents[2]
 MARK = "CHAOS_RUN"
@@ -99,7 +99,7 @@ class WorkerProcess:
         with contextlib.suppress(psutil.Error):
             for child in psutil.Process(self.process.pid).children(recursive=True):
                 with contextlib.suppress(psutil.Error):
-                    if "tokenmill_worker.engine.child" in child.cmdline():
+                    if "tokenmill_worker.engine.process.child" in child.cmdline():
                         return child
         return None
 

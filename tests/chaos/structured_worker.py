@@ -16,7 +16,7 @@ from tests.support.worker import settings
 from tokenmill_worker.app import Worker
 from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.engine import Engine
-from tokenmill_worker.engine.host import EngineThread
+from tokenmill_worker.engine.process.host import EngineThread
 from tokenmill_worker.engine.types import TokenEvent
 
 SETTLED_S = 0.3  # so long no further job becomes ready
@@ -49,9 +49,7 @@ def gathering_host(config: EngineConfig) -> Callable[[], EngineThread]:
 def main(point: str, count: int, redis_url: str, database: str, *changes: str) -> int:
     die_at(point, count)
     values = dict(change.split("=", 1) for change in changes)
-    chosen = settings(
-        redis_url, database, worker_id="doomed", lease_seconds=5.0, max_deliveries=10_000, max_crashes=1_000, **values
-    )
+    chosen = settings(redis_url, database, worker_id="doomed", lease_seconds=5.0, max_deliveries=10_000, **values)
     worker = Worker(chosen, gathering_host(chosen.engine_config()), stream_type=DoomedStream, store_type=DoomedStore)
     return asyncio.run(worker.serve())
 

@@ -10,7 +10,7 @@ from tests.support.waiting import until
 from tests.support.worker import client_of, database_url, running_worker
 from tokenmill.errors import QueueUnavailable
 from tokenmill_schemas.result import JobStatus
-from tokenmill_worker.embedded import free_port
+from tokenmill_worker.local.valkey_server import free_port
 
 pytestmark = [pytest.mark.redis, pytest.mark.chaos]
 

@@ -12,7 +12,7 @@ import pytest
 from tests.support.waiting import until
 from tests.support.worker import client_of, running_worker
 from tokenmill_schemas.result import JobStatus
-from tokenmill_worker.embedded import free_port
+from tokenmill_worker.local.valkey_server import free_port
 from tokenmill_worker.record import migrate
 
 pytestmark = [

@@ -13,10 +13,10 @@ from tests.support.worker import client_of, database_url, running_worker, settin
 from tokenmill_schemas.result import JobStatus
 from tokenmill_worker.app import Worker
 from tokenmill_worker.consume.job_stream import JobStream
-from tokenmill_worker.embedded import free_port
-from tokenmill_worker.engine.host import EngineHost
+from tokenmill_worker.engine.process.host import EngineHost
 from tokenmill_worker.errors import RedisUnavailable
 from tokenmill_worker.jobs import Append, Exceptions
+from tokenmill_worker.local.valkey_server import free_port
 
 pytestmark = [pytest.mark.redis, pytest.mark.chaos]
 

@@ -12,7 +12,7 @@ from tests.chaos.checker import Told, Wanted, left_in_redis, states_of, violatio
 from tests.chaos.doomed_worker import EFFECTS, NEEDS_DRAIN, NEEDS_ENGINE_PROCESS, POINTS, REASONS, effect_of
 from tests.chaos.workload import CRASH, NOTHING
 from tests.support.worker import QUEUE, client_of, database_url, running_worker
-from tokenmill.connections import connect_async
+from tokenmill.transport.connect import connect_async
 from tokenmill_schemas.keys import Keys
 from tokenmill_worker.consume import scripts
 from tokenmill_worker.consume.job_stream import JobStream

@@ -25,7 +25,7 @@ from tests.chaos.test_kill_points import listen
 from tests.engine.lora.support import save_adapter
 from tests.engine.truth import tiny_models
 from tests.support.worker import client_of, database_url, running_worker
-from tokenmill_worker.engine.synthetic import TOKENIZER
+from tokenmill_worker.engine.execution.synthetic import TOKENIZER
 
 pytestmark = [pytest.mark.redis, pytest.mark.chaos, pytest.mark.timeout(1800)]
 
@@ -83,6 +83,8 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {
         "model": str(base), "adapters": f"poet={adapter}", "dtype": "float32", "num_threads": 1, "max_num_seqs": 32,
         "max_num_batched_tokens": 2048,
+        # A worker may die before its first append of a job. So many deaths would set the job aside as a poison pill.
+        "max_crashes": 10_000,
     }  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from tokenmill import AsyncClient, Client
 from tokenmill.errors import QueueUnavailable
 from tokenmill_schemas.keys import Keys
 from tokenmill_schemas.result import JobStatus
-from tokenmill_worker.embedded import free_port
+from tokenmill_worker.local.valkey_server import free_port
 
 pytestmark = [pytest.mark.redis, pytest.mark.chaos]
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tokenmill_worker.doctor import examine
+from tokenmill_worker.local.doctor import examine
 from tokenmill_worker.record.migrate import upgrade
 from tokenmill_worker.settings import load_settings
 

@@ -8,9 +8,9 @@ from typer.testing import CliRunner
 from tokenmill.cli import app
 from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.types import SchedulingPolicy
-from tokenmill_worker.engine_help import ENGINE_HELP
 from tokenmill_worker.errors import SettingsError
 from tokenmill_worker.settings import Settings, child_environment, load_settings
+from tokenmill_worker.settings.engine_help import ENGINE_HELP
 
 
 @pytest.fixture(autouse=True)

@@ -13,9 +13,9 @@ from tests.record.support import failed, finished
 from tests.tasks.support import SECRET, noticed, record
 from tokenmill.cli import app
 from tokenmill.webhooks import tenant_secret
-from tokenmill_worker.record.connection import open_engine
 from tokenmill_worker.record.migrate import upgrade
-from tokenmill_worker.tasks.rollup import RollUp
+from tokenmill_worker.record.threads import open_engine
+from tokenmill_worker.tasks.usage_rollup import RollUp
 
 DAY_MS = 86_400_000
 

@@ -16,10 +16,10 @@ import pytest
 from rich.console import Console
 
 from tests.support.valkey import ValkeyServer
-from tokenmill.cli.top_queues import draw_all, trouble
-from tokenmill.cli.top_view import Look, draw
-from tokenmill.queue_state import ClassState, QueueState, TenantState
-from tokenmill.records import JobInfo
+from tokenmill.cli.views.top import Look, draw
+from tokenmill.cli.views.top_queues import draw_all, trouble
+from tokenmill.operations.overview import ClassState, QueueState, TenantState
+from tokenmill.operations.records import JobInfo
 from tokenmill_schemas import JobStatus
 from tokenmill_schemas.control import WorkerStatus
 

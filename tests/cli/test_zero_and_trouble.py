@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from tokenmill import AsyncClient, Client
 from tokenmill.cli import app
-from tokenmill.cli.follow import follow
+from tokenmill.cli.views.job_output import follow
 from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.codec import decode_request
 

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from tokenmill.cancellation import end_task, heeding_cancellation, wait_at_most
+from tokenmill.transport.cancellation import end_task, heeding_cancellation, wait_at_most
 
 
 async def forgetful() -> str:

@@ -24,13 +24,13 @@ from tokenmill import (
     ResultTimeout,
 )
 from tokenmill.base import ClientBase
-from tokenmill.connections import Link
 from tokenmill.errors import QueueUnavailable
+from tokenmill.transport.connect import Link
 from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.control import WorkerStatus
 from tokenmill_schemas.result import JobError, JobResult, JobStatus
-from tokenmill_worker.embedded import free_port
 from tokenmill_worker.jobs import Finished
+from tokenmill_worker.local.valkey_server import free_port
 
 pytestmark = pytest.mark.redis
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from tokenmill import AsyncClient, Client, ConfigurationError, QueueUnavailable
-from tokenmill.connections import connect, connect_async
-from tokenmill_worker.embedded import free_port
+from tokenmill.transport.connect import connect, connect_async
+from tokenmill_worker.local.valkey_server import free_port
 
 pytestmark = pytest.mark.redis
 

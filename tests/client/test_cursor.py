@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenmill.cursor import StreamCursor
 from tokenmill.errors import ConfigurationError
+from tokenmill.operations.stream_position import StreamCursor
 from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.codec import decode_chunk, encode
 from tokenmill_schemas.generation import FinishReason

@@ -10,7 +10,7 @@ from tests.consume.queue import QUEUE, token
 from tests.support.proxy import FaultProxy
 from tests.support.valkey import ValkeyServer
 from tokenmill import AsyncClient, Client, ClientOptions
-from tokenmill.connections import connect_async
+from tokenmill.transport.connect import connect_async
 from tokenmill_schemas.control import WorkerStatus
 from tokenmill_schemas.keys import Keys
 from tokenmill_worker.consume.job_stream import JobStream

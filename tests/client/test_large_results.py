@@ -13,7 +13,7 @@ from tests.client.test_client import Threaded, collect
 from tests.consume.queue import QUEUE, Queue, end_of
 from tests.support.large import DAMAGED, NUM_TOKENS, large_result
 from tokenmill import AsyncClient, Client, UnreadableRecord
-from tokenmill.bulk import queries
+from tokenmill.bulk import job_queries
 from tokenmill_schemas.result import JobStatus
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(180)]
@@ -52,9 +52,9 @@ async def test_a_page_of_results_has_the_large_one_and_its_neighbours(queue: Que
     job, small = await queue.submit(), await queue.submit()
     await ended(queue, large=job, small=small)
     with Client(redis_url, queue=QUEUE) as client:
-        ends = await asyncio.to_thread(queries.collect, client, [job, small])
+        ends = await asyncio.to_thread(job_queries.collect, client, [job, small])
         assert {end.job_id for end in ends.results} == {job, small}
-        found = await asyncio.to_thread(lambda: list(queries.results(client, [job, small])))
+        found = await asyncio.to_thread(lambda: list(job_queries.results(client, [job, small])))
         assert {end.job_id for end in found} == {job, small}
 
 
@@ -69,11 +69,11 @@ async def test_a_record_that_cannot_be_read_fails_no_neighbour(queue: Queue, red
     else:
         await queue.redis.set(queue.keys.job(bad), "no hash")
     with Client(redis_url, queue=QUEUE) as client:
-        ends = await asyncio.to_thread(queries.collect, client, [bad, good, "never"])
+        ends = await asyncio.to_thread(job_queries.collect, client, [bad, good, "never"])
         assert ([end.job_id for end in ends.results], ends.unreadable, ends.unknown) == ([good], [bad], ["never"])
-        found = await asyncio.to_thread(lambda: list(queries.results(client, [bad, good])))
+        found = await asyncio.to_thread(lambda: list(job_queries.results(client, [bad, good])))
         assert [end.job_id for end in found] == [good]
-        assert await asyncio.to_thread(queries.standing, client, [bad, good]) == {bad: True, good: True}
+        assert await asyncio.to_thread(job_queries.standing, client, [bad, good]) == {bad: True, good: True}
     await queue.redis.delete(queue.keys.job(bad))
 
 

@@ -11,7 +11,7 @@ from celery import Celery
 from typer.testing import CliRunner
 
 from tokenmill import AsyncClient, Client, InvalidRequest
-from tokenmill.bulk.lines import BadLine, Order, parse, to_request
+from tokenmill.bulk.formats.input_file import BadLine, Order, parse, to_request
 from tokenmill.celery import generation_task
 from tokenmill.cli import app
 from tokenmill.testing import InMemoryQueue

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tokenmill import ConfigurationError, InvalidRequest
-from tokenmill.connections import parse_url
-from tokenmill.requests import JobHandle, build_request, estimated_tokens, fingerprint, new_job_id
+from tokenmill.operations.job_request import JobHandle, build_request, estimated_tokens, fingerprint, new_job_id
+from tokenmill.transport.connect import parse_url
 from tokenmill_schemas.codec import decode_request, encode
 from tokenmill_schemas.generation import ResponseFormat, SamplingParams
 from tokenmill_schemas.job import JobRequest, Priority

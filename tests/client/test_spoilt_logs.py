@@ -12,7 +12,7 @@ from tests.client.players import assert_told
 from tests.client.test_client import Threaded, collect
 from tests.consume.queue import QUEUE, Queue, appended, end_of, token
 from tokenmill import AsyncClient, Client, ConfigurationError, UnreadableRecord
-from tokenmill.records import read_log
+from tokenmill.operations.records import read_log
 from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.codec import encode
 from tokenmill_schemas.result import JobStatus

@@ -12,11 +12,11 @@ from tokenmill import AsyncClient, Client, QueueUnserved, ResultTimeout
 from tokenmill.base import ClientOptions
 from tokenmill.celery import generation_task
 from tokenmill.cli import app
-from tokenmill.effects import RunScript
-from tokenmill.programs import submit
-from tokenmill.requests import build_request
-from tokenmill.scripts import SUBMIT
+from tokenmill.operations.io_requests import RunScript
+from tokenmill.operations.job_request import build_request
+from tokenmill.operations.jobs import submit
 from tokenmill.testing import InMemoryQueue
+from tokenmill.transport.scripts import SUBMIT
 from tokenmill_schemas.control import WorkerStatus
 
 pytestmark = pytest.mark.redis

@@ -13,8 +13,8 @@ from redis.exceptions import ConnectionError, InvalidResponse, NoScriptError, Re
 
 from tests.support.valkey import ValkeyServer
 from tests.support.waiting import until
-from tokenmill.connections import Link, connect_async
-from tokenmill.wire import READ_BYTES, Wire
+from tokenmill.transport.connect import Link, connect_async
+from tokenmill.transport.raw_protocol import READ_BYTES, Wire
 
 pytestmark = pytest.mark.redis
 

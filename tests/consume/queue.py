@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenmill import AsyncClient
-from tokenmill.connections import connect_async
+from tokenmill.transport.connect import connect_async
 from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.generation import FinishReason
 from tokenmill_schemas.keys import Keys

@@ -11,7 +11,7 @@ from tokenmill_schemas.codec import MAX_PAYLOAD_BYTES, encode
 from tokenmill_schemas.generation import FinishReason, SamplingParams
 from tokenmill_schemas.job import JobRequest, Message, Priority
 from tokenmill_schemas.result import JobStatus
-from tokenmill_worker.consume.admission import Admission, ServedModel, seed_of
+from tokenmill_worker.consume.input_processor import Admission, ServedModel, seed_of
 from tokenmill_worker.jobs import Admitted, Delivery, Finished
 from tokenmill_worker.text.tokenizer import Tokenizer
 

@@ -9,7 +9,7 @@ from tests.support.tokenizers import byte_level
 from tokenmill_schemas.codec import encode
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_schemas.job import JobRequest, Message
-from tokenmill_worker.consume.admission import Admission
+from tokenmill_worker.consume.input_processor import Admission
 from tokenmill_worker.jobs import Admitted, Delivery, Finished
 
 FUZZ = settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -11,7 +11,7 @@ from tokenmill_schemas.codec import encode
 from tokenmill_schemas.generation import FinishReason, SamplingParams
 from tokenmill_schemas.job import JobRequest
 from tokenmill_schemas.result import JobStatus, Usage
-from tokenmill_worker.consume.admission import Admission
+from tokenmill_worker.consume.input_processor import Admission
 from tokenmill_worker.jobs import Admitted, Finished
 from tokenmill_worker.publish.publisher import Publisher, PublishLimits
 

@@ -7,9 +7,9 @@ import asyncio
 import pytest
 import redis.asyncio
 
-from tokenmill.cancellation import end_task
 from tokenmill.errors import QueueUnavailable
-from tokenmill.hub import ChannelHub, HubSubscription
+from tokenmill.transport.async_pubsub import ChannelHub, HubSubscription
+from tokenmill.transport.cancellation import end_task
 from tokenmill_schemas.keys import Keys
 from tokenmill_worker.consume import control
 from tokenmill_worker.consume.control import ControlChannel

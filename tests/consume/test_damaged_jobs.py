@@ -6,7 +6,7 @@ import pytest
 
 from tests.consume.queue import end_of, token
 from tests.fuzz.mutation import BYTES, NUMBERS, TEXTS
-from tokenmill.scripts import SUBMIT, call_async
+from tokenmill.transport.scripts import SUBMIT, call_async
 from tokenmill_schemas.codec import encode
 from tokenmill_schemas.control import WorkerStatus
 from tokenmill_schemas.job import JobRequest, Priority

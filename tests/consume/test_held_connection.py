@@ -12,9 +12,9 @@ from redis.exceptions import ResponseError
 from tests.consume.queue import Queue, token
 from tests.support.topologies import SentinelGroup
 from tests.support.valkey import ValkeyServer
-from tokenmill.connections import SERVER_TROUBLE, Link, connect_async
-from tokenmill.scripts import Script
-from tokenmill_worker.consume.held_connection import HeldConnection
+from tokenmill.transport.connect import SERVER_TROUBLE, Link, connect_async
+from tokenmill.transport.scripts import Script
+from tokenmill_worker.consume.append.connection import HeldConnection
 
 pytestmark = pytest.mark.redis
 

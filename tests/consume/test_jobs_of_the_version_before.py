@@ -13,7 +13,7 @@ from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.codec import encode
 from tokenmill_schemas.generation import FinishReason
 from tokenmill_schemas.result import JobStatus
-from tokenmill_worker.consume.admission import Admission
+from tokenmill_worker.consume.input_processor import Admission
 from tokenmill_worker.jobs import Admitted, Finished
 from tokenmill_worker.publish.publisher import Publisher
 

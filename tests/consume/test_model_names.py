@@ -11,9 +11,9 @@ from tests.publish.support import MODEL, Clock, delivery_of
 from tests.support.tokenizers import byte_level
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_schemas.job import JobRequest, Message
-from tokenmill_worker.consume.admission import Admission
+from tokenmill_worker.consume.input_processor import Admission
 from tokenmill_worker.jobs import Admitted, Finished
-from tokenmill_worker.naming import naming_problems
+from tokenmill_worker.settings.model_names import naming_problems
 from tokenmill_worker.text.tokenizer import Tokenizer
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.consume.queue import Queue, end_of
-from tokenmill.scripts import REDRIVE, call_async
+from tokenmill.transport.scripts import REDRIVE, call_async
 from tokenmill_schemas.codec import decode_request
 from tokenmill_schemas.result import JobStatus
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.consume.queue import Queue, end_of
 from tokenmill import QueueFull
-from tokenmill_worker.queue_watch import QueueWatch, queue_readings
+from tokenmill_worker.telemetry.queue_metrics import QueueWatch, queue_readings
 
 pytestmark = pytest.mark.redis
 

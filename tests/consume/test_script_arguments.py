@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.valkey import ValkeyServer
-from tokenmill import scripts as producer_scripts
-from tokenmill.scripts import COMMON, Script, call, load_script
+from tokenmill.transport import scripts as producer_scripts
+from tokenmill.transport.scripts import COMMON, Script, call, load_script
 from tokenmill_schemas.codec import encode
 from tokenmill_schemas.job import PRIORITY_ORDER, JobRequest
 from tokenmill_schemas.keys import Keys
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.redis
 KEYS = Keys("q")
 HEAD = (KEYS.base, "PUBLISH")
 FAR_AWAY_MS = 4_000_000_000_000
-PLAY = load_script(COMMON, ("tokenmill", "play"))
+PLAY = load_script(COMMON, ("tokenmill", "in_memory_worker"))
 HOSTILE: list[bytes] = [
     b"", b" ", b"-1", b"-0.5", b"0", b"1.5", b"inf", b"-inf", b"nan", b"1e400", b"1e15", b"9007199254740993", b"9" * 40,
     b"0x10", b" 7 ", b"text", b"urgent", b"FLUSHALL", b"SPUBLISH", b"a b", b"a\0b", b"\xff\xfe", b"x\r\n+OK\r\n",

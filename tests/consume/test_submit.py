@@ -9,9 +9,9 @@ import pytest
 
 from tests.consume.queue import QUEUE, Queue, end_of
 from tokenmill import AsyncClient, Client, ClientOptions, IdempotencyConflict, InvalidRequest, QueueFull, RateLimited
-from tokenmill.effects import Program, RunScript
-from tokenmill.requests import build_request
-from tokenmill.scripts import SUBMIT
+from tokenmill.operations.io_requests import Program, RunScript
+from tokenmill.operations.job_request import build_request
+from tokenmill.transport.scripts import SUBMIT
 from tokenmill_schemas.keys import GROUP
 
 pytestmark = pytest.mark.redis

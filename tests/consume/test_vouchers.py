@@ -14,7 +14,7 @@ from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.codec import decode_chunk
 from tokenmill_schemas.control import WorkerStatus
 from tokenmill_schemas.generation import FinishReason
-from tokenmill_worker.consume.append_calls import AppendCalls
+from tokenmill_worker.consume.append.batch_encoding import AppendCalls
 from tokenmill_worker.consume.job_stream import JobStream
 from tokenmill_worker.errors import RedisUnavailable
 from tokenmill_worker.jobs import Append, AppendReply, Delivery

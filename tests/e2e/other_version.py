@@ -14,7 +14,7 @@ from typing import Any
 import msgpack
 
 from tests.support.worker import settings, thread_host
-from tokenmill.scripts import Argument, Script
+from tokenmill.transport.scripts import Argument, Script
 from tokenmill_worker.app import Worker
 from tokenmill_worker.consume.job_stream import JobStream
 from tokenmill_worker.jobs import Delivery

@@ -1,5 +1,5 @@
-"""ops/redis/users.acl under a whole worker, a producer and a reader: each does all of its work, and is refused nothing
-of it. What they may not do is tested in tests/ops/test_redis_config.py.
+"""Runs a worker, a producer and a reader under ops/deploy/redis/users.acl: each may do all of its work.
+What they may not do is tested in tests/ops/test_redis_config.py.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ import pytest
 from tests.support.topologies import ValkeyCluster
 from tests.support.valkey import ValkeyServer
 from tests.support.worker import QUEUE, database_url, running_worker
-from tokenmill import AsyncClient, Client, scripts
-from tokenmill.scripts import Script
+from tokenmill import AsyncClient, Client
+from tokenmill.transport import scripts
+from tokenmill.transport.scripts import Script
 from tokenmill_schemas.result import JobStatus
 from tokenmill_worker.consume import scripts as worker_scripts
 
 pytestmark = pytest.mark.redis
 
 ROOT = Path(__file__).parents[2]
-RULES = (ROOT / "ops" / "redis" / "users.acl").read_text("utf-8")
+RULES = (ROOT / "ops" / "deploy" / "redis" / "users.acl").read_text("utf-8")
 OPERATOR = {"username": "operator", "password": "change-me-operator"}
 LONG: dict[str, Any] = {"prompt": "long", "max_tokens": 4_000, "ignore_eos": True}
 

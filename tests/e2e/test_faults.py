@@ -11,8 +11,8 @@ from tokenmill_schemas.job import RetryPolicy
 from tokenmill_schemas.result import JobStatus
 from tokenmill_worker.app import Worker
 from tokenmill_worker.engine.engine import Engine
-from tokenmill_worker.engine.host import EngineThread
-from tokenmill_worker.engine.synthetic import SyntheticRunner
+from tokenmill_worker.engine.execution.synthetic import SyntheticRunner
+from tokenmill_worker.engine.process.host import EngineThread
 from tokenmill_worker.publish.publisher import Publisher
 
 pytestmark = pytest.mark.redis

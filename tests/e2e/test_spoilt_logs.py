@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.worker import client_of, database_url, running_worker
 from tokenmill import AsyncClient
-from tokenmill.connections import connect_async
+from tokenmill.transport.connect import connect_async
 from tokenmill_schemas.chunk import Chunk
 
 pytestmark = pytest.mark.redis

@@ -12,7 +12,7 @@ import pytest
 from tests.support.worker import client_of, database_url, running_worker
 from tokenmill import Client
 from tokenmill_schemas.result import JobStatus
-from tokenmill_worker.embedded import EmbeddedValkey
+from tokenmill_worker.local.valkey_server import EmbeddedValkey
 
 pytestmark = pytest.mark.redis
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.engine.truth import tiny_models
-from tokenmill_worker.engine.kernels.linear import LinearKernels
-from tokenmill_worker.engine.kernels.toolchain import KernelUnavailableError
+from tokenmill_worker.engine.cpu.kernels.linear import LinearKernels
+from tokenmill_worker.engine.cpu.kernels.toolchain import KernelUnavailableError
 
 
 @pytest.fixture(scope="session")

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 
 from tokenmill_worker.engine import Engine, EngineConfig, SamplingParams
-from tokenmill_worker.engine.faults import EngineError
-from tokenmill_worker.engine.model.paged import PagedStep
-from tokenmill_worker.engine.parallel import LeadingRunner, follow
-from tokenmill_worker.engine.ranks import Ranks
-from tokenmill_worker.engine.runner import ModelRunner
-from tokenmill_worker.engine.runner_inputs import StepInputs
+from tokenmill_worker.engine.errors import EngineError
+from tokenmill_worker.engine.execution.inputs import StepInputs
+from tokenmill_worker.engine.execution.ranks import Ranks
+from tokenmill_worker.engine.execution.runner import ModelRunner
+from tokenmill_worker.engine.execution.tensor_parallel import LeadingRunner, follow
+from tokenmill_worker.engine.model.paged_attention import PagedStep
 
 
 class _Fails(ModelRunner):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.test_failing_ranks import model_path  # noqa: F401 - a fixture
-from tokenmill_worker.embedded import free_port
+from tokenmill_worker.local.valkey_server import free_port
 
 pytest.importorskip("torch")
 pytest.importorskip("accelerate")

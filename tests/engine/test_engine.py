@@ -4,10 +4,10 @@ import pytest
 
 from tokenmill_schemas.generation import FinishReason, SamplingParams
 from tokenmill_worker.engine import Engine, EngineConfig, EngineConfigError, GenerationRequest, RequestError
-from tokenmill_worker.engine.faults import EngineError, is_device_lost
-from tokenmill_worker.engine.loop import EngineLoop
-from tokenmill_worker.engine.mailbox import Mailbox, Ready, Stop
-from tokenmill_worker.engine.synthetic import END_OF_TEXT, SyntheticRunner
+from tokenmill_worker.engine.errors import EngineError, is_device_lost
+from tokenmill_worker.engine.execution.synthetic import END_OF_TEXT, SyntheticRunner
+from tokenmill_worker.engine.process.loop import EngineLoop
+from tokenmill_worker.engine.process.mailbox import Mailbox, Ready, Stop
 
 GREEDY = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tokenmill_worker.embedded import free_port
+from tokenmill_worker.local.valkey_server import free_port
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("accelerate")

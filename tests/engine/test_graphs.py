@@ -16,10 +16,10 @@ from torch import Tensor
 from tests.engine.support import ChunkingPlanner, make_sequence
 from tokenmill_worker.engine.attention import AttentionMetadata
 from tokenmill_worker.engine.config import EngineConfig
-from tokenmill_worker.engine.graph_inputs import StaticInputs, padded_batch, padded_shape
-from tokenmill_worker.engine.graphs import LARGEST_MIXED, SIGHTINGS, CapturedGraph, CaptureError, GraphRunner
-from tokenmill_worker.engine.runner import ModelRunner
-from tokenmill_worker.engine.runner_inputs import StepInputs
+from tokenmill_worker.engine.cuda.graph_inputs import StaticInputs, padded_batch, padded_shape
+from tokenmill_worker.engine.cuda.graphs import LARGEST_MIXED, SIGHTINGS, CapturedGraph, CaptureError, GraphRunner
+from tokenmill_worker.engine.execution.inputs import StepInputs
+from tokenmill_worker.engine.execution.runner import ModelRunner
 from tokenmill_worker.engine.sequence import Sequence
 
 ROOT = Path(__file__).parents[2]
@@ -282,7 +282,7 @@ def test_captured_graphs_give_the_eager_tokens_on_cuda(family: str, folder_of: C
 
 CAPTURES = """
 import torch
-from tokenmill_worker.engine.graphs import CaptureError, CudaCapture
+from tokenmill_worker.engine.cuda.graphs import CaptureError, CudaCapture
 
 numbers = torch.ones(3, device="cuda")
 stream, capture = torch.cuda.current_stream(), CudaCapture(numbers.device)

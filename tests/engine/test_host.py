@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from tokenmill_schemas.generation import SamplingParams
-from tokenmill_worker.engine.child import PARENT_GONE
 from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.engine import Engine
-from tokenmill_worker.engine.host import EngineDied, EngineProcess, EngineThread
+from tokenmill_worker.engine.execution.synthetic import SyntheticRunner
 from tokenmill_worker.engine.plan import StepOutput, StepPlan
-from tokenmill_worker.engine.synthetic import SyntheticRunner
+from tokenmill_worker.engine.process.child import PARENT_GONE
+from tokenmill_worker.engine.process.host import EngineDied, EngineProcess, EngineThread
 from tokenmill_worker.engine.types import GenerationRequest
 
 CONFIG = EngineConfig(model="synthetic", num_blocks=64)
@@ -78,12 +78,12 @@ async def test_what_its_process_logs_is_in_the_worker_s_log_with_its_level(
     await host.stop()
     told = [(record.levelname, record.name, record.message.partition(":")[0]) for record in caplog.records]
     if has_compiler:
-        where = "tokenmill_worker.engine.model.fused"
+        where = "tokenmill_worker.engine.cpu.fused"
         assert ("INFO", f"{where}.optimise", "weights in memory, each the same bits as in float32") in told
         (fused,) = [record.message for record in caplog.records if record.name == f"{where}.swap"]
         assert re.fullmatch(r"fused modules: \d+ \w+(, \d+ \w+)*", fused)
     else:
-        optimise = "tokenmill_worker.engine.model.fused.optimise"
+        optimise = "tokenmill_worker.engine.cpu.fused.optimise"
         assert ("WARNING", optimise, "the model runs on torch's own linear layers") in told
     assert "linear layers" not in capfd.readouterr().err
 
@@ -152,6 +152,6 @@ def test_without_a_parent_it_ends_without_a_word() -> None:
     ours, theirs = socket.socketpair()
     with theirs:
         ours.close()
-        command = [sys.executable, "-m", "tokenmill_worker.engine.child", str(theirs.fileno())]
+        command = [sys.executable, "-m", "tokenmill_worker.engine.process.child", str(theirs.fileno())]
         done = subprocess.run(command, pass_fds=[theirs.fileno()], capture_output=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (PARENT_GONE, b"")

@@ -3,7 +3,7 @@
 import pytest
 
 from tokenmill_schemas.generation import SamplingParams
-from tokenmill_worker.engine.intake import Intake, choice_seed
+from tokenmill_worker.engine.requests.validation import Intake, choice_seed
 from tokenmill_worker.engine.types import GenerationRequest, RequestError
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tokenmill_worker.engine.loop import IDLE_REPORT_S, STATS_EVERY_S, EngineLoop
-from tokenmill_worker.engine.mailbox import Command, Frame, Mailbox, Report
+from tokenmill_worker.engine.process.loop import IDLE_REPORT_S, STATS_EVERY_S, EngineLoop
+from tokenmill_worker.engine.process.mailbox import Command, Frame, Mailbox, Report
 from tokenmill_worker.engine.types import Capacity, EngineStats
 
 CAPACITY = Capacity(free_sequences=1, free_blocks=1, waiting=0, running=1, block_size=16, max_model_len=64)

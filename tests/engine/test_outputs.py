@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from tokenmill_schemas.generation import FinishReason
-from tokenmill_worker.engine.outputs import Outputs
+from tokenmill_worker.engine.requests.outputs import Outputs
 from tokenmill_worker.engine.types import TokenEvent
 
 

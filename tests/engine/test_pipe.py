@@ -8,8 +8,8 @@ from typing import NoReturn
 import msgspec
 import pytest
 
-from tokenmill_worker.engine.mailbox import Broken, Progress, Report
-from tokenmill_worker.engine.pipe import LENGTH_BYTES, Frames, Outlet
+from tokenmill_worker.engine.process.mailbox import Broken, Progress, Report
+from tokenmill_worker.engine.process.socket_frames import LENGTH_BYTES, Frames, Outlet
 
 
 def fail() -> NoReturn:

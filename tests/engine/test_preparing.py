@@ -7,7 +7,7 @@ import pytest
 
 from tokenmill_schemas.generation import FinishReason, ResponseFormat, SamplingParams
 from tokenmill_worker.engine import Engine, EngineConfig, GenerationRequest, RequestError
-from tokenmill_worker.engine.synthetic import SyntheticRunner
+from tokenmill_worker.engine.execution.synthetic import SyntheticRunner
 
 STRUCTURED = SamplingParams(max_tokens=5, response_format=ResponseFormat(regex="a"))
 

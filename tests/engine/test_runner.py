@@ -10,8 +10,8 @@ import torch
 
 from tests.engine.support import ChunkingPlanner, make_sequence
 from tokenmill_worker.engine.config import EngineConfig, EngineConfigError
+from tokenmill_worker.engine.execution.runner import ModelRunner, _resolved
 from tokenmill_worker.engine.plan import BlockCopy, ScheduledSequence, StepPlan
-from tokenmill_worker.engine.runner import ModelRunner, _resolved
 from tokenmill_worker.engine.sequence import Sequence
 
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from tests.engine.truth import tiny_models
-from tokenmill_worker.engine import machine, runner_memory
+from tokenmill_worker.engine import machine
 from tokenmill_worker.engine.attention.reference import ReferenceAttention
 from tokenmill_worker.engine.config import EngineConfig
+from tokenmill_worker.engine.execution import memory
 from tokenmill_worker.engine.model.loader import load_model
 
 
@@ -19,7 +20,7 @@ def test_free_memory_is_what_the_kernel_says(tmp_path: Path) -> None:
     table.write_text("MemTotal:       24000000 kB\nMemAvailable:   1000 kB\n")
     assert machine.meminfo(table, "MemAvailable") == 1_024_000
     assert machine.meminfo(tmp_path / "missing", "MemAvailable") is None
-    assert runner_memory.free_memory(torch.device("cpu")) > 1 << 20
+    assert memory.free_memory(torch.device("cpu")) > 1 << 20
 
 
 def test_a_containers_limit_counts(tmp_path: Path) -> None:
@@ -40,20 +41,20 @@ def test_on_a_cpu_the_pool_is_capped(tmp_path: Path, gib: float | None, expected
     config = EngineConfig(model=str(folder), device="cpu", fuse=False, max_memory_gib=gib, cpu_offload_gib=0.002)
     loaded = load_model(folder, config)
     backend = ReferenceAttention()
-    cache, length = runner_memory.size_cache(loaded, config, backend, torch.float32, may_shorten=True)
-    shape = runner_memory.memory_shape(loaded, config, backend, torch.float32, length)
+    cache, length = memory.size_cache(loaded, config, backend, torch.float32, may_shorten=True)
+    shape = memory.memory_shape(loaded, config, backend, torch.float32, length)
     sizes = [shape.block_bytes(group) for group in cache.groups]
     used = sum(size * count for size, count in zip(sizes, cache.num_blocks, strict=True))
     on_host = sum(size * count for size, count in zip(sizes, cache.num_host_blocks, strict=True))
     assert length == 256
-    assert 0.99 * expected < used / runner_memory.GIB <= expected
-    assert 0.9 * 0.002 < on_host / runner_memory.GIB <= 0.002
+    assert 0.99 * expected < used / memory.GIB <= expected
+    assert 0.9 * 0.002 < on_host / memory.GIB <= 0.002
 
 
 def test_pinned_blocks_are_taken_as_they_are(tmp_path: Path) -> None:
     folder = tiny_models.save("gemma3", tmp_path)
     config = EngineConfig(model=str(folder), device="cpu", fuse=False, num_blocks=17)
-    cache, _ = runner_memory.size_cache(
+    cache, _ = memory.size_cache(
         load_model(folder, config), config, ReferenceAttention(), torch.float32, may_shorten=True
     )
     assert cache.num_blocks == (17, 17)
@@ -66,7 +67,7 @@ def test_captured_graphs_take_their_share(tmp_path: Path) -> None:
     config = EngineConfig(model=str(folder), device="cpu", fuse=False, max_num_seqs=20, cuda_graphs=True)
     loaded = load_model(folder, config)
     shapes = [
-        runner_memory.memory_shape(loaded, config.replace(**change), ReferenceAttention(), torch.float32, 256)
+        memory.memory_shape(loaded, config.replace(**change), ReferenceAttention(), torch.float32, 256)
         for change in ({}, {"cuda_graphs": False}, {"max_cached_graphs": 2})
     ]
     assert [shape.graph_rows for shape in shapes] == [1 + 2 + 4 + 8 + 16 + 24, 0, 16 + 24]

@@ -9,11 +9,11 @@ import pytest
 from tests.engine.scheduler.loop import Clock, make_cache, make_sequence
 from tokenmill_schemas.generation import FinishReason, SamplingParams
 from tokenmill_worker.engine import Engine, EngineConfig, GenerationRequest
-from tokenmill_worker.engine.faults import EngineError, StepsFailError
+from tokenmill_worker.engine.errors import EngineError, StepsFailError
+from tokenmill_worker.engine.execution.synthetic import SyntheticRunner
 from tokenmill_worker.engine.plan import StepOutput, StepPlan
 from tokenmill_worker.engine.scheduler import Scheduler
 from tokenmill_worker.engine.stepping import MAX_FAILED_REQUESTS, Steps
-from tokenmill_worker.engine.synthetic import SyntheticRunner
 from tokenmill_worker.engine.types import TokenEvent
 
 NOT_FINITE = "the model's logits are not finite (NaN or infinity)"

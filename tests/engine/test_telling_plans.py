@@ -9,7 +9,7 @@ pytest.importorskip("torch")
 
 from tests.engine.scheduler.loop import Loop, make_cache, make_sequence
 from tokenmill_schemas.generation import SamplingParams
-from tokenmill_worker.engine.parallel import Step, Telling, rebuild
+from tokenmill_worker.engine.execution.tensor_parallel import Step, Telling, rebuild
 from tokenmill_worker.engine.plan import StepPlan
 from tokenmill_worker.engine.sequence import Sequence
 

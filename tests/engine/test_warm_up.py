@@ -10,9 +10,9 @@ import pytest
 
 from tests.engine.lora.support import engine_with, greedy
 from tokenmill_worker.engine import Engine
-from tokenmill_worker.engine.loop import EngineLoop
-from tokenmill_worker.engine.mailbox import Broken, Mailbox, Progress, Ready, Report, Stop, Submit
 from tokenmill_worker.engine.plan import StepOutput, StepPlan
+from tokenmill_worker.engine.process.loop import EngineLoop
+from tokenmill_worker.engine.process.mailbox import Broken, Mailbox, Progress, Ready, Report, Stop, Submit
 from tokenmill_worker.engine.types import GenerationRequest
 
 PROMPT = list(range(5, 25))

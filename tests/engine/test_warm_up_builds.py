@@ -18,13 +18,13 @@ import torch
 from tests.engine.lora.support import engine_with
 from tokenmill_worker.engine.attention.base import AttentionMetadata, AttentionShape
 from tokenmill_worker.engine.config import EngineConfig
-from tokenmill_worker.engine.graph_inputs import padded_shape
+from tokenmill_worker.engine.cuda.graph_inputs import padded_shape
+from tokenmill_worker.engine.execution.inputs import StepInputs
+from tokenmill_worker.engine.execution.warm_up import build_kernels, warm_up
 from tokenmill_worker.engine.plan import StepPlan
-from tokenmill_worker.engine.runner_inputs import StepInputs
-from tokenmill_worker.engine.warm_up import build_kernels, warm_up
 
 pytest.importorskip("triton")
-from tokenmill_worker.engine.attention.triton import Launch, plan_launch
+from tokenmill_worker.engine.cuda.attention.triton import Launch, plan_launch
 
 Lens = tuple[tuple[int, int], ...]  # (tokens of the step, context with them) of each sequence
 

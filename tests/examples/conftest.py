@@ -15,8 +15,8 @@ from playwright.async_api import Browser
 from tests.support.browser import ROOT, NodeUnavailable, chromium_folder, open_browser
 from tests.support.lifecycle import missing
 from tests.support.worker import QUEUE, database_url
-from tokenmill_worker.embedded import free_port
-from tokenmill_worker.tether import Tether
+from tokenmill_worker.local.child_process import Tether
+from tokenmill_worker.local.valkey_server import free_port
 
 START_S = 60.0
 

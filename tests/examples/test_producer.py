@@ -15,7 +15,7 @@ from tests.support.browser import EXAMPLES, NodeUnavailable, node
 from tests.support.lifecycle import missing
 from tests.support.waiting import until
 from tests.support.worker import QUEUE, client_of, running_worker
-from tokenmill.scripts import SUBMIT
+from tokenmill.transport.scripts import SUBMIT
 
 pytestmark = pytest.mark.redis
 

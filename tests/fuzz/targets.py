@@ -26,26 +26,26 @@ from tests.fuzz.seeds import (
 )
 from tests.publish.support import CREATED_MS, MODEL, Clock
 from tests.support.tokenizers import byte_level
-from tokenmill.connections import parse_url
-from tokenmill.cursor import StreamCursor
 from tokenmill.errors import ConfigurationError, InvalidRequest, UnreadableRecord
-from tokenmill.queue_programs import read_dead, read_status
-from tokenmill.records import FIELDS, read_depth, read_log, read_record
-from tokenmill.requests import build_request
+from tokenmill.operations.job_request import build_request
+from tokenmill.operations.queue import read_dead, read_status
+from tokenmill.operations.records import FIELDS, read_depth, read_log, read_record
+from tokenmill.operations.stream_position import StreamCursor
+from tokenmill.transport.connect import parse_url
 from tokenmill_schemas import codec
 from tokenmill_schemas.codec import DecodeError, encode
 from tokenmill_schemas.control import WorkerStatus
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_schemas.keys import Keys, queue_of
-from tokenmill_worker.consume.admission import Admission
+from tokenmill_worker.consume.input_processor import Admission
 from tokenmill_worker.consume.replies import read_delivery
-from tokenmill_worker.engine.intake import Intake
-from tokenmill_worker.engine.mailbox import FrameError, read_command, read_report
+from tokenmill_worker.engine.process.mailbox import FrameError, read_command, read_report
+from tokenmill_worker.engine.requests.validation import Intake
 from tokenmill_worker.engine.types import GenerationRequest, RequestError
 from tokenmill_worker.jobs import Admitted, Delivery, Finished
-from tokenmill_worker.text.answer import Answer
-from tokenmill_worker.text.replay import EndRules, LogCorrupt, replay
-from tokenmill_worker.text.replay import read_log as read_worker_log
+from tokenmill_worker.text.job_output import Answer
+from tokenmill_worker.text.resume import EndRules, LogCorrupt, replay
+from tokenmill_worker.text.resume import read_log as read_worker_log
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ from tests.fuzz.__main__ import main
 from tests.fuzz.driver import Finding, run_seeded
 from tests.fuzz.mutation import pack
 from tests.fuzz.targets import Target, targets
-from tokenmill_schemas.bounds import HARMLESS_BYTES
 from tokenmill_schemas.codec import DecodeError, decode_request, encode
 from tokenmill_schemas.job import JobRequest
+from tokenmill_schemas.size_limits import HARMLESS_BYTES
 
 ALL = targets()
 INPUTS = 500

@@ -17,7 +17,7 @@ from tests.support.leaks import leaked_keys
 from tests.support.postgres import PostgresServer
 from tests.support.proxy import FaultProxy
 from tests.support.valkey import ValkeyServer
-from tokenmill_worker.embedded import EmbeddedServerError, EmbeddedValkey
+from tokenmill_worker.local.valkey_server import EmbeddedServerError, EmbeddedValkey
 
 pytestmark = pytest.mark.redis
 
@@ -82,7 +82,7 @@ def test_the_server_dies_with_a_killed_parent(from_thread: bool, tmp_path: Path)
     body = (
         "import threading, time\n"
         "from pathlib import Path\n"
-        "from tokenmill_worker.embedded import EmbeddedValkey\n"
+        "from tokenmill_worker.local.valkey_server import EmbeddedValkey\n"
         f"server = EmbeddedValkey(Path({str(tmp_path / 'data')!r}))\n"
         + ("t = threading.Thread(target=server.start); t.start(); t.join()\n" if from_thread else "server.start()\n")
         + "print(server.pid, server.is_running, flush=True)\n"

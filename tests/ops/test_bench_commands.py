@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from ops.benchmarks.__main__ import main
-from ops.benchmarks.comparison import options_for
-from ops.benchmarks.peers.protocol import EngineOptions
+from ops.benchmarks.compare.comparison import options_for
+from ops.benchmarks.measure.protocol import EngineOptions
 
 REQUESTS = [{"prompt": [65 + number, 66, 67, 68 + number], "max_tokens": 5 + number} for number in range(6)]
 

@@ -14,16 +14,16 @@ import torch
 from rich.console import Console
 
 from ops.benchmarks.__main__ import main
-from ops.benchmarks.device_ceilings import Ceilings
-from ops.benchmarks.device_gaps import summarise
-from ops.benchmarks.gpu import Session
-from ops.benchmarks.gpu_measures import GREEDY, configure, decode, engine_of, gaps, scatter
-from ops.benchmarks.gpu_models import SHAPES, describe, random_model
-from ops.benchmarks.gpu_peer import take_turns
-from ops.benchmarks.gpu_report import goals
-from ops.benchmarks.peers.protocol import EngineOptions, Round
+from ops.benchmarks.commands.gpu import Session
+from ops.benchmarks.gpu.ceilings import Ceilings
+from ops.benchmarks.gpu.gaps import summarise
+from ops.benchmarks.gpu.measures import GREEDY, configure, decode, engine_of, gaps, scatter
+from ops.benchmarks.gpu.models import SHAPES, describe, random_model
+from ops.benchmarks.gpu.peer import take_turns
+from ops.benchmarks.gpu.report import goals
+from ops.benchmarks.measure.protocol import EngineOptions, Round
+from ops.benchmarks.measure.workload_files import Workload, WorkloadRequest
 from ops.benchmarks.peers.transformers_batching import TransformersBatching
-from ops.benchmarks.workload_files import Workload, WorkloadRequest
 
 TINY = ["--shape", "tiny", "--device", "cpu", "--dtype", "float32", "--batch", "1", "--batch", "3", "--steps", "8",
         "--prefill", "96", "--context", "20", "--long", "70",

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from ops.benchmarks.disturbance import CoreWatch, Disturbance, wait_until_quiet
-from ops.benchmarks.figures import of_round
-from ops.benchmarks.journal import Journal
-from ops.benchmarks.peers.protocol import Round
-from ops.benchmarks.report import record, show_summary, turn_line
-from ops.benchmarks.rounds import Measurement, Turn
-from ops.benchmarks.workload_files import Workload, WorkloadRequest
+from ops.benchmarks.compare.journal import Journal
+from ops.benchmarks.compare.report import record, show_summary, turn_line
+from ops.benchmarks.compare.rounds import Measurement, Turn
+from ops.benchmarks.measure.disturbance import CoreWatch, Disturbance, wait_until_quiet
+from ops.benchmarks.measure.figures import of_round
+from ops.benchmarks.measure.protocol import Round
+from ops.benchmarks.measure.workload_files import Workload, WorkloadRequest
 
 WORKLOAD = Workload("decode", (WorkloadRequest((1, 2, 3), 4), WorkloadRequest((4,), 4)))
 NAMES = ("tokenmill", "transformers", "vllm", "llamacpp", "floor mkl", "floor packed")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ops.benchmarks.__main__ import main
-from ops.benchmarks.step import AROUND, OUTSIDE, PARTS, SHARED, WHOLE
+from ops.benchmarks.commands.step import AROUND, OUTSIDE, PARTS, SHARED, WHOLE
 from tests.engine.truth import tiny_models
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from ops.benchmarks.__main__ import main
-from ops.benchmarks.figures import equal_requests, equal_tokens, of_round, percentile, summary
+from ops.benchmarks.measure.figures import equal_requests, equal_tokens, of_round, percentile, summary
+from ops.benchmarks.measure.protocol import EngineOptions, Round
+from ops.benchmarks.measure.workload_files import SHAPES, Workload, WorkloadRequest, generate, load
 from ops.benchmarks.peers.child import Child, ChildError, Kind
 from ops.benchmarks.peers.environments import VLLM_VERSION, BuildError, PeerEnvironment, _name
-from ops.benchmarks.peers.protocol import EngineOptions, Round
-from ops.benchmarks.workload_files import SHAPES, Workload, WorkloadRequest, generate, load
 
 SMALL = Workload("small", (WorkloadRequest((1, 2, 3), 4), WorkloadRequest((4,), 2)))
 
@@ -104,7 +104,7 @@ class TestChildren:
     MODULE = """
 import sys
 from ops.benchmarks.peers.environments import VLLM_VERSION, BuildError, PeerEnvironment, _name
-from ops.benchmarks.peers.protocol import Round, serve
+from ops.benchmarks.measure.protocol import Round, serve
 
 class Parrot:
     description = "says what it was told"

@@ -94,7 +94,7 @@ def test_every_role_is_a_user_of_its_own(
 ) -> None:
     url = urlsplit(_settings(compose["services"][service], monkeypatch).redis_url)
     assert (url.username, url.password, url.hostname) == (role, f"REDIS_{role.upper()}_PASSWORD", "redis")
-    users = (ROOT / "ops/redis/users.acl").read_text()
+    users = (ROOT / "ops/deploy/redis/users.acl").read_text()
     assert f"user {role} on >change-me-{role} " in users
     server = compose["services"]["redis"]
     variable = re.search(rf"s\|change-me-{role}\|\$\$(\w+)\|", server["command"][-1])
@@ -103,14 +103,14 @@ def test_every_role_is_a_user_of_its_own(
 
 
 def test_no_role_s_password_is_left_as_it_is_checked_in(compose: dict[str, Any]) -> None:
-    users = re.findall(r"^user (\w+) on ", (ROOT / "ops/redis/users.acl").read_text(), re.MULTILINE)
+    users = re.findall(r"^user (\w+) on ", (ROOT / "ops/deploy/redis/users.acl").read_text(), re.MULTILINE)
     server = compose["services"]["redis"]
     assert {name for name in users if f"change-me-{name}|$$" in server["command"][-1]} == set(users)
 
 
 def test_what_prometheus_scrapes_is_there(compose: dict[str, Any]) -> None:
     services = compose["services"]
-    scrape = yaml.safe_load((ROOT / "ops/prometheus/prometheus.yml").read_text())["scrape_configs"]
+    scrape = yaml.safe_load((ROOT / "ops/deploy/prometheus/prometheus.yml").read_text())["scrape_configs"]
     workers, *others = scrape[0]["dns_sd_configs"][0], *(job["static_configs"][0]["targets"][0] for job in scrape[1:])
     for name in workers["names"]:
         assert services[name]["environment"]["TOKENMILL_METRICS_PORT"] == workers["port"]
@@ -119,10 +119,12 @@ def test_what_prometheus_scrapes_is_there(compose: dict[str, Any]) -> None:
         host, port = address.split(":")
         assert services[host]["environment"]["TOKENMILL_METRICS_PORT"] == int(port)
         assert f":{port}/healthz" in services[host]["healthcheck"]["test"][-1]
-    source = yaml.safe_load((ROOT / "ops/grafana/provisioning/datasources/prometheus.yml").read_text())
+    source = yaml.safe_load((ROOT / "ops/deploy/grafana/provisioning/datasources/prometheus.yml").read_text())
     assert source["datasources"][0]["url"] == "http://prometheus:9090"
-    provider = yaml.safe_load((ROOT / "ops/grafana/provisioning/dashboards/tokenmill.yml").read_text())["providers"][0]
-    assert f"./ops/grafana/dashboards:{provider['options']['path']}:ro" in services["grafana"]["volumes"]
+    provider = yaml.safe_load((ROOT / "ops/deploy/grafana/provisioning/dashboards/tokenmill.yml").read_text())[
+        "providers"
+    ][0]
+    assert f"./ops/deploy/grafana/dashboards:{provider['options']['path']}:ro" in services["grafana"]["volumes"]
 
 
 def test_migration_runs_once_before_the_workers(compose: dict[str, Any]) -> None:

@@ -19,15 +19,15 @@ from tests.support.valkey import ValkeyServer
 from tests.support.worker import client_of, database_url, running_worker
 from tokenmill_worker.settings import load_settings
 from tokenmill_worker.tasks.app import build_app
-from tokenmill_worker.tasks.desk import Desk
-from tokenmill_worker.tasks.watch import TasksWatch
+from tokenmill_worker.tasks.health import TasksWatch
+from tokenmill_worker.tasks.resources import Desk
 
 pytestmark = pytest.mark.redis
 OPS = Path(__file__).parents[2] / "ops"
-DASHBOARD: dict[str, Any] = json.loads((OPS / "grafana/dashboards/tokenmill.json").read_text())
-ALERTS: dict[str, Any] = yaml.safe_load((OPS / "prometheus/alerts.yml").read_text())
-SCALER: dict[str, Any] = yaml.safe_load((OPS / "k8s/scaledobject.yaml").read_text())
-PROMETHEUS: dict[str, Any] = yaml.safe_load((OPS / "prometheus/prometheus.yml").read_text())
+DASHBOARD: dict[str, Any] = json.loads((OPS / "deploy/grafana/dashboards/tokenmill.json").read_text())
+ALERTS: dict[str, Any] = yaml.safe_load((OPS / "deploy/prometheus/alerts.yml").read_text())
+SCALER: dict[str, Any] = yaml.safe_load((OPS / "deploy/k8s/scaledobject.yaml").read_text())
+PROMETHEUS: dict[str, Any] = yaml.safe_load((OPS / "deploy/prometheus/prometheus.yml").read_text())
 RULES = {rule["alert"]: rule for group in ALERTS["groups"] for rule in group["rules"]}
 TARGETS = [(panel, target) for panel in DASHBOARD["panels"] for target in panel.get("targets", [])]
 
@@ -124,7 +124,7 @@ def test_every_alert_has_its_entry_in_the_runbook() -> None:
 def test_what_is_asked_of_up_is_scraped_under_that_name() -> None:
     jobs = {config["job_name"] for config in PROMETHEUS["scrape_configs"]}
     assert set(re.findall(r"tokenmill-\w+", RULES["TokenmillWorkerUnreachable"]["expr"])) == jobs
-    assert (OPS / "prometheus" / PROMETHEUS["rule_files"][0]).is_file()
+    assert (OPS / "deploy" / "prometheus" / PROMETHEUS["rule_files"][0]).is_file()
 
 
 def test_panels_do_not_overlap_and_name_their_source() -> None:

@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from ops.benchmarks import comparison
 from ops.benchmarks.__main__ import main
-from ops.benchmarks.figures import of_round
-from ops.benchmarks.linear_stack import KINDS, LinearStack, shapes_of
+from ops.benchmarks.compare import comparison
+from ops.benchmarks.compare.report import record
+from ops.benchmarks.compare.rounds import Measurement, Turn
+from ops.benchmarks.measure.figures import of_round
+from ops.benchmarks.measure.linear_stack import KINDS, LinearStack, shapes_of
+from ops.benchmarks.measure.protocol import EngineOptions, Round
+from ops.benchmarks.measure.workload_files import Workload, WorkloadRequest
 from ops.benchmarks.peers.floor import Floor
-from ops.benchmarks.peers.protocol import EngineOptions, Round
-from ops.benchmarks.report import record
-from ops.benchmarks.rounds import Measurement, Turn
-from ops.benchmarks.workload_files import Workload, WorkloadRequest
 from tests.engine.truth import tiny_models
 
 WORKLOAD = Workload("small", (WorkloadRequest(tuple(range(3, 40)), 5), WorkloadRequest((4, 5), 3)))

@@ -65,4 +65,4 @@ def test_what_a_cpu_can_run_of_them_passes(bare: dict[str, str]) -> None:
 def test_the_benchmark_starts(bare: dict[str, str]) -> None:
     said = run([sys.executable, "-m", "ops.benchmarks", "gpu", "--help"], bare)
     assert "--shape" in said
-    run([sys.executable, "-c", "import ops.benchmarks.gpu"], bare)
+    run([sys.executable, "-c", "import ops.benchmarks.commands.gpu"], bare)

@@ -11,9 +11,9 @@ import msgpack
 import pytest
 
 import tokenmill
-from ops import reference, reference_bytes
+from ops.tools import reference, reference_bytes
 from tokenmill import AsyncClient, Client
-from tokenmill.requests import fingerprint
+from tokenmill.operations.job_request import fingerprint
 from tokenmill_schemas.codec import decode_chunk, decode_control, decode_request, decode_result, decode_status
 from tokenmill_schemas.keys import Keys
 from tokenmill_schemas.validation import problems

@@ -4,14 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ops.house_rules import (
-    MAX_LINES,
-    REGISTRY_HOSTS,
-    dangerous_reads,
-    docstrings_without_subject,
-    main,
-    problems,
-)
+from ops.tools.house_rules import MAX_LINES, REGISTRY_HOSTS, dangerous_reads, docstrings_without_subject, main, problems
 
 
 @pytest.mark.parametrize("host", REGISTRY_HOSTS)

@@ -1,4 +1,6 @@
-"""ops/k8s against Kubernetes' own schemas, and against the settings, ports, paths and signals that the code has."""
+"""Holds ops/deploy/k8s against Kubernetes' own schemas, and against the settings, ports, paths and signals of the
+code.
+"""
 
 import json
 import os
@@ -16,7 +18,7 @@ from prometheus_client import CollectorRegistry
 from tokenmill_worker.settings import Settings, load_settings
 from tokenmill_worker.telemetry import WatchServer
 
-FOLDER = Path(__file__).parents[2] / "ops" / "k8s"
+FOLDER = Path(__file__).parents[2] / "ops" / "deploy" / "k8s"
 KUSTOMIZATION: dict[str, Any] = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())
 DOCUMENTS: dict[str, dict[str, Any]] = {
     f"{document['kind']}/{document['metadata']['name']}": document
@@ -24,7 +26,7 @@ DOCUMENTS: dict[str, dict[str, Any]] = {
     for document in yaml.safe_load_all((FOLDER / name).read_text())
 }
 with tempfile.TemporaryDirectory() as _folder:  # as kustomize makes the Secret
-    subprocess.run([FOLDER.parent / "secrets", "kubernetes", _folder], check=True, capture_output=True)
+    subprocess.run([FOLDER.parents[1] / "secrets", "kubernetes", _folder], check=True, capture_output=True)
     _lines = (Path(_folder) / "secret.env").read_text().splitlines()
 (_SECRET,) = KUSTOMIZATION["secretGenerator"]
 SECRETS = dict(line.split("=", 1) for line in _lines)

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from ops.benchmarks.measure.protocol import EngineOptions
+from ops.benchmarks.measure.workload_files import Workload, WorkloadRequest
 from ops.benchmarks.peers import gguf_weights
 from ops.benchmarks.peers.child import Child, Kind
 from ops.benchmarks.peers.environments import LLAMA_CPP_OPTIONS, LLAMA_CPP_VERSION, BuildError, PeerEnvironment
 from ops.benchmarks.peers.llamacpp_engine import Running, fill
-from ops.benchmarks.peers.protocol import EngineOptions
-from ops.benchmarks.workload_files import Workload, WorkloadRequest
 
 
 @pytest.fixture

@@ -1,5 +1,5 @@
-"""ops/redis/: the configuration is read by a real server and means what it says; the users of the ACL file can do
-their work, all of it, and nothing else.
+"""Starts a real server with ops/deploy/redis: the configuration means what it says, and each user of the ACL file
+can do all of its work and nothing else.
 """
 
 from collections.abc import AsyncIterator, Callable
@@ -24,7 +24,7 @@ from tokenmill_worker.consume.job_stream import JobStream
 from tokenmill_worker.jobs import Append, Finished
 
 pytestmark = pytest.mark.redis
-FOLDER = Path(__file__).parents[2] / "ops" / "redis"
+FOLDER = Path(__file__).parents[2] / "ops" / "deploy" / "redis"
 QUEUE = "q"
 
 MakeValkey = Callable[..., ValkeyServer]

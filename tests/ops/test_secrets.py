@@ -59,7 +59,7 @@ def test_files_are_private_and_never_overwritten(tmp_path: Path, kind: str, file
 def test_git_and_docker_ignore_them() -> None:
     for name in (".gitignore", ".dockerignore"):
         lines = (ROOT / name).read_text().splitlines()
-        assert {".env", "ops/k8s/secret.env", "ops/k8s/users.acl"} <= set(lines), name
+        assert {".env", "ops/deploy/k8s/secret.env", "ops/deploy/k8s/users.acl"} <= set(lines), name
 
 
 def test_the_cluster_s_users_have_the_passwords_of_its_secret(tmp_path: Path) -> None:
@@ -72,9 +72,9 @@ def test_the_cluster_s_users_have_the_passwords_of_its_secret(tmp_path: Path) ->
 
 
 def test_nothing_that_is_applied_has_a_password() -> None:
-    kustomization = yaml.safe_load((ROOT / "ops/k8s/kustomization.yaml").read_text())
+    kustomization = yaml.safe_load((ROOT / "ops/deploy/k8s/kustomization.yaml").read_text())
     assert [each["envs"] for each in kustomization["secretGenerator"]] == [["secret.env"]]
-    applied = [(ROOT / "ops/k8s" / name).read_text() for name in kustomization["resources"]]
+    applied = [(ROOT / "ops/deploy/k8s" / name).read_text() for name in kustomization["resources"]]
     assert not [text for text in applied if "change-me" in text or "kind: Secret" in text]
 
 

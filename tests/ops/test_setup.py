@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ops.provision import Progress, Provisioner, SetupError, notes
+from ops.tools.provision import Progress, Provisioner, SetupError, notes
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,8 +18,9 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """The files that ops/setup reads, elsewhere, with an environment that claims to be finished."""
-    (tmp_path / "ops" / "examples").mkdir(parents=True)
-    files = ("setup", "provision.py", "constraints.txt", "constraints-cpu.txt", "examples/package-lock.json")
+    for folder in ("examples", "tools"):
+        (tmp_path / "ops" / folder).mkdir(parents=True)
+    files = ("setup", "tools/provision.py", "constraints.txt", "constraints-cpu.txt", "examples/package-lock.json")
     for name in ("pyproject.toml", *(f"ops/{file}" for file in files)):
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
     (tmp_path / "ops" / "setup").chmod(0o755)

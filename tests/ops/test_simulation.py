@@ -24,8 +24,8 @@ from ops.benchmarks.simulation.queue_worker import LEASE_S
 from ops.benchmarks.simulation.trace import Arrival, arrivals
 from tests.publish.support import FakeLog, admit, event
 from tokenmill_worker.consume.consumer import MAX_AT_ONCE
+from tokenmill_worker.publish.fair_batches import EVENTS_AT_ONCE, in_turn
 from tokenmill_worker.publish.publisher import Publisher
-from tokenmill_worker.turns import EVENTS_AT_ONCE, in_turn
 
 COSTS = CostModel()
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from ops.benchmarks.figures import stage_figures
-from ops.benchmarks.peers.protocol import Round
+from ops.benchmarks.measure.figures import stage_figures
+from ops.benchmarks.measure.protocol import Round
 from ops.benchmarks.peers.stages import Notes, latencies
 
 LINES = """\

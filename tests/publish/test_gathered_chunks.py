@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.publish.support import FakeLog, admit, event
-from tokenmill.cursor import StreamCursor
+from tokenmill.operations.stream_position import StreamCursor
 from tokenmill_schemas.generation import FinishReason
 from tokenmill_worker.publish.publisher import Publisher, PublishLimits
 

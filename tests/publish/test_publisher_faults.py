@@ -5,7 +5,7 @@ import random
 import pytest
 
 from tests.publish.support import Clock, FakeLog, admit, event
-from tokenmill.cursor import StreamCursor
+from tokenmill.operations.stream_position import StreamCursor
 from tokenmill_schemas.generation import FinishReason
 from tokenmill_schemas.result import JobStatus
 from tokenmill_worker.jobs import Admitted

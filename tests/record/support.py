@@ -23,7 +23,7 @@ from tokenmill_schemas import (
     Usage,
 )
 from tokenmill_worker.jobs import Finished
-from tokenmill_worker.record.connection import open_engine
+from tokenmill_worker.record.threads import open_engine
 
 _ids = itertools.count(1)
 

@@ -10,7 +10,7 @@ from tokenmill_schemas import ChoiceResult, Usage
 from tokenmill_schemas.codec import decode_result
 from tokenmill_schemas.validation import MAX_NAME_CHARS
 from tokenmill_worker.record import ResultStore
-from tokenmill_worker.record.connection import open_engine
+from tokenmill_worker.record.threads import open_engine
 
 
 def _nul(job_id: str) -> Any:

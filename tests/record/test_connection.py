@@ -9,8 +9,8 @@ import pytest
 
 from tests.support.waiting import until
 from tokenmill_worker.errors import StoreUnavailable
-from tokenmill_worker.record.connection import Threads, normalised, open_engine
-from tokenmill_worker.record.faults import is_misconfigured
+from tokenmill_worker.record.sql_errors import is_misconfigured
+from tokenmill_worker.record.threads import Threads, normalised, open_engine
 
 
 @pytest.mark.parametrize("url", ["postgres://u:p@h/db", "postgresql://u:p@h/db", "postgresql+psycopg://u:p@h/db"])

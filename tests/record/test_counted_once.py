@@ -12,7 +12,7 @@ from tests.record.support import FakeRedis, counts, finished
 from tests.record.test_finalizer import FAST, Rig, came_back
 from tokenmill_worker.jobs import Finished
 from tokenmill_worker.record import Finalizer, FinalizerLimits, ResultStore
-from tokenmill_worker.record.connection import open_engine
+from tokenmill_worker.record.threads import open_engine
 
 LIMITS = FinalizerLimits(record_backoff=FAST, acknowledge_backoff=FAST, linger_s=0.0)
 

@@ -17,7 +17,7 @@ from tokenmill_schemas.result import JobResult
 from tokenmill_worker.errors import StoreUnavailable
 from tokenmill_worker.jobs import Admitted, Delivery, Finished
 from tokenmill_worker.record import Finalizer, FinalizerLimits, RecordReport
-from tokenmill_worker.record.stage import Backoff
+from tokenmill_worker.record.retry_queue import Backoff
 
 FAST = Backoff(first_s=0.001, longest_s=0.01)
 

@@ -13,7 +13,7 @@ from tokenmill.errors import UnreadableRecord
 from tokenmill.sql import SqlResults
 from tokenmill_worker.jobs import Finished
 from tokenmill_worker.record import ResultStore
-from tokenmill_worker.record.connection import open_engine
+from tokenmill_worker.record.threads import open_engine
 
 
 def large(job_id: str) -> Finished:

@@ -12,12 +12,12 @@ from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 
 from tests.record.support import reading, rows
+from tokenmill_schemas.tables import metadata
 from tokenmill_worker.errors import SchemaOutdated, StoreUnavailable
 from tokenmill_worker.record import ResultStore
-from tokenmill_worker.record.connection import open_engine
 from tokenmill_worker.record.migrate import configuration, downgrade, upgrade
-from tokenmill_worker.record.standing import revisions, standing
-from tokenmill_worker.record.tables import metadata
+from tokenmill_worker.record.schema_version import revisions, standing
+from tokenmill_worker.record.threads import open_engine
 
 
 def test_the_migrated_schema_equals_the_tables(url: str) -> None:

@@ -9,7 +9,7 @@ from tokenmill_schemas import JobStatus
 from tokenmill_worker.errors import StoreUnavailable
 from tokenmill_worker.jobs import Finished
 from tokenmill_worker.record import ResultStore
-from tokenmill_worker.record.connection import open_engine
+from tokenmill_worker.record.threads import open_engine
 
 HOOK = "https://hooks.example.org:8443/a?b=c"
 

@@ -9,10 +9,10 @@ import sqlalchemy
 
 from tests.support.worker import client_of, running_worker
 from tokenmill import AsyncClient
-from tokenmill.connections import connect_async
+from tokenmill.transport.connect import connect_async
 from tokenmill_schemas.result import JobStatus
 from tokenmill_worker.consume.job_stream import JobStream
-from tokenmill_worker.record.connection import open_engine
+from tokenmill_worker.record.threads import open_engine
 
 pytestmark = pytest.mark.redis
 

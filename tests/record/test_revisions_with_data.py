@@ -11,8 +11,8 @@ from alembic.script import ScriptDirectory
 
 from tests.record.support import finished, rows
 from tokenmill_worker.record import ResultStore
-from tokenmill_worker.record.connection import open_engine
 from tokenmill_worker.record.migrate import configuration, downgrade, upgrade
+from tokenmill_worker.record.threads import open_engine
 
 REVISIONS = [script.revision for script in ScriptDirectory.from_config(configuration()).walk_revisions()][::-1]
 

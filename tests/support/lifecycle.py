@@ -5,7 +5,7 @@ from typing import NoReturn
 
 import pytest
 
-from tokenmill_worker.embedded import EmbeddedServerError, server_binary
+from tokenmill_worker.local.valkey_server import EmbeddedServerError, server_binary
 
 
 def missing(reason: str) -> NoReturn:

@@ -17,8 +17,8 @@ from typing import Self
 
 import psycopg
 
-from tokenmill_worker.embedded import free_port, private_directory
-from tokenmill_worker.tether import Tether, tethered
+from tokenmill_worker.local.child_process import Tether, tethered
+from tokenmill_worker.local.valkey_server import free_port, private_directory
 
 _SETTINGS = {
     "fsync": "off",

@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
-from tokenmill_worker.embedded import Stoppable
+from tokenmill_worker.local.valkey_server import Stoppable
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from tokenmill_worker.text.pieces import token_bytes
+from tokenmill_worker.text.token_pieces import token_bytes
 from tokenmill_worker.text.tokenizer import Tokenizer
 
 CHAT = (
@@ -65,7 +65,7 @@ def metaspace() -> Tokenizer:
 
 
 def _real(name: str) -> Tokenizer:
-    from tokenmill_worker.engine.model.store import resolve
+    from tokenmill_worker.engine.model.model_files import resolve
 
     return Tokenizer.load(resolve(name))
 

@@ -11,7 +11,7 @@ from typing import Any, Self
 import redis
 
 from tests.support.valkey import ValkeyServer
-from tokenmill_worker.embedded import Stoppable, free_port
+from tokenmill_worker.local.valkey_server import Stoppable, free_port
 
 _NUM_SLOTS = 16_384
 _TIMEOUT_S = 30.0

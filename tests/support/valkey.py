@@ -12,7 +12,7 @@ from typing import Self
 
 import redis
 
-from tokenmill_worker.embedded import EmbeddedValkey
+from tokenmill_worker.local.valkey_server import EmbeddedValkey
 
 
 class ValkeyServer(EmbeddedValkey):

@@ -11,7 +11,7 @@ from typing import Any
 from tokenmill import AsyncClient
 from tokenmill_worker.app import Worker
 from tokenmill_worker.engine.config import EngineConfig
-from tokenmill_worker.engine.host import EngineThread
+from tokenmill_worker.engine.process.host import EngineThread
 from tokenmill_worker.record import migrate
 from tokenmill_worker.settings import Settings, load_settings
 

@@ -9,12 +9,12 @@ import msgspec
 import sqlalchemy as sa
 
 from tests.record.support import finished
+from tokenmill_schemas.tables import webhooks
 from tokenmill_worker.jobs import Finished
 from tokenmill_worker.record import ResultStore
-from tokenmill_worker.record.tables import webhooks
-from tokenmill_worker.tasks.notices import Courier, Retries
-from tokenmill_worker.tasks.outbox import Outbox
-from tokenmill_worker.tasks.sender import Sender
+from tokenmill_worker.tasks.webhooks.delivery import Courier, Retries
+from tokenmill_worker.tasks.webhooks.http_sender import Sender
+from tokenmill_worker.tasks.webhooks.outbox import Outbox
 
 SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
 LOCAL = (ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1/128"))

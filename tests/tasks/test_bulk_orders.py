@@ -7,8 +7,8 @@ import pytest
 from tokenmill.errors import ConfigurationError
 from tokenmill_worker.settings import load_settings
 from tokenmill_worker.tasks.app import build_app
-from tokenmill_worker.tasks.bulk import NoPlace, Order
-from tokenmill_worker.tasks.desk import Desk
+from tokenmill_worker.tasks.bulk_files import NoPlace, Order
+from tokenmill_worker.tasks.resources import Desk
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from tests.support.valkey import ValkeyServer
 from tests.support.worker import QUEUE, database_url, running_worker
 from tokenmill import Client
 from tokenmill.celery import GenerationResult, GenerationTask, generation_task
-from tokenmill.celery_values import GenerationFailed, fields_of
+from tokenmill.celery.values import GenerationFailed, fields_of
 from tokenmill.errors import InvalidRequest, JobNotFound, QueueUnavailable
 from tokenmill_schemas import JobStatus
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.tasks.receiver import Dripping, Receiver
-from tokenmill_worker.tasks.addresses import AddressRefused, AddressUnknown, is_permitted, resolve
-from tokenmill_worker.tasks.sender import Sender, SendFailed, _Deadline
+from tokenmill_worker.tasks.webhooks.addresses import AddressRefused, AddressUnknown, is_permitted, resolve
+from tokenmill_worker.tasks.webhooks.http_sender import Sender, SendFailed, _Deadline
 
 LOCAL = (ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1/128"))
 

@@ -10,9 +10,9 @@ from tests.record.support import failed, finished, rows
 from tests.tasks.support import Clock, record
 from tokenmill.sql import SqlResults
 from tokenmill_schemas import JobStatus
-from tokenmill_worker.record.tables import jobs, usage_daily
+from tokenmill_schemas.tables import jobs, usage_daily
 from tokenmill_worker.tasks.retention import Limits, Removed, Retention
-from tokenmill_worker.tasks.rollup import RollUp
+from tokenmill_worker.tasks.usage_rollup import RollUp
 
 DAY_MS = 86_400_000
 TODAY = 20_000  # days since 1970
@@ -170,7 +170,7 @@ def test_nothing_is_removed_unless_asked_for(url: str, engine: sa.Engine) -> Non
 )
 def test_webhooks_that_are_over_go(sqlite_url: str, state: str, goes: bool) -> None:
     from tests.tasks.support import noticed
-    from tokenmill_worker.record.connection import open_engine
+    from tokenmill_worker.record.threads import open_engine
 
     record(sqlite_url, noticed("a", "http://a/", finished_ms=at(TODAY - 40)))
     engine = open_engine(sqlite_url)

@@ -23,8 +23,8 @@ from tests.tasks.receiver import eventually
 from tests.tasks.support import Clock, noticed, record
 from tokenmill_worker.settings import Settings, load_settings
 from tokenmill_worker.tasks.app import build_app
-from tokenmill_worker.tasks.desk import Desk
-from tokenmill_worker.tasks.watch import STUCK_S, TasksWatch
+from tokenmill_worker.tasks.health import STUCK_S, TasksWatch
+from tokenmill_worker.tasks.resources import Desk
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(240)]
 SWEEP = "tokenmill.webhooks.sweep"

@@ -12,10 +12,10 @@ from tests.tasks.receiver import Receiver
 from tests.tasks.support import SECRET, START_MS, Clock, courier, noticed, notices, record
 from tokenmill.webhooks import tenant_secret, verify
 from tokenmill_schemas import ChoiceResult, FinishReason, JobStatus
+from tokenmill_schemas.tables import jobs
 from tokenmill_worker.jobs import Finished
-from tokenmill_worker.record.tables import jobs
-from tokenmill_worker.tasks.notices import MAX_TEXT_BYTES, Retries
-from tokenmill_worker.tasks.outbox import CLAIM_MS, MAX_OF_TENANT, Claim
+from tokenmill_worker.tasks.webhooks.delivery import MAX_TEXT_BYTES, Retries
+from tokenmill_worker.tasks.webhooks.outbox import CLAIM_MS, MAX_OF_TENANT, Claim
 
 
 def test_a_receiver_gets_what_it_can_verify(url: str, engine: sa.Engine) -> None:

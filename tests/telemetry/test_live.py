@@ -17,11 +17,11 @@ from tests.support.valkey import ValkeyServer
 from tests.support.waiting import until
 from tests.support.worker import client_of, database_url, running_worker
 from tokenmill import AsyncClient
-from tokenmill.queue_state import QueueState
+from tokenmill.operations.overview import QueueState
 from tokenmill_schemas.control import WorkerStatus
-from tokenmill_worker.exporter import Exporter
-from tokenmill_worker.queue_watch import QueueWatch
 from tokenmill_worker.telemetry import configure_logging
+from tokenmill_worker.telemetry.exporter import Exporter
+from tokenmill_worker.telemetry.queue_metrics import QueueWatch
 
 pytestmark = pytest.mark.redis
 SECRET = "the launch code is 0451"

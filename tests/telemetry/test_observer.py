@@ -8,10 +8,10 @@ from itertools import count
 import pytest
 
 from tests.publish.support import admit, event
-from tokenmill_worker.engine.mailbox import Frame
+from tokenmill_worker.engine.process.mailbox import Frame
 from tokenmill_worker.engine.types import Capacity, EngineStats
-from tokenmill_worker.observer import Observer
 from tokenmill_worker.telemetry import Metrics
+from tokenmill_worker.telemetry.job_observer import Observer
 
 STEP_NS = 10_000_000
 ROOM = Capacity(free_sequences=1, free_blocks=1, waiting=0, running=1, block_size=16, max_model_len=64)

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse
 
 from tests.record.support import result
 from tokenmill_worker.telemetry import Check, Metrics, Pulse, WatchServer, configure_logging
-from tokenmill_worker.telemetry.families import counter, gauge
+from tokenmill_worker.telemetry.instruments import counter, gauge
 
 
 @pytest.fixture

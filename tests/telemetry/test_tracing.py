@@ -18,8 +18,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from tests.support.worker import client_of, database_url, running_worker
-from tokenmill.requests import build_request
-from tokenmill.tracing import producing
+from tokenmill.operations.job_request import build_request
+from tokenmill.operations.tracing import producing
 from tokenmill_schemas import JobRequest
 from tokenmill_worker.errors import SettingsError
 from tokenmill_worker.settings import load_settings
@@ -194,7 +194,7 @@ class Missing:
             raise ImportError(name)
 sys.meta_path.insert(0, Missing())
 from tokenmill import Client
-from tokenmill.tracing import producing
+from tokenmill.operations.tracing import producing
 from schemas import JobRequest
 with producing("q", [JobRequest(job_id="a", prompt="x")]) as (request,):
     assert request.traceparent is None

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.tokenizers import byte_level, llama_like, smollm2
-from tokenmill_worker.text.stream import TextStream
+from tokenmill_worker.text.choice_text import TextStream
 
 LETTERS = b"ab\xc3\xa9\n "
 

@@ -18,29 +18,29 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 from tokenmill import AsyncClient
-from tokenmill.cancellation import end_task, wait_at_most
-from tokenmill.connections import Link, connect_async, parse_url
+from tokenmill.transport.cancellation import end_task, wait_at_most
+from tokenmill.transport.connect import Link, connect_async, parse_url
 from tokenmill_schemas.keys import Keys
-from tokenmill_worker.consume.admission import Admission, ServedModel
 from tokenmill_worker.consume.consumer import Consumer
 from tokenmill_worker.consume.control import ControlChannel
+from tokenmill_worker.consume.input_processor import Admission, ServedModel
 from tokenmill_worker.consume.job_stream import JobStream, StreamOptions
 from tokenmill_worker.consume.leases import LeaseKeeper
-from tokenmill_worker.engine.host import EngineHost, EngineProcess, EngineThread
-from tokenmill_worker.engine.mailbox import Ready
+from tokenmill_worker.engine.process.host import EngineHost, EngineProcess, EngineThread
+from tokenmill_worker.engine.process.mailbox import Ready
 from tokenmill_worker.errors import Unavailable
 from tokenmill_worker.jobs import Finished
-from tokenmill_worker.naming import read_aliases, read_template
-from tokenmill_worker.observer import Observer
 from tokenmill_worker.publish.publisher import Publisher, PublishLimits
-from tokenmill_worker.queue_watch import QueueWatch, queue_readings
 from tokenmill_worker.record.finalizer import Finalizer, FinalizerLimits
-from tokenmill_worker.record.store import ResultStore
+from tokenmill_worker.record.result_store import ResultStore
 from tokenmill_worker.service import Service
 from tokenmill_worker.settings import Settings
+from tokenmill_worker.settings.model_names import read_aliases, read_template
 from tokenmill_worker.telemetry import Metrics, Tracing, WatchServer, configure_logging
+from tokenmill_worker.telemetry.job_observer import Observer
+from tokenmill_worker.telemetry.queue_metrics import QueueWatch, queue_readings
+from tokenmill_worker.telemetry.worker_status import Parts, Watch, package_version
 from tokenmill_worker.text.tokenizer import Tokenizer
-from tokenmill_worker.watch import Parts, Watch, package_version
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ import typer
 
 from tokenmill.cli.output import complain, emit, out
 from tokenmill_worker.errors import SettingsError, TokenmillError
-from tokenmill_worker.flags import SettingsCommand, variables_epilog, with_settings
 from tokenmill_worker.settings import Settings, load_settings
+from tokenmill_worker.settings.flags import SettingsCommand, variables_epilog, with_settings
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 db = typer.Typer(help="The SQL store's tables.", no_args_is_help=True)
@@ -58,7 +58,7 @@ def dev(flags: dict[str, object]) -> None:
             raise SettingsError(["--redis-url: this command starts a server of its own; `tokenmill worker` takes one"])
         port = _port(flags.pop("port", None))
         settings = load_settings(flags)
-        from tokenmill_worker.dev import run
+        from tokenmill_worker.local.dev import run
 
         with _database(settings):
             status = run(settings, port)
@@ -108,7 +108,7 @@ def downgrade(
     with _sentences():
         settings = load_settings({"database_url": database_url})
         from tokenmill_worker.record.migrate import downgrade as migrate
-        from tokenmill_worker.record.standing import revisions
+        from tokenmill_worker.record.schema_version import revisions
 
         known = ["base", *revisions()]
         if revision not in known:
@@ -126,8 +126,8 @@ def status(database_url: DatabaseUrl = None, *, json: Json = False) -> None:
     """Show the revision that the database has and the one that this version needs. Exits with 1 when it is behind."""
     with _sentences():
         settings = load_settings({"database_url": database_url})
-        from tokenmill_worker.record.connection import missing_file, open_engine
-        from tokenmill_worker.record.standing import standing
+        from tokenmill_worker.record.schema_version import standing
+        from tokenmill_worker.record.threads import missing_file, open_engine
 
         if path := missing_file(settings.database_url):
             raise TokenmillError(f"there is no database at {path}: `tokenmill db upgrade`")
@@ -159,7 +159,7 @@ def doctor(
     """Check settings, servers, model and machine; say what is missing and how to get it. Exits with 1 on any error."""
     with _sentences():
         settings = load_settings({"redis_url": redis_url, "database_url": database_url, "queue": queue, "model": model})
-        from tokenmill_worker.doctor import examine, show
+        from tokenmill_worker.local.doctor import examine, show
 
         findings = examine(settings, servers_only=quiet)
         if json:
@@ -184,8 +184,8 @@ def exporter(
     """Serve /metrics and /healthz of queues, from Redis alone: for alerts and autoscaling when no worker runs."""
     with _sentences():
         settings = load_settings({"redis_url": redis_url, "metrics_host": host, "metrics_port": port})
-        from tokenmill_worker.exporter import Exporter
         from tokenmill_worker.telemetry import configure_logging
+        from tokenmill_worker.telemetry.exporter import Exporter
 
         configure_logging(settings.log_level, settings.log_format)
         chosen = 9091 if settings.metrics_port is None else settings.metrics_port
@@ -202,9 +202,9 @@ def _sentences() -> Iterator[None]:
     """Print an error that a person can repair as one line and exit; other errors keep their
     traceback.
     """
-    from tokenmill_worker.embedded import EmbeddedServerError
     from tokenmill_worker.engine.config import EngineConfigError
-    from tokenmill_worker.engine.host import EngineDied
+    from tokenmill_worker.engine.process.host import EngineDied
+    from tokenmill_worker.local.valkey_server import EmbeddedServerError
 
     try:
         yield
@@ -232,7 +232,7 @@ def _place(settings: Settings) -> str:
     """Return the database's place. An SQLite file is given by its absolute path, since its URL may
     be relative to the current folder.
     """
-    from tokenmill_worker.record.connection import sqlite_file
+    from tokenmill_worker.record.threads import sqlite_file
 
     return str(sqlite_file(settings.database_url) or settings.public()["database_url"])
 
@@ -241,7 +241,7 @@ def _place(settings: Settings) -> str:
 def _database(settings: Settings) -> Iterator[None]:
     import sqlalchemy.exc
 
-    from tokenmill_worker.record.faults import sentence_of
+    from tokenmill_worker.record.sql_errors import sentence_of
 
     try:
         yield

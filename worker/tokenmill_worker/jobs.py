@@ -15,9 +15,9 @@ import msgspec
 from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.job import JobRequest
 from tokenmill_schemas.result import JobResult
-from tokenmill_worker.engine.mailbox import Frame
+from tokenmill_worker.engine.process.mailbox import Frame
 from tokenmill_worker.engine.types import GenerationRequest
-from tokenmill_worker.text.answer import Answer
+from tokenmill_worker.text.job_output import Answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ class Acknowledger(Protocol):
 
 
 class Watcher(Protocol):
-    """Observes jobs between claim and record; implemented by `tokenmill_worker.observer`. Must not raise."""
+    """Observes jobs between claim and record; `telemetry.job_observer` implements it. Must not raise."""
 
     def claimed(self, deliveries: Sequence[Delivery]) -> None: ...
 

@@ -10,7 +10,7 @@ from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.job import JobRequest
 from tokenmill_schemas.result import JobError, JobResult, JobStatus, Usage
 from tokenmill_worker.jobs import Delivery, Finished
-from tokenmill_worker.text.answer import Answer
+from tokenmill_worker.text.job_output import Answer
 
 
 def conclude(

@@ -14,23 +14,23 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from tokenmill.cancellation import wait_at_most
+from tokenmill.transport.cancellation import wait_at_most
 from tokenmill_schemas.generation import FinishReason
 from tokenmill_worker.checking import Checks
-from tokenmill_worker.consume.admission import Admission
 from tokenmill_worker.consume.consumer import Credits
+from tokenmill_worker.consume.input_processor import Admission
 from tokenmill_worker.consume.job_stream import JobStream
-from tokenmill_worker.engine.host import EngineDied, EngineHost
-from tokenmill_worker.engine.mailbox import Frame, Ready
+from tokenmill_worker.consume.quarantine import Quarantine
+from tokenmill_worker.engine.process.host import EngineDied, EngineHost
+from tokenmill_worker.engine.process.mailbox import Frame, Ready
 from tokenmill_worker.engine.types import EngineStats
 from tokenmill_worker.errors import RedisUnavailable
 from tokenmill_worker.jobs import Admitted, Delivery, Finished, Unwatched, Watcher
+from tokenmill_worker.publish.fair_batches import EVENTS_AT_ONCE, in_turn
 from tokenmill_worker.publish.publisher import Publisher
 from tokenmill_worker.publish.report import PublishReport, RetryOrder
-from tokenmill_worker.quarantine import Quarantine
 from tokenmill_worker.record.finalizer import Finalizer
 from tokenmill_worker.telemetry.logs import log_progress
-from tokenmill_worker.turns import EVENTS_AT_ONCE, in_turn
 
 log = logging.getLogger(__name__)
 

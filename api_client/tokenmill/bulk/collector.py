@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from tokenmill.bulk.answers import Answer, of_bad_line, of_result
 from tokenmill.bulk.batch import Totals, now_ms
-from tokenmill.bulk.files import Done
-from tokenmill.bulk.lines import BadLine, Marks, line_of
+from tokenmill.bulk.formats.input_file import BadLine, Marks, line_of
+from tokenmill.bulk.formats.output_files import Done
+from tokenmill.bulk.formats.output_line import Answer, of_bad_line, of_result
 from tokenmill_schemas.codec import encode
 from tokenmill_schemas.job import JobRequest
 from tokenmill_schemas.result import JobResult

@@ -17,14 +17,15 @@ from typing import Final
 
 import msgspec
 
-from tokenmill.bulk import queries
-from tokenmill.bulk.answers import CANCELLED, EXPIRED, UNREADABLE, unanswered
+from tokenmill.bulk import job_queries
 from tokenmill.bulk.batch import Batch, BatchState, now_ms
 from tokenmill.bulk.collector import Collector
-from tokenmill.bulk.lines import BadLine, GoodLine, Marks, Order, job_id, line_of, read_again, repeated, to_request
-from tokenmill.bulk.pacing import WINDOW, Pacing, Progress
+from tokenmill.bulk.formats import input_file
+from tokenmill.bulk.formats.input_file import job_id, line_of, read_again, repeated, to_request
+from tokenmill.bulk.formats.output_line import CANCELLED, EXPIRED, UNREADABLE, unanswered
 from tokenmill.bulk.patience import Patience
-from tokenmill.bulk.store import BatchStore
+from tokenmill.bulk.progress import WINDOW, Pacing, Progress
+from tokenmill.bulk.stores.store import BatchStore
 from tokenmill.client import Client
 from tokenmill.errors import IdempotencyConflict, InvalidRequest, QueueRefusal
 from tokenmill_schemas.job import JobRequest
@@ -53,7 +54,7 @@ class Pump:
         batch: Batch,
         collector: Collector,
         *,
-        repeated_lines: Marks,
+        repeated_lines: input_file.Marks,
         pacing: Pacing,
         is_resumed: bool,
     ) -> None:
@@ -129,7 +130,7 @@ class Pump:
 
     def refuse_rest(self, path: Path, why: LineError) -> None:
         """Answer every line that was never submitted with the error `why`."""
-        rest: list[BadLine] = []
+        rest: list[input_file.BadLine] = []
         for line in self._undone(path):
             rest.append(unanswered(line.line, line.custom_id, why))
             if len(rest) >= GROUP:
@@ -144,13 +145,13 @@ class Pump:
 
     # ── lines in ──
 
-    def _groups(self, path: Path) -> Iterator[tuple[list[JobRequest], list[BadLine], int]]:
+    def _groups(self, path: Path) -> Iterator[tuple[list[JobRequest], list[input_file.BadLine], int]]:
         jobs: list[JobRequest] = []
-        bad: list[BadLine] = []
+        bad: list[input_file.BadLine] = []
         last_line = 0
         for line in self._undone(path):
             job = self._job_of(line)
-            if isinstance(job, BadLine):
+            if isinstance(job, input_file.BadLine):
                 bad.append(job)
             else:
                 jobs.append(job)
@@ -161,21 +162,21 @@ class Pump:
         if jobs or bad:
             yield jobs, bad, last_line
 
-    def _undone(self, path: Path) -> Iterator[GoodLine | BadLine]:
+    def _undone(self, path: Path) -> Iterator[input_file.GoodLine | input_file.BadLine]:
         start, collector = 0 if self._collector.keeps_answers else self._reached, self._collector
         for line in read_again(path, self._batch.digest):
             if line.line > start and line.line not in collector.jobs and not collector.has(line.line):
                 yield line
 
-    def _job_of(self, line: GoodLine | BadLine) -> JobRequest | BadLine:
-        if isinstance(line, BadLine):
+    def _job_of(self, line: input_file.GoodLine | input_file.BadLine) -> JobRequest | input_file.BadLine:
+        if isinstance(line, input_file.BadLine):
             return line
         if line.line in self._repeated:
             return repeated(line)
         batch = self._batch
-        return to_request(line, Order(batch.id, batch.tenant, batch.expires_ms or None, batch.any_model))
+        return to_request(line, input_file.Order(batch.id, batch.tenant, batch.expires_ms or None, batch.any_model))
 
-    def _answer_bad(self, bad: Sequence[BadLine]) -> None:
+    def _answer_bad(self, bad: Sequence[input_file.BadLine]) -> None:
         if bad:
             self._patience.ask(lambda: self._store.refuse(self._batch.id, bad))
             self._collector.take_bad(bad)
@@ -189,13 +190,13 @@ class Pump:
         self._collector.take(list(known.values()))
         return [job for job in jobs if job.job_id not in known]
 
-    def _jobless(self, lines: list[BadLine]) -> list[BadLine]:
+    def _jobless(self, lines: list[input_file.BadLine]) -> list[input_file.BadLine]:
         """Return the lines without a job. An earlier run may have submitted some; those jobs end
         alone."""
         if not self._is_resumed or self._collector.keeps_answers:
             return lines
         names = [job_id(self._batch.id, bad.line) for bad in lines]
-        known = self._patience.ask(lambda: {*queries.standing(self._client, names), *self._store.recorded(names)})
+        known = self._patience.ask(lambda: {*job_queries.standing(self._client, names), *self._store.recorded(names)})
         return [bad for name, bad in zip(names, lines, strict=True) if name not in known]
 
     def _submit(self, jobs: Sequence[JobRequest]) -> None:
@@ -204,7 +205,7 @@ class Pump:
         while jobs:
             part, rest = jobs[: self._at_once], jobs[self._at_once :]
             try:
-                self._patience.ask(partial(queries.hand_in, self._client, part))
+                self._patience.ask(partial(job_queries.hand_in, self._client, part))
             except QueueRefusal as refusal:  # the queue is full, or the tenant's rate is exceeded
                 self._open([job for job in part if job.job_id in refusal.accepted])
                 jobs = [job for job in jobs if job.job_id not in refusal.accepted]
@@ -236,7 +237,7 @@ class Pump:
 
     def _refuse(self, job: JobRequest, error: Exception) -> None:
         line, name = line_of(self._batch.id, job.job_id), job.metadata["custom_id"]
-        self._answer_bad([BadLine(line, name, "invalid_value", str(error), None, 400)])
+        self._answer_bad([input_file.BadLine(line, name, "invalid_value", str(error), None, 400)])
 
     # ── ends ──
 
@@ -268,7 +269,7 @@ class Pump:
         lines = list(self._collector.jobs)
         for start in range(0, len(lines), GROUP):
             names = [job_id(self._batch.id, line) for line in lines[start : start + GROUP]]
-            ends = self._patience.ask(partial(queries.collect, self._client, names, self._in_files))
+            ends = self._patience.ask(partial(job_queries.collect, self._client, names, self._in_files))
             self._collector.take([self._in_time(result) for result in ends.results])
             self._in_files = [result.job_id for result in ends.results] if self._collector.keeps_answers else []
             for job in self._not_recorded(ends.unknown):
@@ -280,7 +281,7 @@ class Pump:
 
     def _forget(self) -> None:
         if self._in_files:
-            self._patience.ask(partial(queries.collect, self._client, (), self._in_files))
+            self._patience.ask(partial(job_queries.collect, self._client, (), self._in_files))
             self._in_files = []
 
     def _in_time(self, result: JobResult) -> JobResult:
@@ -298,7 +299,7 @@ class Pump:
         self._collector.take(list(known.values()))
         return [self._collector.jobs[line_of(self._batch.id, name)] for name in names if name not in known]
 
-    def _unanswered(self, jobs: Sequence[JobRequest], why: LineError) -> list[BadLine]:
+    def _unanswered(self, jobs: Sequence[JobRequest], why: LineError) -> list[input_file.BadLine]:
         batch_id = self._batch.id
         return [unanswered(line_of(batch_id, job.job_id), job.metadata["custom_id"], why) for job in jobs]
 
@@ -331,7 +332,7 @@ class Pump:
 
     def _cancel_open(self) -> None:
         names = [job_id(self._batch.id, line) for line in self._collector.jobs]
-        self._patience.ask(lambda: queries.cancel(self._client, names))
+        self._patience.ask(lambda: job_queries.cancel(self._client, names))
 
     def _notice_idleness(self) -> None:
         """Report a queue without a worker; otherwise it looks like a queue with a slow one."""

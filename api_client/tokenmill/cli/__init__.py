@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from tokenmill.cli import bulk, dead, jobs, submit, top, usage, webhooks
+from tokenmill.cli.commands import bulk, dead, jobs, submit, top, usage, webhooks
 from tokenmill.cli.output import say
 from tokenmill.cli.plugins import CommandGroup
 

@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ops.benchmarks.peers.protocol import EngineOptions, Round, encode
-from ops.benchmarks.workload_files import Workload
-from tokenmill_worker.tether import tethered
+from ops.benchmarks.measure.protocol import EngineOptions, Round, encode
+from ops.benchmarks.measure.workload_files import Workload
+from tokenmill_worker.local.child_process import tethered
 
 ROOT = Path(__file__).resolve().parents[3]
 

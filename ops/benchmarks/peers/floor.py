@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from ops.benchmarks.linear_stack import KINDS, LinearStack, shapes_of
+from ops.benchmarks.measure.linear_stack import KINDS, LinearStack, shapes_of
+from ops.benchmarks.measure.protocol import EngineOptions, serve
 from ops.benchmarks.peers.ours import Tokenmill
-from ops.benchmarks.peers.protocol import EngineOptions, serve
 from tokenmill_worker.engine import Engine, EngineConfig
 from tokenmill_worker.engine.config import CacheConfig, LayerGroup
-from tokenmill_worker.engine.model.store import resolve
+from tokenmill_worker.engine.model.model_files import resolve
 from tokenmill_worker.engine.plan import StepOutput, StepPlan
 from tokenmill_worker.engine.scheduler import Scheduler
 from tokenmill_worker.engine.sequence import Sequence

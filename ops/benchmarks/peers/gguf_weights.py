@@ -37,7 +37,7 @@ def weights_for(model: str, kind: str, folder: Path, waiting: Callable[[str], No
 
 
 def _source(model: str) -> Path:
-    from tokenmill_worker.engine.model.store import BUILT_IN
+    from tokenmill_worker.engine.model.model_files import BUILT_IN
 
     path = Path(model).expanduser()
     files = BUILT_IN[model].files() if model in BUILT_IN else [path] if path.suffix == ".gguf" else []

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ops.benchmarks.peers.protocol import EngineOptions, Round, serve
-from ops.benchmarks.workload_files import WorkloadRequest
+from ops.benchmarks.measure.protocol import EngineOptions, Round, serve
+from ops.benchmarks.measure.workload_files import WorkloadRequest
 
 _NO_FLASH = 0  # LLAMA_FLASH_ATTN_TYPE_DISABLED
 _PADDING = 256  # llama.cpp rounds the cells of a stream up to it

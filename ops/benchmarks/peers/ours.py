@@ -4,8 +4,8 @@ import gc
 import os
 import time
 
-from ops.benchmarks.peers.protocol import EngineOptions, Round, serve
-from ops.benchmarks.workload_files import WorkloadRequest
+from ops.benchmarks.measure.protocol import EngineOptions, Round, serve
+from ops.benchmarks.measure.workload_files import WorkloadRequest
 from tokenmill_worker.engine import Engine, EngineConfig, SamplingParams
 
 

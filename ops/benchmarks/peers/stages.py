@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ops.benchmarks.figures import STAGES
+from ops.benchmarks.measure.figures import STAGES
 from tokenmill import AsyncClient
-from tokenmill.hub import ChannelHub, HubSubscription
+from tokenmill.transport.async_pubsub import ChannelHub, HubSubscription
 from tokenmill_schemas.codec import decode_chunk
 
 Passage = dict[int, float]  # number of tokens so far → time

@@ -11,8 +11,8 @@ import os
 import time
 from typing import Any
 
-from ops.benchmarks.peers.protocol import EngineOptions, Round, serve
-from ops.benchmarks.workload_files import WorkloadRequest
+from ops.benchmarks.measure.protocol import EngineOptions, Round, serve
+from ops.benchmarks.measure.workload_files import WorkloadRequest
 
 PAGE_SIZE = 32
 
@@ -101,7 +101,7 @@ def _load(options: EngineOptions) -> Any:
     from transformers import AutoModelForCausalLM
 
     from tokenmill_worker.engine.model.loader import pick_device
-    from tokenmill_worker.engine.model.store import resolve
+    from tokenmill_worker.engine.model.model_files import resolve
 
     model: Any = AutoModelForCausalLM.from_pretrained(
         resolve(options.model), dtype=getattr(torch, options.dtype), attn_implementation="sdpa"

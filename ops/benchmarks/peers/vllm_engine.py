@@ -6,8 +6,8 @@ resolve model names; the parent does so.
 
 import time
 
-from ops.benchmarks.peers.protocol import EngineOptions, Round, serve
-from ops.benchmarks.workload_files import WorkloadRequest
+from ops.benchmarks.measure.protocol import EngineOptions, Round, serve
+from ops.benchmarks.measure.workload_files import WorkloadRequest
 
 
 class Vllm:

@@ -18,15 +18,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
-from ops.benchmarks.disturbance import cpu_seconds
-from ops.benchmarks.figures import percentile, stage_figures
-from ops.benchmarks.peers.protocol import EngineOptions, Round, serve
+from ops.benchmarks.measure.disturbance import cpu_seconds
+from ops.benchmarks.measure.figures import percentile, stage_figures
+from ops.benchmarks.measure.protocol import EngineOptions, Round, serve
+from ops.benchmarks.measure.workload_files import WorkloadRequest
 from ops.benchmarks.peers.stages import NOTED_SEED, Notes, TimedClient, latencies
-from ops.benchmarks.workload_files import WorkloadRequest
 from tokenmill import AsyncClient
-from tokenmill_worker.embedded import EmbeddedValkey
+from tokenmill_worker.local.child_process import Tether
+from tokenmill_worker.local.valkey_server import EmbeddedValkey
 from tokenmill_worker.record import migrate
-from tokenmill_worker.tether import Tether
 
 QUEUE = "bench"
 START_TIMEOUT_S = 300.0

@@ -17,15 +17,15 @@ import redis.asyncio
 from ops.benchmarks.simulation.queue_load import CHECKPOINTS, EIGHTS, TOKENS, Cutting
 from ops.benchmarks.simulation.queue_server import ScriptCosts
 from tokenmill import AsyncClient
-from tokenmill.cancellation import end_task
+from tokenmill.transport.cancellation import end_task
 from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.control import WorkerStatus
 from tokenmill_schemas.generation import FinishReason
 from tokenmill_schemas.keys import Keys
 from tokenmill_schemas.result import ChoiceResult, JobResult, JobStatus, Usage
 from tokenmill_worker.consume.job_stream import JobStream
-from tokenmill_worker.embedded import EmbeddedValkey
 from tokenmill_worker.jobs import Append, Delivery, Finished
+from tokenmill_worker.local.valkey_server import EmbeddedValkey
 
 NUM_JOBS, NUM_SINGLE, GROUP = 256, 64, 16  # jobs; those claimed and finished one by one; jobs per group of the others
 NUM_STEPS = 40

@@ -7,11 +7,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ops.benchmarks.figures import percentile
+from ops.benchmarks.measure.figures import percentile
+from ops.benchmarks.measure.tables import plain_table
 from ops.benchmarks.simulation.costs import CostModel
 from ops.benchmarks.simulation.engine_run import Outcome, SimulatedEngine
 from ops.benchmarks.simulation.trace import arrivals
-from ops.benchmarks.tables import plain_table
 
 TTFT_LIMIT_S = {0: 1.0, 1: 5.0, 2: float("inf")}  # by class: interactive, standard, bulk
 GAP_LIMIT_S = {0: 0.2, 1: 0.5, 2: float("inf")}  # longest silence within an answer

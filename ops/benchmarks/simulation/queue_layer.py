@@ -8,7 +8,7 @@ import random
 from dataclasses import dataclass, field
 from functools import cache
 
-from ops.benchmarks.figures import percentile
+from ops.benchmarks.measure.figures import percentile
 from ops.benchmarks.simulation.costs import CostModel
 from ops.benchmarks.simulation.queue_load import CUTTINGS, TOKENS, Cutting, Mix, Observations
 from ops.benchmarks.simulation.queue_server import Clock, QueueServer, ScriptCosts

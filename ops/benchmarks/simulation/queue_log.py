@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from ops.benchmarks.simulation.queue_load import Cutting, Observations
 from ops.benchmarks.simulation.queue_server import QueueServer, ScriptCosts
 from tokenmill_worker.publish.chunker import MOST_TOGETHER
+from tokenmill_worker.publish.fair_batches import EVENTS_AT_ONCE
 from tokenmill_worker.publish.publisher import PublishLimits
-from tokenmill_worker.turns import EVENTS_AT_ONCE
 
 MAX_APPENDS = PublishLimits().max_appends
 
@@ -57,7 +57,7 @@ def together(steps: Sequence[Steps]) -> Steps:
 def in_parts(pile: Steps, at_once: int) -> list[Steps]:
     """Split the steps into parts of whole jobs with at most `at_once` events.
 
-    This is tokenmill_worker.turns.in_turn for jobs that are not urgent.
+    This is tokenmill_worker.publish.fair_batches.in_turn for jobs that are not urgent.
     """
     if pile.events <= at_once:
         return [pile]

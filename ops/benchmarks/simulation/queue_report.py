@@ -7,10 +7,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from ops.benchmarks.measure.tables import plain_table
 from ops.benchmarks.simulation.queue_layer import MIXES, QueueResult, simulate
 from ops.benchmarks.simulation.queue_load import CUTTINGS, Cutting, Mix
 from ops.benchmarks.simulation.queue_server import ScriptCosts
-from ops.benchmarks.tables import plain_table
 
 WORKERS = (1, 2, 4, 8, 16, 32, 64)
 KEPT = 0.95  # share of the devices' tokens per second; below it, the server is the limit

@@ -18,8 +18,8 @@ from tests.engine.attention.cases import (
     with_threads,
 )
 from tokenmill_worker.engine.attention.base import AttentionShape
-from tokenmill_worker.engine.attention.cpu import CpuAttention
-from tokenmill_worker.engine.kernels.linear import LinearKernels
+from tokenmill_worker.engine.cpu.attention import CpuAttention
+from tokenmill_worker.engine.cpu.kernels.linear import LinearKernels
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
 LENS = ((300, 700), (1, 300), (513, 513), (40, 290), (130, 131))

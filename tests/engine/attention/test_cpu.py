@@ -23,8 +23,8 @@ from tests.engine.attention.cases import (
 )
 from tests.engine.attention.test_backends import CASES
 from tokenmill_worker.engine.attention.base import AttentionShape, stored_as
-from tokenmill_worker.engine.attention.cpu import CpuAttention
-from tokenmill_worker.engine.kernels.toolchain import KernelUnavailableError
+from tokenmill_worker.engine.cpu.attention import CpuAttention
+from tokenmill_worker.engine.cpu.kernels.toolchain import KernelUnavailableError
 
 NARROW = [torch.bfloat16, torch.float16, torch.float8_e4m3fn]
 LENS = ((1, 700), (40, 300), (1, 17), (256, 256))

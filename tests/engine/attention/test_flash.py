@@ -16,9 +16,9 @@ from torch.nn.attention import varlen
 
 from tests.engine.attention.cases import Case, attend, dense, filled_cache, make_problem
 from tokenmill_worker.engine.attention.base import AttentionBackend, AttentionMetadata, AttentionShape
-from tokenmill_worker.engine.attention.flash import FlashAttention, FlashLibrary, flash_refusal
-from tokenmill_worker.engine.attention.token_major import without_garbage
-from tokenmill_worker.engine.attention.torch_varlen import TorchVarlenAttention, find_varlen, missing_parameters
+from tokenmill_worker.engine.cuda.attention.flash import FlashAttention, FlashLibrary, flash_refusal
+from tokenmill_worker.engine.cuda.attention.token_major import without_garbage
+from tokenmill_worker.engine.cuda.attention.torch_varlen import TorchVarlenAttention, find_varlen, missing_parameters
 
 RAGGED = ((1, 600), (33, 33), (1, 1), (19, 251), (40, 300))
 DECODES = ((1, 600), (1, 1), (1, 256), (1, 257))

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from tokenmill_worker.engine.attention import AttentionMetadata, AttentionShape
-from tokenmill_worker.engine.attention.cpu import CpuAttention
-from tokenmill_worker.engine.kernels.toolchain import KernelUnavailableError
+from tokenmill_worker.engine.cpu.attention import CpuAttention
+from tokenmill_worker.engine.cpu.kernels.toolchain import KernelUnavailableError
 
 TILE = 256  # positions, as in attention_plan.h
 DIM = 32

@@ -14,7 +14,7 @@ from tests.engine.attention.cases import Case, attend, dense, filled_cache, make
 from tokenmill_worker.engine.attention.base import AttentionMetadata, AttentionShape
 
 pytest.importorskip("triton")
-from tokenmill_worker.engine.attention.triton import Launch, TritonAttention, is_interpreted, plan_launch
+from tokenmill_worker.engine.cuda.attention.triton import Launch, TritonAttention, is_interpreted, plan_launch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 kernels = pytest.mark.skipif(DEVICE == "cpu" and not is_interpreted(), reason="neither CUDA nor interpreted")
@@ -101,7 +101,7 @@ def test_a_padded_launch_gives_the_same_rows(num_multiprocessors: int) -> None:
 @pytest.mark.skipif(is_interpreted(), reason="the kernels are interpreted in this process")
 def test_a_build_serves_inputs_wherever_they_begin_and_however_wide_the_table_is() -> None:
     """They are parts of one copy: builds by alignment or by width would interrupt the service for seconds each."""
-    from tokenmill_worker.engine.attention.triton_kernels import attend_kernel, fold_kernel, write_kernel
+    from tokenmill_worker.engine.cuda.attention.triton_kernels import attend_kernel, fold_kernel, write_kernel
 
     loose = {parameter.name for kernel in (attend_kernel, fold_kernel, write_kernel) for parameter in kernel.params
              if parameter.do_not_specialize_on_alignment or parameter.do_not_specialize}  # fmt: skip

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tokenmill_worker.engine.kernels.library import SOURCES, cache_folder, compile_library
-from tokenmill_worker.engine.kernels.toolchain import KernelUnavailableError, find_toolchain
+from tokenmill_worker.engine.cpu.kernels.library import SOURCES, cache_folder, compile_library
+from tokenmill_worker.engine.cpu.kernels.toolchain import KernelUnavailableError, find_toolchain
 
 
 def compiled(name: str) -> ctypes.CDLL:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, uint8
 from torch import empty as empty_tensor
 
-from tokenmill_worker.engine.kernels.linear import Epilogue, LinearArguments, PackedWeight
+from tokenmill_worker.engine.cpu.kernels.linear import Epilogue, LinearArguments, PackedWeight
 
 
 def arguments_of(packed: PackedWeight, x: Tensor) -> tuple[LinearArguments, Tensor]:

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from tests.engine.kernels.test_narrow import FORMS
-from tokenmill_worker.engine.kernels.linear import Epilogue, LinearKernels, PackedWeight, pack_gated
-from tokenmill_worker.engine.kernels.narrow import NarrowPacker
-from tokenmill_worker.engine.kernels.quantized import Int8Packer
-from tokenmill_worker.engine.kernels.toolchain import KernelUnavailableError
+from tokenmill_worker.engine.cpu.kernels.linear import Epilogue, LinearKernels, PackedWeight, pack_gated
+from tokenmill_worker.engine.cpu.kernels.narrow import NarrowPacker
+from tokenmill_worker.engine.cpu.kernels.quantized import Int8Packer
+from tokenmill_worker.engine.cpu.kernels.toolchain import KernelUnavailableError
 
 ROWS = [49, 64, 65, 80, 97, 130, 300]  # more than the chains of any form take
 FEW_ROWS = [9, 15, 16, 17, 31, 32, 33, 40, 48]  # of the narrow forms alone

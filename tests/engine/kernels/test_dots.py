@@ -7,10 +7,10 @@ import torch
 
 from tests.engine.kernels.test_amx import EPSILON, assert_fused, error_of
 from tests.engine.kernels.test_narrow import FORMS
-from tokenmill_worker.engine.kernels.library import load
-from tokenmill_worker.engine.kernels.linear import LinearKernels
-from tokenmill_worker.engine.kernels.narrow import NarrowPacker
-from tokenmill_worker.engine.kernels.toolchain import KernelUnavailableError
+from tokenmill_worker.engine.cpu.kernels.library import load
+from tokenmill_worker.engine.cpu.kernels.linear import LinearKernels
+from tokenmill_worker.engine.cpu.kernels.narrow import NarrowPacker
+from tokenmill_worker.engine.cpu.kernels.toolchain import KernelUnavailableError
 
 ROWS = [1, 2, 3, 4, 5, 7, 8, 9, 16, 33, 64, 65, 66, 131, 300]
 SOURCES = {"4 bits": "linear_int4", "8 bits": "linear_byte"}

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from tests.engine.kernels.layer import arguments_of, refuse
-from tokenmill_worker.engine.kernels.highest import HighestOutputs
-from tokenmill_worker.engine.kernels.library import load
-from tokenmill_worker.engine.kernels.linear import LinearKernels, PackedWeight, Packer
-from tokenmill_worker.engine.kernels.program import Program, Step
-from tokenmill_worker.engine.kernels.quantized import Int4Packer, Int8Packer
-from tokenmill_worker.engine.kernels.toolchain import KernelUnavailableError
+from tokenmill_worker.engine.cpu.kernels.highest import HighestOutputs
+from tokenmill_worker.engine.cpu.kernels.library import load
+from tokenmill_worker.engine.cpu.kernels.linear import LinearKernels, PackedWeight, Packer
+from tokenmill_worker.engine.cpu.kernels.program import Program, Step
+from tokenmill_worker.engine.cpu.kernels.quantized import Int4Packer, Int8Packer
+from tokenmill_worker.engine.cpu.kernels.toolchain import KernelUnavailableError
 
 K = 64
 Pack = Callable[..., PackedWeight]

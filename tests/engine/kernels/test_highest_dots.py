@@ -9,9 +9,9 @@ from torch import Tensor
 from tests.engine.kernels.test_dots import rows_of
 from tests.engine.kernels.test_highest import Head, same
 from tests.engine.kernels.test_narrow import q8_0
-from tokenmill_worker.engine.kernels.linear import LinearKernels, PackedWeight
-from tokenmill_worker.engine.kernels.narrow import NarrowPacker
-from tokenmill_worker.engine.kernels.toolchain import KernelUnavailableError
+from tokenmill_worker.engine.cpu.kernels.linear import LinearKernels, PackedWeight
+from tokenmill_worker.engine.cpu.kernels.narrow import NarrowPacker
+from tokenmill_worker.engine.cpu.kernels.toolchain import KernelUnavailableError
 
 K = 576
 ROWS = [2, 4, 5, 6, 7, 8, 33, 64]

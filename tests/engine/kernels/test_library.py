@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tokenmill_worker.engine.kernels.library import cache_folder, compile_library
-from tokenmill_worker.engine.kernels.toolchain import (
+from tokenmill_worker.engine.cpu.kernels.library import cache_folder, compile_library
+from tokenmill_worker.engine.cpu.kernels.toolchain import (
     KernelUnavailableError,
     Toolchain,
     find_toolchain,
@@ -125,7 +125,9 @@ def test_another_packages_openmp_is_not_mistaken_for_torchs() -> None:
         pytest.skip("sentencepiece is not installed")
     expected = str(loaded_openmp())
     for order in ("torch, sentencepiece", "sentencepiece, torch"):
-        script = f"import {order}; from tokenmill_worker.engine.kernels.toolchain import loaded_openmp as f; print(f())"
+        script = (
+            f"import {order}; from tokenmill_worker.engine.cpu.kernels.toolchain import loaded_openmp as f; print(f())"
+        )
         result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
         assert result.stdout.strip() == expected
 

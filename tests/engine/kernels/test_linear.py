@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tokenmill_worker.engine.kernels.library import load
-from tokenmill_worker.engine.kernels.linear import Epilogue, LinearKernels, pack_gated
-from tokenmill_worker.engine.kernels.toolchain import KernelUnavailableError
+from tokenmill_worker.engine.cpu.kernels.library import load
+from tokenmill_worker.engine.cpu.kernels.linear import Epilogue, LinearKernels, pack_gated
+from tokenmill_worker.engine.cpu.kernels.toolchain import KernelUnavailableError
 
 
 @pytest.fixture(scope="module", params=["native", "x86-64-v3", "x86-64"])

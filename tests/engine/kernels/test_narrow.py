@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tokenmill_worker.engine.kernels.library import load
-from tokenmill_worker.engine.kernels.linear import Epilogue, LinearKernels, pack_gated
-from tokenmill_worker.engine.kernels.narrow import NarrowPacker, find_bytes, find_int4, fits
-from tokenmill_worker.engine.kernels.quantized import round_int4
-from tokenmill_worker.engine.kernels.toolchain import KernelUnavailableError
+from tokenmill_worker.engine.cpu.kernels.library import load
+from tokenmill_worker.engine.cpu.kernels.linear import Epilogue, LinearKernels, pack_gated
+from tokenmill_worker.engine.cpu.kernels.narrow import NarrowPacker, find_bytes, find_int4, fits
+from tokenmill_worker.engine.cpu.kernels.quantized import round_int4
+from tokenmill_worker.engine.cpu.kernels.toolchain import KernelUnavailableError
 
 ROWS = [1, 2, 4, 5, 8, 9, 33, 64, 65, 130]
 MARCHES = {"native": set(), "x86-64-v3": {"avx2", "fma", "f16c"}, "x86-64": set()}
@@ -192,7 +192,7 @@ def test_where_a_form_cannot_be_compiled_a_weight_stays_float32(
     def unavailable(*_: object) -> None:
         raise KernelUnavailableError("no room on the disk")
 
-    monkeypatch.setattr("tokenmill_worker.engine.kernels.narrow.load", unavailable)
+    monkeypatch.setattr("tokenmill_worker.engine.cpu.kernels.narrow.load", unavailable)
     packed = NarrowPacker(plain, march=march).pack(bfloat16(40, 64))
     assert packed.form == "float32"
     assert "a weight that could be narrower stays float32: no room on the disk" in caplog.text

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from tests.engine.kernels.layer import arguments_of, refuse
-from tokenmill_worker.engine.kernels.library import load
-from tokenmill_worker.engine.kernels.linear import LinearKernels, PackedWeight
-from tokenmill_worker.engine.kernels.narrow import NarrowPacker
-from tokenmill_worker.engine.kernels.program import Program, Step
-from tokenmill_worker.engine.kernels.quantized import Int4Packer, Int8Packer
-from tokenmill_worker.engine.kernels.toolchain import KernelUnavailableError
+from tokenmill_worker.engine.cpu.kernels.library import load
+from tokenmill_worker.engine.cpu.kernels.linear import LinearKernels, PackedWeight
+from tokenmill_worker.engine.cpu.kernels.narrow import NarrowPacker
+from tokenmill_worker.engine.cpu.kernels.program import Program, Step
+from tokenmill_worker.engine.cpu.kernels.quantized import Int4Packer, Int8Packer
+from tokenmill_worker.engine.cpu.kernels.toolchain import KernelUnavailableError
 
 N, K = 200, 192
 EPS, OFFSET = 1e-5, 1.0

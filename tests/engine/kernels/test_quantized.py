@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tokenmill_worker.engine.kernels.library import load
-from tokenmill_worker.engine.kernels.linear import Epilogue, LinearKernels, pack_gated
-from tokenmill_worker.engine.kernels.quantized import Int4Packer, Int8Packer, round_int4, round_int8
-from tokenmill_worker.engine.kernels.toolchain import KernelUnavailableError
+from tokenmill_worker.engine.cpu.kernels.library import load
+from tokenmill_worker.engine.cpu.kernels.linear import Epilogue, LinearKernels, pack_gated
+from tokenmill_worker.engine.cpu.kernels.quantized import Int4Packer, Int8Packer, round_int4, round_int8
+from tokenmill_worker.engine.cpu.kernels.toolchain import KernelUnavailableError
 
 ROWS = [1, 2, 5, 9, 13, 37]
 # The best there is, AVX512 with VNNI, AVX512 without, AVX2 with VNNI, AVX2 without, and the narrowest

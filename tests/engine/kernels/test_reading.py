@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.engine.kernels.compiled import compiled
-from tokenmill_worker.engine.attention.cpu import AttendArguments
+from tokenmill_worker.engine.cpu.attention import AttendArguments
 
 LINE, BLOCK_SIZE, HEAD_DIM, KV_HEADS = 64, 16, 64, 2
 BLOCK = KV_HEADS * BLOCK_SIZE * HEAD_DIM  # numbers: a block's keys, or its values

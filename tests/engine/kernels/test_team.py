@@ -16,7 +16,7 @@ import pytest
 
 from tests.engine.kernels.compiled import compiled
 from tests.engine.kernels.layer import refuse
-from tokenmill_worker.engine.kernels.program import Program, Step
+from tokenmill_worker.engine.cpu.kernels.program import Program, Step
 
 
 class CountArguments(ctypes.Structure):

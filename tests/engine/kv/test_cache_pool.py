@@ -10,7 +10,7 @@ import torch
 
 from tokenmill_worker.engine.attention.reference import ReferenceAttention
 from tokenmill_worker.engine.config import LayerGroup
-from tokenmill_worker.engine.kv.cache_pool import KVCachePool
+from tokenmill_worker.engine.kv.tensors import KVCachePool
 
 MIB = 1 << 20
 

@@ -7,8 +7,8 @@ import torch
 
 from tokenmill_worker.engine.attention.reference import ReferenceAttention
 from tokenmill_worker.engine.config import EngineConfigError, LayerGroup
-from tokenmill_worker.engine.kv.cache_pool import KVCachePool
 from tokenmill_worker.engine.kv.offloader import Offloader, PinnedPool, runs
+from tokenmill_worker.engine.kv.tensors import KVCachePool
 from tokenmill_worker.engine.plan import BlockCopy, StepPlan
 
 GROUPS = (LayerGroup((0, 2), 2, 4), LayerGroup((1,), 1, 8, window=4))

@@ -15,11 +15,11 @@ from torch.utils._pytree import tree_leaves
 
 from tokenmill_worker.engine.attention.reference import ReferenceAttention
 from tokenmill_worker.engine.config import EngineConfig, LayerGroup
-from tokenmill_worker.engine.kv.cache_pool import KVCachePool
+from tokenmill_worker.engine.execution.memory import memory_shape
 from tokenmill_worker.engine.kv.sizing import DoesNotFitError, MemoryShape, host_blocks, solve
+from tokenmill_worker.engine.kv.tensors import KVCachePool
 from tokenmill_worker.engine.model.loader import load_model
-from tokenmill_worker.engine.model.paged import Probe
-from tokenmill_worker.engine.runner_memory import memory_shape
+from tokenmill_worker.engine.model.paged_attention import Probe
 
 FULL = LayerGroup((0, 1, 2), 2, 16)
 SLIDING = LayerGroup((3, 4, 5, 6, 7), 2, 16, window=100)

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.engine.lora.support import save_adapter
 from tests.engine.truth import expected, tiny_models
-from tokenmill_worker.engine.model.lora.adapters import Adapters
-from tokenmill_worker.engine.model.lora.files import CONFIG, WEIGHTS, AdapterError, read_adapter
+from tokenmill_worker.engine.lora.adapters import Adapters
+from tokenmill_worker.engine.lora.files import CONFIG, WEIGHTS, AdapterError, read_adapter
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from tests.engine.truth import tiny_models
 from tokenmill_schemas.generation import FinishReason
 from tokenmill_worker.engine import Engine, GenerationRequest
 from tokenmill_worker.engine.config import EngineConfig, EngineConfigError
-from tokenmill_worker.engine.graphs import CapturedGraph
-from tokenmill_worker.engine.model.lora.batch import AdapterBatch
+from tokenmill_worker.engine.cuda.graphs import CapturedGraph
+from tokenmill_worker.engine.lora.batch import AdapterBatch
 from tokenmill_worker.engine.plan import ScheduledSequence, StepPlan
 from tokenmill_worker.engine.types import RequestError
 

@@ -15,10 +15,10 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from tokenmill_worker.engine.attention.triton import is_interpreted  # noqa: E402
-from tokenmill_worker.engine.model.device.kernels import gate_kernel, norm_kernel, rotate_and_write_kernel  # noqa: E402
-from tokenmill_worker.engine.sampling.device_draw import TILE, WARPS  # noqa: E402
-from tokenmill_worker.engine.sampling.device_kernels import draw_kernel  # noqa: E402
+from tokenmill_worker.engine.cuda.attention.triton import is_interpreted  # noqa: E402
+from tokenmill_worker.engine.cuda.draw import TILE, WARPS  # noqa: E402
+from tokenmill_worker.engine.cuda.draw_kernel import draw_kernel  # noqa: E402
+from tokenmill_worker.engine.cuda.fused.kernels import gate_kernel, norm_kernel, rotate_and_write_kernel  # noqa: E402
 
 ASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 pytestmark = [

@@ -16,14 +16,14 @@ from tests.engine.support import ChunkingPlanner, make_sequence
 from tests.engine.truth import tiny_models
 from tokenmill_worker.engine.attention.base import stored_as
 from tokenmill_worker.engine.config import AttentionName, EngineConfig
-from tokenmill_worker.engine.model.fused.modules import rotate
+from tokenmill_worker.engine.cpu.fused.modules import rotate
+from tokenmill_worker.engine.execution.runner import ModelRunner
 from tokenmill_worker.engine.model.loader import LoadedModel, load_model
-from tokenmill_worker.engine.runner import ModelRunner
 
 pytest.importorskip("triton")
-from tokenmill_worker.engine.attention.triton import is_interpreted
-from tokenmill_worker.engine.model.device.launches import HeadNorms, Heads, Target, add_and_norm, gate, rotate_and_write
-from tokenmill_worker.engine.model.device.swap import fuse_on_device
+from tokenmill_worker.engine.cuda.attention.triton import is_interpreted
+from tokenmill_worker.engine.cuda.fused.launches import HeadNorms, Heads, Target, add_and_norm, gate, rotate_and_write
+from tokenmill_worker.engine.cuda.fused.replace import fuse_on_device
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [

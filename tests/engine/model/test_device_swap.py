@@ -9,8 +9,8 @@ from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.model.loader import load_model
 
 pytest.importorskip("triton")
-from tokenmill_worker.engine.attention.triton import is_interpreted
-from tokenmill_worker.engine.model.device.swap import fuse_on_device
+from tokenmill_worker.engine.cuda.attention.triton import is_interpreted
+from tokenmill_worker.engine.cuda.fused.replace import fuse_on_device
 
 
 @pytest.mark.skipif(is_interpreted(), reason="kernels are interpreted in this process")

@@ -17,9 +17,9 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecode
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engine import Engine, EngineConfig
 from tokenmill_worker.engine.config import EngineConfigError
-from tokenmill_worker.engine.kernels.toolchain import KernelUnavailableError
-from tokenmill_worker.engine.model.fused import Packing, optimise, swap_modules
-from tokenmill_worker.engine.model.paged import IMPLEMENTATION, register
+from tokenmill_worker.engine.cpu.fused import Packing, optimise, swap_modules
+from tokenmill_worker.engine.cpu.kernels.toolchain import KernelUnavailableError
+from tokenmill_worker.engine.model.paged_attention import IMPLEMENTATION, register
 
 MODULES = {
     "llama": {"FusedLayer": 4, "FusedAttention": 4, "FusedMLP": 4, "FusedNorm": 9, "PackedLinear": 1},

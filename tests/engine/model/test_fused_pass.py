@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from tests.engine.model.test_fused import MODULES, load
 from tokenmill_worker.engine import EngineConfig
 from tokenmill_worker.engine.attention import AttentionMetadata, AttentionShape
-from tokenmill_worker.engine.attention.cpu import CpuAttention
-from tokenmill_worker.engine.model.fused import Packing, find_direct, optimise, swap_modules
-from tokenmill_worker.engine.model.fused.layer import FusedLayer
-from tokenmill_worker.engine.model.fused.layers import small_step
-from tokenmill_worker.engine.model.fused.modules import FusedAttention
-from tokenmill_worker.engine.model.paged import LayerBinding, PagedStep
+from tokenmill_worker.engine.cpu.attention import CpuAttention
+from tokenmill_worker.engine.cpu.fused import Packing, find_direct, optimise, swap_modules
+from tokenmill_worker.engine.cpu.fused.layer import FusedLayer
+from tokenmill_worker.engine.cpu.fused.layer_matching import small_step
+from tokenmill_worker.engine.cpu.fused.modules import FusedAttention
+from tokenmill_worker.engine.model.paged_attention import LayerBinding, PagedStep
 
 pytestmark = pytest.mark.usefixtures("linear_kernels")
 

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from tests.engine.model.test_fused import load
 from tokenmill_worker.engine.attention import AttentionMetadata, AttentionShape
-from tokenmill_worker.engine.attention.cpu import CpuAttention
 from tokenmill_worker.engine.config import EngineConfig
-from tokenmill_worker.engine.model.fused.layer_calls import Scratch
-from tokenmill_worker.engine.model.fused.layer_run import LayerRun
-from tokenmill_worker.engine.model.fused.optimise import optimise
-from tokenmill_worker.engine.model.paged import LayerBinding, PagedStep
+from tokenmill_worker.engine.cpu.attention import CpuAttention
+from tokenmill_worker.engine.cpu.fused.layer_calls import Scratch
+from tokenmill_worker.engine.cpu.fused.layer_run import LayerRun
+from tokenmill_worker.engine.cpu.fused.optimise import optimise
+from tokenmill_worker.engine.model.paged_attention import LayerBinding, PagedStep
 
 pytestmark = pytest.mark.usefixtures("linear_kernels")
 

@@ -17,8 +17,8 @@ from transformers.masking_utils import (
 from tokenmill_worker.engine.attention import AttentionShape
 from tokenmill_worker.engine.config import EngineConfigError
 from tokenmill_worker.engine.model import probe as probing
-from tokenmill_worker.engine.model.layers import LayerKind, describe_layers, group_layers
-from tokenmill_worker.engine.model.paged import LayerTrait, Probe
+from tokenmill_worker.engine.model.layer_groups import LayerKind, describe_layers, group_layers
+from tokenmill_worker.engine.model.paged_attention import LayerTrait, Probe
 
 CAUSAL, NOT_CAUSAL = -1.0, 1.0
 

@@ -14,7 +14,7 @@ from tests.engine.truth import tiny_models
 from tokenmill_worker.engine.config import EngineConfig, EngineConfigError
 from tokenmill_worker.engine.model import loader
 from tokenmill_worker.engine.model.loader import load_model
-from tokenmill_worker.engine.model.paged import Probe
+from tokenmill_worker.engine.model.paged_attention import Probe
 
 
 def config(folder: Path, **changes: object) -> EngineConfig:

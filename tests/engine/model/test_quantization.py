@@ -12,16 +12,16 @@ import pytest
 import torch
 from torch import nn
 
-from ops.benchmarks.quality import config_of, measure, text_windows
-from ops.benchmarks.scoring import Scorer
+from ops.benchmarks.commands.quality import config_of, measure, text_windows
+from ops.benchmarks.measure.scoring import Scorer
 from tests.engine.truth import tiny_models
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engine import Engine, EngineConfig
 from tokenmill_worker.engine.config import EngineConfigError
-from tokenmill_worker.engine.model.fused import Packing, optimise
-from tokenmill_worker.engine.model.fused.modules import FusedAttention, FusedMLP, PackedLinear
+from tokenmill_worker.engine.cpu.fused import Packing, optimise
+from tokenmill_worker.engine.cpu.fused.modules import FusedAttention, FusedMLP, PackedLinear
 from tokenmill_worker.engine.model.loader import load_model
-from tokenmill_worker.engine.model.store import ModelNotFoundError, resolve
+from tokenmill_worker.engine.model.model_files import ModelNotFoundError, resolve
 
 pytestmark = pytest.mark.usefixtures("linear_kernels")
 

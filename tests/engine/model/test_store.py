@@ -11,8 +11,9 @@ import pytest
 import transformers
 
 from tests.engine.truth import tiny_models
-from tokenmill_worker.engine.model import convert, store
-from tokenmill_worker.engine.model.store import BuiltIn, ModelNotFoundError, ModelUnusableError, resolve
+from tokenmill_worker.engine.model import gguf as convert
+from tokenmill_worker.engine.model import model_files
+from tokenmill_worker.engine.model.model_files import BuiltIn, ModelNotFoundError, ModelUnusableError, resolve
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +127,7 @@ def test_other_content_under_the_same_name_is_another_model(gguf_file: Path, tmp
     data = bytearray(gguf_file.read_bytes())
     data[-1] ^= 1
     changed.write_bytes(data)
-    assert store._fingerprint([changed]) != store._fingerprint([gguf_file])
+    assert model_files._fingerprint([changed]) != model_files._fingerprint([gguf_file])
 
 
 def test_a_failed_conversion_leaves_nothing(gguf_file: Path, tmp_path: Path) -> None:
@@ -145,7 +146,7 @@ def _resolve_in_child(model: str, cache: str, answers: multiprocessing.Queue[str
 @pytest.mark.slow
 def test_a_cache_that_cannot_be_written_is_named(gguf_file: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(store.CacheUnusableError) as caught:
+    with pytest.raises(model_files.CacheUnusableError) as caught:
         resolve(str(gguf_file), tmp_path / "file" / "cache")
     assert str(caught.value) == (
         f"the converted model cannot be kept in {tmp_path}/file/cache: Not a directory; cache_dir names another folder"

@@ -20,7 +20,7 @@ from tokenmill_worker.engine.attention import AttentionShape
 from tokenmill_worker.engine.attention.reference import ReferenceAttention
 from tokenmill_worker.engine.config import EngineConfig, EngineConfigError
 from tokenmill_worker.engine.model import loader, probe, verify
-from tokenmill_worker.engine.model.layers import LayerKind
+from tokenmill_worker.engine.model.layer_groups import LayerKind
 from tokenmill_worker.engine.model.loader import describe_model, load_model
 
 

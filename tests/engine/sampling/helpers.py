@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tokenmill_schemas.generation import SamplingParams
-from tokenmill_worker.engine.kernels.draw import DrawKernel
+from tokenmill_worker.engine.cpu.kernels.draw import DrawKernel
 from tokenmill_worker.engine.plan import ScheduledSequence
 from tokenmill_worker.engine.sampling import Sampler
 from tokenmill_worker.engine.sequence import Sequence

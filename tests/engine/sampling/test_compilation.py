@@ -8,7 +8,7 @@ import pytest
 
 from tokenmill_schemas.generation import ResponseFormat, SamplingParams
 from tokenmill_worker.engine.sampling import GrammarCompiler, GrammarError
-from tokenmill_worker.engine.sampling.compilation import MAX_SOURCE_CHARS, source_of
+from tokenmill_worker.engine.sampling.grammar.compiler import MAX_SOURCE_CHARS, source_of
 
 VOCAB = [bytes([i]) for i in range(256)] + [b""]
 

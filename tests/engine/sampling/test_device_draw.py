@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tokenmill_worker.engine.kernels.draw import Drawing
+from tokenmill_worker.engine.cpu.kernels.draw import Drawing
 from tokenmill_worker.engine.sampling.noise import gumbel_costs, race, row_keys
 from tokenmill_worker.engine.sampling.truncation import Limits, draw_sorted
 
 pytest.importorskip("triton")
-from tokenmill_worker.engine.attention.triton import is_interpreted
-from tokenmill_worker.engine.sampling.device_draw import TILE, DeviceDraw
+from tokenmill_worker.engine.cuda.attention.triton import is_interpreted
+from tokenmill_worker.engine.cuda.draw import TILE, DeviceDraw
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = [

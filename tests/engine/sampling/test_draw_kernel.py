@@ -11,7 +11,7 @@ import torch
 
 from tests.engine.sampling.helpers import make_sampler, make_sequence, plan_item
 from tokenmill_schemas.generation import SamplingParams
-from tokenmill_worker.engine.kernels.draw import Drawing, DrawKernel
+from tokenmill_worker.engine.cpu.kernels.draw import Drawing, DrawKernel
 from tokenmill_worker.engine.sampling import Sampled
 
 WAYS = [

@@ -7,8 +7,8 @@ from tests.engine.sampling.test_json_rewrite import VALUES
 from tests.engine.sampling.test_structured import VOCAB
 from tokenmill_schemas.generation import ResponseFormat
 from tokenmill_worker.engine.sampling import GrammarCompiler, GrammarError
-from tokenmill_worker.engine.sampling.json_schema import rewrite
-from tokenmill_worker.engine.sampling.json_schema.drafts import modern
+from tokenmill_worker.engine.sampling.grammar.json_schema import rewrite
+from tokenmill_worker.engine.sampling.grammar.json_schema.drafts import modern
 
 DRAFT4 = {"$schema": "http://json-schema.org/draft-04/schema#"}
 DRAFT6 = {"$schema": "http://json-schema.org/draft-06/schema"}

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenmill_worker.engine.sampling.json_schema import MAX_DEPTH, rewrite
-from tokenmill_worker.engine.sampling.json_schema.patterns import PatternProblem, other_than, translated
+from tokenmill_worker.engine.sampling.grammar.json_schema import MAX_DEPTH, rewrite
+from tokenmill_worker.engine.sampling.grammar.json_schema.patterns import PatternProblem, other_than, translated
 
 VALUES = [
     None, True, False, 0, 1, 2, 5, 2.5, -3, "", "a", "b", "ab", "abc", [], [1], [1, "a"], ["a", "a", None], {},

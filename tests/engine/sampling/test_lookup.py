@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.engine.sampling.helpers import make_sequence
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engine.sampling import PromptLookup
-from tokenmill_worker.engine.sampling.lookup import MIN_MATCH, NgramIndex
+from tokenmill_worker.engine.sampling.prompt_lookup import MIN_MATCH, NgramIndex
 
 
 def propose(token_ids: list[int], max_tokens: int, min_match: int = MIN_MATCH) -> tuple[int, ...]:

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from tests.engine.sampling.helpers import CPU, ToyModel, generate_a_step_late, plan_item
 from tokenmill_schemas.generation import ResponseFormat, SamplingParams
-from tokenmill_worker.engine.preparing import Needs
+from tokenmill_worker.engine.requests.pending import Needs
 from tokenmill_worker.engine.sampling import GrammarCompiler, Sampler
-from tokenmill_worker.engine.sampling import structured as structured_output
+from tokenmill_worker.engine.sampling.grammar import masks as structured_output
 from tokenmill_worker.engine.sequence import Sequence
 
 WORDS = [b'{"', b'": ', b", ", b"true", b"null", b"name", b"12", b'"}', b"[[", b"abc", "é".encode(), b"\n  "]

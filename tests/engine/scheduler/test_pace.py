@@ -9,7 +9,7 @@ import pytest
 from tests.engine.scheduler.loop import Loop, make_cache, make_sequence
 from tests.engine.scheduler.test_policies import prompt
 from tokenmill_schemas.generation import SamplingParams
-from tokenmill_worker.engine.scheduler.pace import ALONE_S, FIRST_TOKENS, MIN_TOKENS, RECENT_S, SHORT_S, Pace
+from tokenmill_worker.engine.scheduler.step_time import ALONE_S, FIRST_TOKENS, MIN_TOKENS, RECENT_S, SHORT_S, Pace
 from tokenmill_worker.engine.sequence import Sequence
 
 

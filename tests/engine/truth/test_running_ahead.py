@@ -11,7 +11,7 @@ import pytest
 from tests.engine.truth import tiny_models
 from tokenmill_schemas.generation import FinishReason, SamplingParams
 from tokenmill_worker.engine import Engine, EngineConfig
-from tokenmill_worker.engine.runner import ModelRunner
+from tokenmill_worker.engine.execution.runner import ModelRunner
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma3"])

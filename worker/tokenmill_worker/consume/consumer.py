@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from tokenmill.cancellation import wait_at_most
+from tokenmill.transport.cancellation import wait_at_most
 from tokenmill_worker.errors import RedisUnavailable
 from tokenmill_worker.jobs import Delivery
 

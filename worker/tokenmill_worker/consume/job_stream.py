@@ -18,14 +18,14 @@ from typing import Any, cast
 import redis.asyncio
 from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
 
-from tokenmill.connections import SERVER_TROUBLE
-from tokenmill.scripts import Argument, Script, call_async, in_parts
+from tokenmill.transport.connect import SERVER_TROUBLE
+from tokenmill.transport.scripts import Argument, Script, call_async, in_parts
 from tokenmill_schemas.codec import encode
 from tokenmill_schemas.control import WorkerStatus
 from tokenmill_schemas.keys import Keys
 from tokenmill_worker.consume import replies, scripts
-from tokenmill_worker.consume.append_calls import AppendCalls
-from tokenmill_worker.consume.held_connection import HeldConnection
+from tokenmill_worker.consume.append.batch_encoding import AppendCalls
+from tokenmill_worker.consume.append.connection import HeldConnection
 from tokenmill_worker.consume.replies import HeartbeatReply
 from tokenmill_worker.errors import RedisUnavailable, SettingsError
 from tokenmill_worker.jobs import Append, AppendReply, Delivery, Exceptions, Finished

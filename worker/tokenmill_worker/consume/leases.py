@@ -15,7 +15,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from tokenmill.cancellation import end_task
+from tokenmill.transport.cancellation import end_task
 from tokenmill_schemas.control import WorkerStatus
 from tokenmill_worker.consume.replies import HeartbeatReply
 from tokenmill_worker.errors import RedisUnavailable, Replaced

@@ -2,16 +2,16 @@
 describes its arguments and its reply.
 """
 
-from tokenmill.scripts import COMMON, Script, load_script
+from tokenmill.transport.scripts import COMMON, Script, load_script
 
-_HANDS = ("tokenmill_worker.consume", "hands")
+_OWNERSHIP = ("tokenmill_worker.consume", "ownership")
 
 
 def _script(*names: str) -> Script:
-    return load_script(COMMON, _HANDS, *(("tokenmill_worker.consume", name) for name in names))
+    return load_script(COMMON, _OWNERSHIP, *(("tokenmill_worker.consume", name) for name in names))
 
 
-CLAIM = _script("take", "lanes", "claim")
+CLAIM = _script("delivery", "fair_queue", "claim")
 APPEND = load_script(("tokenmill_worker.consume", "append"))  # the hot path carries nothing it does not use
 FINISH = _script("finish")
 RELEASE = _script("release")

@@ -20,7 +20,7 @@ from tokenmill_worker.engine.types import (
 
 if TYPE_CHECKING:
     from tokenmill_worker.engine.engine import Engine
-    from tokenmill_worker.engine.faults import EngineError
+    from tokenmill_worker.engine.errors import EngineError
 
 __all__ = [
     "Capacity",

@@ -18,11 +18,11 @@ import msgspec
 
 from tokenmill_schemas.generation import FinishReason, SamplingParams
 from tokenmill_worker.engine.config import EngineConfig, EngineConfigError, threshold_problem
-from tokenmill_worker.engine.faults import EngineError, refusal_event
-from tokenmill_worker.engine.intake import Intake
-from tokenmill_worker.engine.outputs import Outputs
-from tokenmill_worker.engine.preparing import Needs, Preparing
-from tokenmill_worker.engine.runners import Runner, load_runner
+from tokenmill_worker.engine.errors import EngineError, refusal_event
+from tokenmill_worker.engine.execution.interface import Runner, load_runner
+from tokenmill_worker.engine.requests.outputs import Outputs
+from tokenmill_worker.engine.requests.pending import Needs, Preparing
+from tokenmill_worker.engine.requests.validation import Intake
 from tokenmill_worker.engine.scheduler import Scheduler
 from tokenmill_worker.engine.sequence import Sequence
 from tokenmill_worker.engine.stepping import Steps

@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from tokenmill_worker.engine.faults import EngineError, StepsFailError, is_device_lost, sentence_of
+from tokenmill_worker.engine.errors import EngineError, StepsFailError, is_device_lost, sentence_of
+from tokenmill_worker.engine.execution.interface import Runner
 from tokenmill_worker.engine.plan import StepOutput, StepPlan
-from tokenmill_worker.engine.runners import Runner
 from tokenmill_worker.engine.scheduler import Scheduler
 from tokenmill_worker.engine.sequence import Sequence
 from tokenmill_worker.engine.types import TokenEvent

@@ -3,6 +3,6 @@ acknowledge.
 """
 
 from tokenmill_worker.record.finalizer import Finalizer, FinalizerLimits, FinalizerStats
-from tokenmill_worker.record.store import RecordReport, ResultStore
+from tokenmill_worker.record.result_store import RecordReport, ResultStore
 
 __all__ = ["Finalizer", "FinalizerLimits", "FinalizerStats", "RecordReport", "ResultStore"]

@@ -27,9 +27,9 @@ from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.result import JobError, JobResult, JobStatus, Usage
 from tokenmill_worker.errors import StoreUnavailable
 from tokenmill_worker.jobs import Acknowledger, Admitted, Finished
-from tokenmill_worker.record.sizes import size_of
-from tokenmill_worker.record.stage import Backoff, Stage
-from tokenmill_worker.record.store import RecordReport
+from tokenmill_worker.record.job_size import size_of
+from tokenmill_worker.record.result_store import RecordReport
+from tokenmill_worker.record.retry_queue import Backoff, Stage
 
 log = logging.getLogger(__name__)
 

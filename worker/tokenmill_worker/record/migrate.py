@@ -22,8 +22,8 @@ from sqlalchemy.engine import Connection
 
 import tokenmill_migrations
 from tokenmill_worker.errors import TokenmillError
-from tokenmill_worker.record.connection import open_engine
-from tokenmill_worker.record.standing import standing
+from tokenmill_worker.record.schema_version import standing
+from tokenmill_worker.record.threads import open_engine
 
 _LOCK: Final = 0x746F6B656E  # "token": the advisory lock of upgrades
 _LOCK_POLL_S: Final = 0.1

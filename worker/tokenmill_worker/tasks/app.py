@@ -13,11 +13,11 @@ from typing import Any, Final
 
 from celery import Celery
 
-from tokenmill.connections import parse_url
+from tokenmill.transport.connect import parse_url
 from tokenmill_worker.errors import SettingsError
 from tokenmill_worker.settings import Settings
-from tokenmill_worker.tasks.desk import Desk
 from tokenmill_worker.tasks.registry import BULK, UPKEEP, WEBHOOKS, register, schedule
+from tokenmill_worker.tasks.resources import Desk
 
 VISIBILITY_S: Final = 900  # a task of a dead process starts in another one after this time
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 from celery import Celery, signals
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from tokenmill_worker.telemetry.families import PREFIX
+from tokenmill_worker.telemetry.instruments import PREFIX
 
 _SECONDS: Final = (0.005, 0.025, 0.1, 0.5, 2.5, 10, 60, 300)
 

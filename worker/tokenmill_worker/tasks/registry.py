@@ -14,9 +14,9 @@ from celery import Celery
 
 from tokenmill.errors import QueueUnavailable, TokenmillError
 from tokenmill_worker.settings import Settings
-from tokenmill_worker.tasks.bulk import NotYet, Order
-from tokenmill_worker.tasks.desk import Desk
-from tokenmill_worker.tasks.outbox import CLAIM_MS, Claim
+from tokenmill_worker.tasks.bulk_files import NotYet, Order
+from tokenmill_worker.tasks.resources import Desk
+from tokenmill_worker.tasks.webhooks.outbox import CLAIM_MS, Claim
 
 log = logging.getLogger(__name__)
 

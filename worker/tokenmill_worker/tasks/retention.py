@@ -15,8 +15,8 @@ from typing import Any, Final
 
 from sqlalchemy import Engine, delete, func, null, select, update
 
-from tokenmill_worker.record.tables import jobs, usage, webhooks
-from tokenmill_worker.tasks.rollup import RollUp
+from tokenmill_schemas.tables import jobs, usage, webhooks
+from tokenmill_worker.tasks.usage_rollup import RollUp
 
 _DAY_MS: Final = 86_400_000
 _PAYLOAD: Final = ("text", "token_ids", "logprobs", "error_message", "prompt", "params", "metadata", "result")

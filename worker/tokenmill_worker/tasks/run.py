@@ -17,14 +17,14 @@ from celery.beat import EmbeddedService
 from celery.exceptions import CPendingDeprecationWarning, SecurityWarning
 from redis.exceptions import AuthenticationError
 
-from tokenmill.connections import SERVER_TROUBLE, Link, connect
 from tokenmill.errors import ConfigurationError
+from tokenmill.transport.connect import SERVER_TROUBLE, Link, connect
 from tokenmill_worker.errors import RedisUnavailable
-from tokenmill_worker.record.store import ResultStore
+from tokenmill_worker.record.result_store import ResultStore
 from tokenmill_worker.settings import Settings
 from tokenmill_worker.tasks.app import QUEUES, build_app
-from tokenmill_worker.tasks.desk import Desk
-from tokenmill_worker.tasks.watch import TasksWatch
+from tokenmill_worker.tasks.health import TasksWatch
+from tokenmill_worker.tasks.resources import Desk
 from tokenmill_worker.telemetry import configure_logging
 
 log = logging.getLogger(__name__)

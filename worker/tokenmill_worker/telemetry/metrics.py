@@ -15,7 +15,7 @@ from typing import Final
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from tokenmill_schemas.result import JobResult
-from tokenmill_worker.telemetry.families import PREFIX, Labelled, Reading, Tallies, Watched
+from tokenmill_worker.telemetry.instruments import PREFIX, Labelled, Reading, Tallies, Watched
 
 _SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
 _PER_TOKEN: Final = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 10)

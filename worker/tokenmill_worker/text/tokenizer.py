@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from tokenmill_schemas.job import Message
 from tokenmill_worker.text.detokenizer import Detokenizer, WindowDetokenizer
-from tokenmill_worker.text.pieces import Pieces, read_pieces
+from tokenmill_worker.text.token_pieces import Pieces, read_pieces
 
 THREAD_CHARS = 4_000  # longer texts are encoded in a thread
 _GENERIC: Final = frozenset({"PreTrainedTokenizer", "TokenizersBackend"})  # a tokenizer.json that needs no other class

@@ -15,10 +15,10 @@ from tokenmill_worker.engine.config import AttentionName, EngineConfigError
 
 _MODULES: dict[str, tuple[str, str]] = {
     "reference": ("tokenmill_worker.engine.attention.reference", "ReferenceAttention"),
-    "cpu": ("tokenmill_worker.engine.attention.cpu", "CpuAttention"),
-    "triton": ("tokenmill_worker.engine.attention.triton", "TritonAttention"),
-    "flash": ("tokenmill_worker.engine.attention.flash", "FlashAttention"),
-    "torch_varlen": ("tokenmill_worker.engine.attention.torch_varlen", "TorchVarlenAttention"),
+    "cpu": ("tokenmill_worker.engine.cpu.attention", "CpuAttention"),
+    "triton": ("tokenmill_worker.engine.cuda.attention.triton", "TritonAttention"),
+    "flash": ("tokenmill_worker.engine.cuda.attention.flash", "FlashAttention"),
+    "torch_varlen": ("tokenmill_worker.engine.cuda.attention.torch_varlen", "TorchVarlenAttention"),
 }
 _PREFERRED = {"cpu": ("cpu", "reference"), "cuda": ("flash", "triton", "torch_varlen", "reference")}
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tokenmill_worker.engine.config import EngineConfigError
-from tokenmill_worker.engine.kv.cache_pool import KVCachePool
+from tokenmill_worker.engine.kv.tensors import KVCachePool
 from tokenmill_worker.engine.plan import BlockCopy, StepPlan
 
 MAX_STAGING_BYTES = 256 << 20  # largest part that moves at once; bounds the staging memory

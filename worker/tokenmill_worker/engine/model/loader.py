@@ -21,11 +21,11 @@ from transformers.utils import logging as progress_bars
 
 from tokenmill_worker.engine.attention import AttentionShape, choose
 from tokenmill_worker.engine.config import EngineConfig, EngineConfigError, LayerGroup
+from tokenmill_worker.engine.cpu.fused import DirectForward, find_direct, optimise
+from tokenmill_worker.engine.cuda.fused import fuse_where_possible
 from tokenmill_worker.engine.model import probe, verify
-from tokenmill_worker.engine.model.device import fuse_where_possible
-from tokenmill_worker.engine.model.fused import DirectForward, find_direct, optimise
-from tokenmill_worker.engine.model.layers import LayerKind, describe_layers, group_layers
-from tokenmill_worker.engine.model.paged import AttentionStep, Probe, register
+from tokenmill_worker.engine.model.layer_groups import LayerKind, describe_layers, group_layers
+from tokenmill_worker.engine.model.paged_attention import AttentionStep, Probe, register
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,13 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from tokenmill_worker.engine.config import EngineConfigError
-from tokenmill_worker.engine.model.paged import IMPLEMENTATION, Probe, StepHolder, StepNotPassedError, paged_attention
+from tokenmill_worker.engine.model.paged_attention import (
+    IMPLEMENTATION,
+    Probe,
+    StepHolder,
+    StepNotPassedError,
+    paged_attention,
+)
 
 PROBING = "tokenmill_probe"
 OWN = "eager"  # each family's own attention

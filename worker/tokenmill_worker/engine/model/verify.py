@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from tokenmill_worker.engine.attention import AttentionBackend, AttentionMetadata
 from tokenmill_worker.engine.attention.reference import ReferenceAttention
 from tokenmill_worker.engine.config import EngineConfigError, LayerGroup
-from tokenmill_worker.engine.model.layers import LayerKind, group_layers
-from tokenmill_worker.engine.model.paged import AttentionStep, LayerBinding, PagedStep
+from tokenmill_worker.engine.model.layer_groups import LayerKind, group_layers
+from tokenmill_worker.engine.model.paged_attention import AttentionStep, LayerBinding, PagedStep
 from tokenmill_worker.engine.model.probe import OWN, attending_with, failed
 
 TOLERANCE = 1e-3  # share of a row's largest distance from its mean; float32 sums reordered differ by about 1e-5

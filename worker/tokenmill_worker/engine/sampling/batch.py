@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tokenmill_worker.engine.sampling.draws import Drawer, Draws
-from tokenmill_worker.engine.sampling.rows import COUNTS, EDITED, NUMBERS, RowTable, Trait
+from tokenmill_worker.engine.sampling.parameter_table import COUNTS, EDITED, NUMBERS, RowTable, Trait
 from tokenmill_worker.engine.sampling.transfer import Indices, to_device
 
 

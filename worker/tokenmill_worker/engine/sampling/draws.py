@@ -14,10 +14,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tokenmill_worker.engine.kernels.draw import Drawing
+from tokenmill_worker.engine.cpu.kernels.draw import Drawing
 from tokenmill_worker.engine.sampling import truncation
 from tokenmill_worker.engine.sampling.noise import argmax, race, row_keys
-from tokenmill_worker.engine.sampling.rows import COUNTS, NUMBERS, RowTable, Trait
+from tokenmill_worker.engine.sampling.parameter_table import COUNTS, NUMBERS, RowTable, Trait
 from tokenmill_worker.engine.sampling.transfer import Indices, to_device
 from tokenmill_worker.engine.sampling.truncation import Limits
 

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from tokenmill_worker.engine.plan import ScheduledSequence
 from tokenmill_worker.engine.sampling.batch import Batch, build
-from tokenmill_worker.engine.sampling.compilation import GrammarCompiler
 from tokenmill_worker.engine.sampling.draws import Drawer, Kernel, KernelDrawer, TorchDrawer
+from tokenmill_worker.engine.sampling.grammar.compiler import GrammarCompiler
+from tokenmill_worker.engine.sampling.grammar.masks import Grammars, Masks
+from tokenmill_worker.engine.sampling.parameter_table import NUMBERS, RowTable
 from tokenmill_worker.engine.sampling.penalties import Histories, Places
-from tokenmill_worker.engine.sampling.rows import NUMBERS, RowTable
 from tokenmill_worker.engine.sampling.sampled import RawLogprobs, Sampled, Share
-from tokenmill_worker.engine.sampling.structured import Grammars, Masks
 from tokenmill_worker.engine.sampling.transfer import Indices, to_device
 from tokenmill_worker.engine.sequence import Sequence
 

@@ -17,7 +17,7 @@ from tokenmill_worker.engine.scheduler.missing_blocks import MissingBlocks
 from tokenmill_worker.engine.scheduler.preemption import PREEMPTING_GAP, is_protected
 from tokenmill_worker.engine.scheduler.queues import Place
 from tokenmill_worker.engine.scheduler.state import OFFLOADED, WAITING, State
-from tokenmill_worker.engine.scheduler.step import Step
+from tokenmill_worker.engine.scheduler.step_builder import Step
 from tokenmill_worker.engine.sequence import Sequence
 from tokenmill_worker.engine.types import SchedulingPolicy
 

@@ -13,10 +13,10 @@ from collections.abc import Callable, Collection
 
 from tokenmill_worker.engine.plan import ScheduledSequence, StepPlan
 from tokenmill_worker.engine.scheduler.admission import Admission
-from tokenmill_worker.engine.scheduler.pace import BULK, MIN_TOKENS, Pace
 from tokenmill_worker.engine.scheduler.preemption import victims_first
 from tokenmill_worker.engine.scheduler.state import DECODING, PREFILLING, State
-from tokenmill_worker.engine.scheduler.step import Step
+from tokenmill_worker.engine.scheduler.step_builder import Step
+from tokenmill_worker.engine.scheduler.step_time import BULK, MIN_TOKENS, Pace
 from tokenmill_worker.engine.sequence import Sequence
 from tokenmill_worker.engine.types import SchedulingPolicy
 

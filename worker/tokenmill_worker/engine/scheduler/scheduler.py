@@ -18,10 +18,10 @@ from tokenmill_worker.engine.scheduler.committer import Committer
 from tokenmill_worker.engine.scheduler.counters import Counters
 from tokenmill_worker.engine.scheduler.intake_order import for_prefix_hits
 from tokenmill_worker.engine.scheduler.integrity import check
-from tokenmill_worker.engine.scheduler.pace import Pace
 from tokenmill_worker.engine.scheduler.planner import Planner, Proposer
 from tokenmill_worker.engine.scheduler.queues import FifoQueue, PriorityQueue, WaitingQueue
 from tokenmill_worker.engine.scheduler.state import OFFLOADED, WAITING, State
+from tokenmill_worker.engine.scheduler.step_time import Pace
 from tokenmill_worker.engine.sequence import NULL_BLOCK, Sequence
 from tokenmill_worker.engine.types import Capacity, EngineStats, RequestError, SchedulingPolicy, TokenEvent
 

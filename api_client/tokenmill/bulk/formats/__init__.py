@@ -1,0 +1,4 @@
+"""Reads and writes OpenAI's batch files: input lines, request bodies, output lines and files.
+
+Belongs here: bytes to values and back. When a line is submitted belongs to `bulk`.
+"""

@@ -1,0 +1,205 @@
+"""Builds lines of the output and error files, from a job's result or from a line that has no job.
+
+The text of each token comes from the result, which has the place where each token's text ends. For
+tokens that were not chosen only the id is known here; they are named `token_id:ID`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import msgspec
+
+from tokenmill.bulk.batch import Totals
+from tokenmill.bulk.formats.input_file import BadLine, line_of
+from tokenmill_schemas.generation import FinishReason
+from tokenmill_schemas.openai import (
+    CHAT_URL,
+    ChatChoice,
+    ChatCompletion,
+    ChatLogprobs,
+    ChatMessage,
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionUsage,
+    ErrorBody,
+    ErrorObject,
+    LineError,
+    OutputLine,
+    PromptDetails,
+    Response,
+    TokenLogprobs,
+    TopLogprob,
+)
+from tokenmill_schemas.result import ChoiceResult, JobResult, JobStatus
+
+_encode: Final = msgspec.json.Encoder().encode
+_REASONS: Final[dict[FinishReason | None, Literal["stop", "length"]]] = {FinishReason.LENGTH: "length"}
+# errors caused by the request; every other error has status 500
+_BAD_REQUESTS: Final = {"invalid_request": 400, "context_length_exceeded": 400, "model_not_found": 404}
+EXPIRED: Final = LineError("batch_expired", "This request could not be executed before the completion window expired.")
+CANCELLED: Final = LineError("batch_cancelled", "This request was cancelled with its batch.")
+LOST: Final = LineError("result_unavailable", "The queue has forgotten this request's result, and no database has it.")
+UNREADABLE: Final = LineError("result_unreadable", "This request's result is damaged, or a newer version wrote it.")
+_WITHOUT_RESPONSE: Final = {JobStatus.EXPIRED: EXPIRED, JobStatus.CANCELLED: CANCELLED}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A line for one of the two files, without its newline. `share` is what it adds to the batch's
+    totals.
+    """
+
+    line: int
+    data: bytes
+    share: Totals
+
+    @property
+    def is_error(self) -> bool:
+        return not self.share.completed
+
+
+def request_name(batch_id: str, line: int) -> str:
+    return f"batch_req_{batch_id.removeprefix('batch_')}_{line}"
+
+
+def line_number(name: str) -> int:
+    """Return the number of the input line that an output line answers. Raises ValueError."""
+    return int(name.rpartition("_")[2])
+
+
+def of_result(batch_id: str, result: JobResult) -> Answer:
+    line = line_of(batch_id, result.job_id)
+    name, custom_id = request_name(batch_id, line), result.metadata.get("custom_id")
+    refusal = _WITHOUT_RESPONSE.get(result.status)
+    if refusal is not None:
+        out = OutputLine(id=name, custom_id=custom_id, error=refusal)
+        return Answer(line, _encode(out), _share(result))
+    is_good = result.status is JobStatus.SUCCEEDED
+    response = Response(
+        status_code=200 if is_good else _BAD_REQUESTS.get(result.error.code if result.error else "", 500),
+        request_id=result.job_id,
+        body=_answer(result) if is_good else _failure(result),
+    )
+    return Answer(line, _encode(OutputLine(id=name, custom_id=custom_id, response=response)), _share(result))
+
+
+def of_bad_line(batch_id: str, bad: BadLine) -> Answer:
+    name = request_name(batch_id, bad.line)
+    if not bad.status:
+        line = OutputLine(id=name, custom_id=bad.custom_id, error=LineError(bad.code, bad.message))
+    else:
+        body = ErrorBody(ErrorObject(message=bad.message, param=bad.param, code=bad.code))
+        response = Response(status_code=bad.status, request_id=name, body=body)
+        line = OutputLine(id=name, custom_id=bad.custom_id, response=response)
+    return Answer(bad.line, _encode(line), Totals(failed=1, expired=int(bad.code == EXPIRED.code)))
+
+
+def unanswered(line: int, custom_id: str | None, why: LineError) -> BadLine:
+    return BadLine(line, custom_id, why.code, why.message)
+
+
+def _share(result: JobResult) -> Totals:
+    is_good, used = result.status is JobStatus.SUCCEEDED, result.usage
+    return Totals(
+        completed=int(is_good),
+        failed=int(not is_good),
+        expired=int(result.status is JobStatus.EXPIRED),
+        input_tokens=used.prompt_tokens,
+        cached_tokens=used.cached_tokens,
+        output_tokens=used.completion_tokens,
+    )
+
+
+def _failure(result: JobResult) -> ErrorBody:
+    code = result.error.code if result.error else result.status.value
+    return ErrorBody(
+        ErrorObject(
+            message=result.error.message if result.error else f"the job ended as {result.status.value}",
+            type="invalid_request_error" if code in _BAD_REQUESTS else "server_error",
+            code=code,
+        )
+    )
+
+
+def _answer(result: JobResult) -> ChatCompletion | Completion:
+    used = result.usage
+    usage = CompletionUsage(
+        prompt_tokens=used.prompt_tokens,
+        completion_tokens=used.completion_tokens,
+        total_tokens=used.prompt_tokens + used.completion_tokens,
+        prompt_tokens_details=PromptDetails(used.cached_tokens),
+    )
+    created = result.created_ms // 1000
+    if result.metadata.get("endpoint") == CHAT_URL:
+        chats = [_chat_choice(choice) for choice in result.choices]
+        return ChatCompletion(
+            id=f"chatcmpl-{result.job_id}", created=created, model=result.model, choices=chats, usage=usage
+        )
+    texts = [_text_choice(choice) for choice in result.choices]
+    return Completion(id=f"cmpl-{result.job_id}", created=created, model=result.model, choices=texts, usage=usage)
+
+
+def _chat_choice(choice: ChoiceResult) -> ChatChoice:
+    return ChatChoice(
+        index=choice.index,
+        message=ChatMessage(choice.text),
+        logprobs=_chat_logprobs(choice),
+        finish_reason=_REASONS.get(choice.finish_reason, "stop"),
+    )
+
+
+def _chat_logprobs(choice: ChoiceResult) -> ChatLogprobs | None:
+    if choice.logprobs is None:
+        return None
+    content = [
+        TokenLogprobs(
+            token=text,
+            logprob=entry.logprob,
+            bytes=list(text.encode()),
+            top_logprobs=[_top(token, value, choice.token_ids[place], text) for token, value in entry.top],
+        )
+        for place, (text, entry) in enumerate(zip(_pieces(choice), choice.logprobs, strict=False))
+    ]
+    return ChatLogprobs(content)
+
+
+def _top(token_id: int, logprob: float, chosen: int, text: str) -> TopLogprob:
+    if token_id == chosen:
+        return TopLogprob(text, logprob, list(text.encode()))
+    return TopLogprob(f"token_id:{token_id}", logprob)
+
+
+def _text_choice(choice: ChoiceResult) -> CompletionChoice:
+    return CompletionChoice(
+        index=choice.index,
+        text=choice.text,
+        logprobs=_text_logprobs(choice),
+        finish_reason=_REASONS.get(choice.finish_reason, "stop"),
+    )
+
+
+def _text_logprobs(choice: ChoiceResult) -> CompletionLogprobs | None:
+    if choice.logprobs is None:
+        return None
+    pieces = _pieces(choice)
+    tops = [
+        {text if token == chosen else f"token_id:{token}": value for token, value in entry.top}
+        for text, chosen, entry in zip(pieces, choice.token_ids, choice.logprobs, strict=False)
+    ]
+    return CompletionLogprobs(
+        tokens=pieces,
+        token_logprobs=[entry.logprob for entry in choice.logprobs],
+        top_logprobs=tops,
+        text_offset=[0, *choice.text_ends[:-1]][: len(pieces)],
+    )
+
+
+def _pieces(choice: ChoiceResult) -> list[str]:
+    """Return the text of each token; "" for a token that only began a character, or whose text was
+    held back.
+    """
+    starts = (0, *choice.text_ends[:-1])
+    return [choice.text[start:end] for start, end in zip(starts, choice.text_ends, strict=False)]

@@ -1,0 +1,112 @@
+"""Converts the body of an OpenAI request (chat or completion) to the fields of a job, as far as a
+queue supports it.
+
+A parameter that would change the answer and is not supported is rejected by its name. Labels that
+change nothing (user, metadata, …) are ignored. Parameters that OpenAI's API does not have are
+rejected as unknown, except for the sampling parameters that vLLM adds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from tokenmill.operations.openai_forms import FormError
+from tokenmill_schemas.openai import CHAT_URL
+
+_SAME: Final = (
+    "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "n",
+    "top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids",
+    "stop", "logit_bias", "response_format",
+)  # fmt: skip
+_LABELS: Final = frozenset({
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+})  # fmt: skip
+# parameter → the values that have no effect
+_NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
+    "stream": (False,),
+    "stream_options": (),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    "moderation": (),
+    "echo": (False,),
+    "suffix": ("",),
+}
+_CHAT_ONLY: Final = frozenset({"messages", "max_completion_tokens", "top_logprobs"})
+_COMPLETION_ONLY: Final = frozenset({"prompt", "best_of"})
+_COMPLETION_TOKENS: Final = 16  # OpenAI's default length of a completion
+
+
+def fields_of(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `submit`, which validates their values. Raises FormError."""
+    body = {name: value for name, value in body.items() if value is not None}
+    is_chat = url == CHAT_URL
+    _check_names(body, is_chat)
+    fields: dict[str, Any] = {name: body[name] for name in _SAME if name in body}
+    fields["model"] = _model(body)
+    fields |= _chat(body) if is_chat else _completion(body)
+    return fields
+
+
+def _check_names(body: Mapping[str, Any], is_chat: bool) -> None:
+    other = _COMPLETION_ONLY if is_chat else _CHAT_ONLY
+    for name, value in body.items():
+        if name in _NEUTRAL:
+            if not any(value == neutral for neutral in _NEUTRAL[name]):
+                raise FormError(f"{name!r} is not supported here", name, "unsupported_parameter")
+        elif name in other or name not in _KNOWN:
+            raise FormError(f"Unrecognized request argument supplied: {name[:64]}", name[:64], "unknown_parameter")
+
+
+_KNOWN: Final = (
+    frozenset(_SAME) | _LABELS | _CHAT_ONLY | _COMPLETION_ONLY
+    | {"model", "max_tokens", "logprobs"}
+)  # fmt: skip
+
+
+def _model(body: Mapping[str, Any]) -> str:
+    model = body.get("model")
+    if not isinstance(model, str) or not model:
+        raise FormError("you must provide a model parameter", "model", "missing_required_parameter")
+    return model
+
+
+def _chat(body: Mapping[str, Any]) -> dict[str, Any]:
+    if "messages" not in body:
+        raise FormError("Missing required parameter: 'messages'.", "messages", "missing_required_parameter")
+    lengths = {name: body[name] for name in ("max_tokens", "max_completion_tokens") if name in body}
+    return {"messages": body["messages"], **lengths, **_chat_logprobs(body)}
+
+
+def _chat_logprobs(body: Mapping[str, Any]) -> dict[str, Any]:
+    wanted, top = body.get("logprobs", False), body.get("top_logprobs", 0)
+    if not isinstance(wanted, bool):
+        raise FormError("logprobs must be true or false", "logprobs")
+    if isinstance(top, bool) or not isinstance(top, int) or not 0 <= top <= 20:
+        raise FormError("top_logprobs must be an integer from 0 to 20", "top_logprobs")
+    if top and not wanted:
+        raise FormError("top_logprobs needs logprobs to be true", "top_logprobs")
+    return {"logprobs": wanted, "top_logprobs": top} if wanted else {}
+
+
+def _completion(body: Mapping[str, Any]) -> dict[str, Any]:
+    if "prompt" not in body:
+        raise FormError("Missing required parameter: 'prompt'.", "prompt", "missing_required_parameter")
+    fields: dict[str, Any] = {"max_tokens": body.get("max_tokens", _COMPLETION_TOKENS), "prompt": body["prompt"]}
+    if body.get("best_of", 1) not in (1, body.get("n", 1)):
+        raise FormError("'best_of' other than n is not supported here", "best_of", "unsupported_parameter")
+    logprobs = body.get("logprobs")
+    if logprobs is not None:
+        if isinstance(logprobs, bool) or not isinstance(logprobs, int) or not 0 <= logprobs <= 5:
+            raise FormError("logprobs must be an integer from 0 to 5", "logprobs")
+        fields["logprobs"] = logprobs or True
+    return fields

@@ -1,0 +1,188 @@
+"""Reads the state of a batch, ends it when all its jobs have ended, cancels it, and exports its
+files.
+
+A batch needs no process that follows it: its jobs run by themselves, and the next reader finds that
+they have ended. Only lines that were never submitted need a process with the input file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final, TypeVar
+
+import msgspec
+
+from tokenmill.bulk import job_queries
+from tokenmill.bulk.batch import Batch, BatchState, Totals, now_ms
+from tokenmill.bulk.collector import Collector
+from tokenmill.bulk.formats.input_file import job_id, read
+from tokenmill.bulk.formats.output_files import OutputFiles, Paths
+from tokenmill.bulk.formats.output_line import CANCELLED, EXPIRED, LOST, of_bad_line, of_result, unanswered
+from tokenmill.bulk.progress import WINDOW
+from tokenmill.bulk.stores.store import BatchStore
+from tokenmill.client import Client
+from tokenmill.errors import ConfigurationError
+from tokenmill_schemas.openai import LineError
+
+T = TypeVar("T")
+
+_ALIVE_MS: Final = 15_000  # a process that submits lines updates `seen_ms` every second
+_PAGE: Final = 500
+REASONS: Final[dict[BatchState, LineError]] = {
+    BatchState.COMPLETED: LOST,
+    BatchState.FAILED: LOST,
+    BatchState.CANCELLED: CANCELLED,
+    BatchState.EXPIRED: EXPIRED,
+}
+
+
+def refresh(client: Client, store: BatchStore, batch_id: str) -> Batch:
+    """Return the batch as it is now, and end it if it is complete. Raises BatchNotFound."""
+    batch = store.get(batch_id)
+    if batch.state.is_final or batch.state is BatchState.VALIDATING:
+        return batch
+    if not _may_end(batch) or any(_running(client, batch)):
+        totals = _counted(client, store, batch, with_tokens=False)
+        return msgspec.structs.replace(batch, totals=totals)
+    totals = _counted(client, store, batch, with_tokens=True)
+    if totals.ended < batch.total and _has_runner(store, batch):
+        return msgspec.structs.replace(batch, totals=totals)
+    return conclude(store, batch, totals)
+
+
+def _has_runner(store: BatchStore, batch: Batch) -> bool:
+    """Return whether a live run has counts that nobody else has: if results are not stored, only
+    the run counts those in its files.
+    """
+    is_alive = now_ms() - batch.seen_ms <= _ALIVE_MS
+    return is_alive and batch.state is BatchState.IN_PROGRESS and store.totals(batch, with_tokens=False) is None
+
+
+def _running(client: Client, batch: Batch) -> Iterator[bool]:
+    """Yield, for each page of jobs that may be open, whether one of them is."""
+    for page in _unsettled(batch):
+        yield not all(job_queries.standing(client, page).values())
+
+
+def _unsettled(batch: Batch) -> Iterator[list[str]]:
+    """Yield pages of the ids of jobs that may be open: those after `over_line`, including lines
+    submitted since the last progress was written.
+    """
+    last = min(batch.last_line, batch.submitted + 2 * WINDOW)
+    for lines in _pages(range(batch.over_line + 1, last + 1)):
+        yield [job_id(batch.id, line) for line in lines]
+
+
+def _may_end(batch: Batch) -> bool:
+    """Return whether a batch without running jobs is complete: no more lines will be submitted."""
+    is_left = now_ms() - batch.seen_ms > _ALIVE_MS
+    if batch.state is BatchState.CANCELLING:
+        return batch.is_handed_in or is_left
+    return batch.is_handed_in or (is_left and 0 < batch.expires_ms <= now_ms())
+
+
+def conclude(store: BatchStore, batch: Batch, totals: Totals) -> Batch:
+    """Move a batch to its last state and return it. Lines without an answer count as failed."""
+    is_late = totals.expired or (totals.ended < batch.total and not batch.is_handed_in)
+    totals = msgspec.structs.replace(totals, failed=batch.total - totals.completed)
+    lines = {"submitted": batch.submitted, "over_line": batch.last_line}
+    store.progress(batch.id, **lines, totals=totals)
+    if not store.move(batch.id, BatchState.CANCELLED, [BatchState.CANCELLING]):
+        store.move(batch.id, BatchState.FINALIZING, [BatchState.IN_PROGRESS])
+        store.move(batch.id, BatchState.EXPIRED if is_late else BatchState.COMPLETED, [BatchState.FINALIZING])
+    return store.get(batch.id)
+
+
+def _counted(client: Client, store: BatchStore, batch: Batch, *, with_tokens: bool) -> Totals:
+    known = store.totals(batch, with_tokens=with_tokens)
+    if known is not None and (known.ended >= batch.total or not with_tokens):
+        return known  # else count in the queue too: workers may record into another database
+    totals = Totals()
+    for bad in store.refused(batch.id):
+        totals = totals.plus(of_bad_line(batch.id, bad).share)
+    for page in _pages(range(1, batch.submitted + 1)):
+        for result in job_queries.results(client, [job_id(batch.id, line) for line in page]):
+            totals = totals.plus(of_result(batch.id, result).share)
+    every = [*([known] if known else []), batch.totals, totals]
+    return max(every, key=lambda each: each.ended)  # the queue drops jobs whose answers are in a run's files
+
+
+def cancel_batch(client: Client, store: BatchStore, batch_id: str) -> Batch:
+    """Cancel a batch. A process that submits its lines stops within a second; running jobs keep
+    their text so far. Repeating the call is safe.
+    """
+    open_states = (BatchState.VALIDATING, BatchState.IN_PROGRESS, BatchState.FINALIZING)
+    store.move(batch_id, BatchState.CANCELLING, open_states)
+    batch = store.get(batch_id)
+    if batch.state is BatchState.CANCELLING:
+        for page in _unsettled(batch):
+            job_queries.cancel(client, page)
+    return refresh(client, store, batch_id)
+
+
+def export_batch(
+    client: Client, store: BatchStore, batch_id: str, paths: Paths, *, source: Path | None = None
+) -> tuple[Batch, int]:
+    """Write all answers to files, replacing their contents. Return the batch and the number of
+    lines without an answer in the files.
+
+    `source` is the input file, from which the names of lines that were never submitted are read.
+    Raises ConfigurationError for the output of an unfinished run, whose answers may exist nowhere
+    else.
+    """
+    batch = refresh(client, store, batch_id)
+    with OutputFiles(paths) as files:
+        begun = files.load_record()
+        if begun is not None and not begun.state.is_final:
+            raise ConfigurationError(
+                f"{paths.output} is what `bulk run` goes on with, of {begun.id}: name another output"
+            )
+        files.discard()
+        collector = Collector(batch.id, files)
+        fill(client, store, batch, collector)
+        if batch.state.is_final and collector.totals.ended < batch.total:
+            _fill_rest(batch, collector, source or Path(batch.input_file))
+        output = str(paths.output.resolve()) if paths.output.stat().st_size else None
+        errors = str(paths.errors.resolve()) if paths.errors.exists() else None
+    store.describe(msgspec.structs.replace(batch, output_file=output, error_file=errors))
+    return store.get(batch_id), batch.total - collector.totals.ended
+
+
+def fill(client: Client, store: BatchStore, batch: Batch, collector: Collector) -> None:
+    """Collect every answer that the store or the queue has, each once."""
+    for results in _paged(store.results(batch.id)):
+        collector.take(results)
+    for bad in _paged(store.refused(batch.id)):
+        collector.take_bad(bad)
+    last = min(batch.last_line, batch.submitted + 2 * WINDOW)
+    for lines in _pages(range(1, last + 1)):
+        missing = [job_id(batch.id, line) for line in lines if not collector.has(line)]
+        if missing:
+            collector.take(list(job_queries.results(client, missing)))
+
+
+def _fill_rest(batch: Batch, collector: Collector, source: Path) -> None:
+    why = REASONS[batch.state]
+    try:
+        rest = (line for line in read(source) if not collector.has(line.line) and line.line <= batch.last_line)
+        for page in _paged(unanswered(line.line, line.custom_id, why) for line in rest):
+            collector.take_bad(page)
+    except ConfigurationError:  # the input file is on another machine, and with it the names
+        return
+
+
+def _pages(lines: range) -> Iterator[range]:
+    for start in range(0, len(lines), _PAGE):
+        yield lines[start : start + _PAGE]
+
+
+def _paged(items: Iterator[T]) -> Iterator[Sequence[T]]:
+    page: list[T] = []
+    for item in items:
+        page.append(item)
+        if len(page) >= _PAGE:
+            yield page
+            page = []
+    if page:
+        yield page

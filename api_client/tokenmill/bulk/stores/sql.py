@@ -1,0 +1,270 @@
+"""Stores batches in SQL, beside the results of their jobs: permanently, and visible from every
+machine.
+
+Tables are known here only by the columns that are read and written, as in api_client/tokenmill/sql/queries.py;
+`tokenmill db upgrade` creates them. Needs the extra `sql`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from tokenmill.bulk.batch import Batch, BatchState, Totals, now_ms
+from tokenmill.bulk.formats.input_file import BadLine
+from tokenmill.bulk.formats.output_line import EXPIRED, UNREADABLE
+from tokenmill.bulk.stores.store import BatchNotFound
+from tokenmill.sql.engine import Database
+from tokenmill_schemas.codec import DecodeError, decode_result
+from tokenmill_schemas.openai import BatchError
+from tokenmill_schemas.result import JobError, JobResult, JobStatus
+from tokenmill_schemas.validation import MAX_NAME_CHARS
+
+log = logging.getLogger(__name__)
+
+_COLUMNS: Final = (
+    "id", "queue", "tenant", "model", "state", "endpoint", "input_file", "output_file", "error_file", "errors",
+    "metadata", "total", "completed", "failed", "created_ms", "started_ms", "finished_ms", "expires_ms",
+    "completion_window", "submitted", "finalizing_ms", "cancelling_ms", "usage", "options",
+)  # fmt: skip
+_JSON: Final = ("errors", "metadata", "usage", "options")
+_ITEMS: Final = ("batch_id", "line", "custom_id", "state", "error_code", "error_message", "error_param")
+_JOBS: Final = ("id", "batch_id", "state", "finished_ms", "result", "metadata", "error_code", "error_message")
+_TOKENS: Final = ("prompt_tokens", "cached_tokens", "completion_tokens")
+_PLAIN: Final = (
+    "id", "queue", "tenant", "model", "endpoint", "input_file", "output_file", "error_file", "total", "created_ms",
+    "expires_ms", "completion_window",
+)  # fmt: skip
+_MOMENTS: Final = {
+    BatchState.IN_PROGRESS: "started_ms",
+    BatchState.FINALIZING: "finalizing_ms",
+    BatchState.CANCELLING: "cancelling_ms",
+}
+_PAGE: Final = 500
+_REFUSED, _INVALID = "refused", "invalid"  # rejected like a bad request by the API; not a request at all
+PURGED: Final = JobError("result_purged", "The answer was removed from the database by its retention rules.")
+
+
+class SqlBatchStore:
+    """The batches in one database; may be shared between threads."""
+
+    def __init__(self, url: str) -> None:
+        self._database = Database(url)
+        self._sql = sql = self._database.sql
+
+        def column(name: str) -> Any:
+            return sql.column(name, sql.JSON(none_as_null=True)) if name in _JSON else sql.column(name)
+
+        self._batches = sql.table("batches", *map(column, _COLUMNS))
+        self._items = sql.table("batch_items", *map(column, _ITEMS))
+        self._jobs = sql.table("jobs", *map(column, _JOBS))
+        self._usage = sql.table("usage", *map(sql.column, ("job_id", *_TOKENS)))
+
+    # ── the batch ──
+
+    def create(self, batch: Batch) -> None:
+        first = {"state": batch.state.value, "completed": 0, "failed": 0, "submitted": 0}
+        with self._database.connection() as connection:
+            known = connection.execute(self._sql.select(self._batches.c.id).where(self._batches.c.id == batch.id))
+            if known.first() is None:
+                connection.execute(self._batches.insert().values(**_described(batch), **first))
+
+    def get(self, batch_id: str) -> Batch:
+        with self._database.connection() as connection:
+            row = connection.execute(self._sql.select(self._batches).where(self._batches.c.id == batch_id)).mappings()
+            found = row.first()
+        if found is None:
+            raise BatchNotFound(batch_id)
+        return _batch(dict(found))
+
+    def newest(self, limit: int = 20, after: str | None = None) -> Sequence[Batch]:
+        table = self._batches
+        statement = self._sql.select(table).order_by(table.c.created_ms.desc(), table.c.id.desc()).limit(limit)
+        if after is not None:
+            last = self.get(after)
+            pair = self._sql.tuple_(table.c.created_ms, table.c.id)
+            statement = statement.where(pair < self._sql.tuple_(last.created_ms, last.id))
+        with self._database.connection() as connection:
+            return [_batch(dict(row)) for row in connection.execute(statement).mappings()]
+
+    def move(self, batch_id: str, state: BatchState, expected: Sequence[BatchState]) -> bool:
+        moment = "finished_ms" if state.is_final else _MOMENTS[state]
+        table = self._batches
+        statement = table.update().where(table.c.id == batch_id, table.c.state.in_([word.value for word in expected]))
+        with self._database.connection() as connection:
+            changed = connection.execute(statement.values({"state": state.value, moment: now_ms()}))
+            return bool(changed.rowcount)
+
+    def describe(self, batch: Batch) -> None:
+        self._update(batch.id, {name: value for name, value in _described(batch).items() if name != "id"})
+
+    def progress(self, batch_id: str, *, submitted: int, over_line: int, totals: Totals) -> None:
+        known = msgspec.to_builtins(totals) | {"over_line": over_line, "seen_ms": now_ms()}
+        changes = {"submitted": submitted, "completed": totals.completed, "failed": totals.failed, "usage": known}
+        self._update(batch_id, changes)
+
+    def _update(self, batch_id: str, changes: dict[str, Any]) -> None:
+        with self._database.connection() as connection:
+            connection.execute(self._batches.update().where(self._batches.c.id == batch_id).values(**changes))
+
+    # ── lines without a job ──
+
+    def refuse(self, batch_id: str, lines: Sequence[BadLine]) -> None:
+        for start in range(0, len(lines), _PAGE):
+            page = {bad.line: bad for bad in lines[start : start + _PAGE]}
+            items = self._items
+            with self._database.connection() as connection:
+                known = self._sql.select(items.c.line).where(items.c.batch_id == batch_id, items.c.line.in_(page))
+                for line in connection.execute(known).scalars().all():
+                    del page[line]
+                if page:
+                    connection.execute(items.insert(), [_item(batch_id, bad) for bad in page.values()])
+
+    def refused(self, batch_id: str) -> Iterator[BadLine]:
+        last, items = 0, self._items
+        while True:
+            statement = self._sql.select(items).where(items.c.batch_id == batch_id, items.c.line > last)
+            with self._database.connection() as connection:
+                rows = connection.execute(statement.order_by(items.c.line).limit(_PAGE)).mappings().all()
+            for row in rows:
+                yield _bad_line(row)
+            if len(rows) < _PAGE:
+                return
+            last = rows[-1]["line"]
+
+    # ── results ──
+
+    def results(self, batch_id: str) -> Iterator[JobResult]:
+        """Yield results in the order in which the jobs ended, page by page along the index."""
+        jobs, last = self._jobs, (-1, "")
+        pair = self._sql.tuple_(jobs.c.finished_ms, jobs.c.id)
+        while True:
+            statement = self._sql.select(jobs).where(jobs.c.batch_id == batch_id, pair > self._sql.tuple_(*last))
+            with self._database.connection() as connection:
+                rows = (
+                    connection.execute(statement.order_by(jobs.c.finished_ms, jobs.c.id).limit(_PAGE)).mappings().all()
+                )
+            yield from map(_result, rows)
+            if len(rows) < _PAGE:
+                return
+            last = (rows[-1]["finished_ms"], rows[-1]["id"])
+
+    def recorded(self, job_ids: Sequence[str]) -> dict[str, JobResult]:
+        found: dict[str, JobResult] = {}
+        for start in range(0, len(job_ids), _PAGE):
+            statement = self._sql.select(self._jobs).where(self._jobs.c.id.in_(job_ids[start : start + _PAGE]))
+            with self._database.connection() as connection:
+                found |= {row["id"]: _result(row) for row in connection.execute(statement).mappings()}
+        return found
+
+    def totals(self, batch: Batch, *, with_tokens: bool) -> Totals | None:
+        jobs, items, count = self._jobs, self._items, self._sql.func.count
+        states = self._sql.select(jobs.c.state, count()).where(jobs.c.batch_id == batch.id).group_by(jobs.c.state)
+        code = items.c.error_code
+        codes = self._sql.select(code, count()).where(items.c.batch_id == batch.id).group_by(code)
+        sums = [self._sql.func.coalesce(self._sql.func.sum(self._usage.c[name]), 0) for name in _TOKENS]
+        both = jobs.join(self._usage, jobs.c.id == self._usage.c.job_id)
+        tokens = self._sql.select(*sums).select_from(both).where(jobs.c.batch_id == batch.id)
+        with self._database.connection() as connection:
+            counted = {str(state): int(number) for state, number in connection.execute(states).all()}
+            refused = {str(word): int(number) for word, number in connection.execute(codes).all()}
+            used = [int(value) for value in connection.execute(tokens).one()] if with_tokens else [0, 0, 0]
+        good = counted.pop(JobStatus.SUCCEEDED.value, 0)
+        return Totals(
+            completed=good,
+            failed=sum(counted.values()) + sum(refused.values()),
+            expired=counted.get(JobStatus.EXPIRED.value, 0) + refused.get(EXPIRED.code, 0),
+            input_tokens=used[0],
+            cached_tokens=used[1],
+            output_tokens=used[2],
+        )
+
+    def close(self) -> None:
+        self._database.close()
+
+
+def _described(batch: Batch) -> dict[str, Any]:
+    """Return the columns of a batch, with names cut to the length of their columns."""
+    options = {"any_model": batch.any_model, "last_line": batch.last_line, "digest": batch.digest}
+    values = {
+        **{name: getattr(batch, name) for name in _PLAIN},
+        "model": batch.model[:MAX_NAME_CHARS],
+        "completion_window": batch.completion_window.replace(" ", ""),
+        "errors": msgspec.to_builtins(batch.errors) or None,
+        "metadata": dict(batch.metadata) or None,
+        "options": options,
+    }
+    return {name: _storable(value) for name, value in values.items()}
+
+
+def _storable(value: Any) -> Any:
+    """Return the value without NUL characters and lone surrogates, which PostgreSQL cannot
+    store.
+    """
+    if isinstance(value, str):
+        return value.replace("\0", "\ufffd").encode("utf-8", "replace").decode()
+    if isinstance(value, dict):
+        return {_storable(key): _storable(item) for key, item in value.items()}
+    return [_storable(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _batch(row: dict[str, Any]) -> Batch:
+    """Build a batch from its row. NULL stands for a default; the counts are those of the last
+    progress.
+    """
+    options, used = row.pop("options") or {}, row.pop("usage") or {}
+    over_line, seen_ms = used.pop("over_line", 0), used.pop("seen_ms", 0)
+    completed, failed = row.pop("completed"), row.pop("failed")
+    values = {name: value for name, value in row.items() if value is not None and name != "errors"}
+    return Batch(
+        **{**values, "state": BatchState(row["state"])},
+        **options,
+        over_line=over_line,
+        seen_ms=seen_ms,
+        totals=msgspec.convert(used | {"completed": completed, "failed": failed}, Totals),
+        errors=tuple(msgspec.convert(row["errors"] or [], list[BatchError])),
+    )
+
+
+def _item(batch_id: str, bad: BadLine) -> dict[str, Any]:
+    values = {
+        "batch_id": batch_id,
+        "line": bad.line,
+        "custom_id": bad.custom_id,
+        "state": _REFUSED if bad.status else _INVALID,
+        "error_code": bad.code,
+        "error_message": bad.message,
+        "error_param": bad.param[:MAX_NAME_CHARS] if bad.param else None,
+    }
+    return {name: _storable(value) for name, value in values.items()}
+
+
+def _bad_line(row: Any) -> BadLine:
+    status = 400 if row["state"] == _REFUSED else 0
+    return BadLine(row["line"], row["custom_id"], row["error_code"], row["error_message"], row["error_param"], status)
+
+
+def _result(row: Any) -> JobResult:
+    """Return the recorded result of a job.
+
+    A job whose result was purged or cannot be decoded takes its status from the columns; a
+    succeeded one becomes a failure that names the reason.
+    """
+    missing = PURGED
+    if row["result"] is not None:
+        try:
+            return decode_result(bytes(row["result"]))
+        except DecodeError as trouble:
+            log.warning("The recorded result of job %s cannot be read, its line is an error: %s", row["id"], trouble)
+            missing = JobError(UNREADABLE.code, UNREADABLE.message)
+    state = JobStatus(row["state"])
+    error = JobError(row["error_code"], row["error_message"] or "") if row["error_code"] else missing
+    return JobResult(
+        job_id=row["id"],
+        status=JobStatus.FAILED if state is JobStatus.SUCCEEDED else state,
+        error=error,
+        metadata=row["metadata"] or {},
+    )

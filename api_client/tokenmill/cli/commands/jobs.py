@@ -1,0 +1,248 @@
+"""`status`, `result`, `cancel` for one job, `jobs` for many."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from tokenmill.cli.commands.moments import moment_ms
+from tokenmill.cli.output import ago, clock, complain, emit, err, out, say, seconds, state, table
+from tokenmill.cli.target import MOST, Job, Json, Target, connected
+from tokenmill.cli.views.job_output import show_answer
+from tokenmill.client import Client
+from tokenmill.errors import JobNotFound, TokenmillError
+from tokenmill.operations.records import JobInfo
+from tokenmill.sql import JobRow
+from tokenmill_schemas.result import JobStatus
+
+Listed = JobInfo | JobRow
+
+
+class State(StrEnum):
+    """The states of JobStatus, and the two groups of states that are asked for most."""
+
+    OPEN = "open"
+    ENDED = "ended"
+    SCHEDULED = "scheduled"
+    QUEUED = "queued"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+    DEAD = "dead"
+
+
+def register(app: typer.Typer) -> None:
+    for command in (status, result, cancel, jobs):
+        app.command()(connected(command))
+
+
+def status(target: Target, job: Job, *, json: Json = False) -> None:
+    """Show a job's state: from the queue, or from SQL once the queue has forgotten it."""
+    with target.client() as client:
+        info = client.status(job)
+    if json:
+        emit(info)
+        return
+    for name, value in _facts(info):
+        out().print(Text(f"{name:<10}", style="dim"), value)
+
+
+def result(
+    target: Target,
+    job: Job,
+    *,
+    timeout: Annotated[float | None, typer.Option(help="Wait at most so many seconds; 0: not at all.", min=0)] = None,
+    json: Json = False,
+) -> None:
+    """Wait for a job's end and print its answer. Exits with 1 when it has none."""
+    with target.client() as client:
+        end = client.result(job, timeout)
+    if json:
+        emit(end)
+    else:
+        show_answer(end)
+    if end.status is not JobStatus.SUCCEEDED:
+        if not json:
+            complain(f"job {job} {end.status.value}" + (f": {end.error.message}" if end.error else ""))
+        raise typer.Exit(1)
+
+
+def cancel(
+    target: Target,
+    job: Annotated[list[str], typer.Argument(help="Ids of the jobs.", metavar="JOB")],
+    *,
+    json: Json = False,
+) -> None:
+    """Stop jobs that wait or run; what a running one has generated is kept. Exits with 1 where one is unknown."""
+    outcomes: dict[str, str] = {}
+    try:
+        with target.client() as client:
+            for job_id in job:
+                outcomes[job_id] = outcome = _cancel(client, job_id)
+                if not json and outcome != "unknown":
+                    words = outcome if outcome in ("cancelled", "cancelling") else f"is over already: {outcome}"
+                    say(f"{job_id} {words}\n")
+    finally:  # the server may fail after some of the jobs
+        if json and outcomes:
+            emit(outcomes)
+    if "unknown" in outcomes.values():
+        raise typer.Exit(1)
+
+
+def _cancel(client: Client, job_id: str) -> str:
+    try:
+        return client.cancel(job_id)
+    except JobNotFound as error:
+        complain(str(error))
+        return "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """The filters of a list of jobs. A filter on a value that only ended jobs have (`is_of_ended`)
+    leaves out all other jobs.
+    """
+
+    state: State | None
+    tenant: str | None
+    batch: str | None
+    model: str | None
+    since_ms: int | None
+    until_ms: int | None
+    after: str | None
+    limit: int
+    every_queue: bool
+
+    @property
+    def is_of_ended(self) -> bool:
+        return any(value is not None for value in (self.batch, self.model, self.since_ms, self.until_ms, self.after))
+
+
+def jobs(
+    target: Target,
+    *,
+    wanted: Annotated[
+        State | None,
+        typer.Option("--status", "--state", help="Only these; open: not over yet. (default: open, then ended)"),
+    ] = None,
+    tenant: Annotated[str | None, typer.Option(help="Only this tenant's.")] = None,
+    batch: Annotated[str | None, typer.Option(help="Only this batch's; ended ones.")] = None,
+    only_model: Annotated[str | None, typer.Option("--only-model", help="Only this model's; ended ones.")] = None,
+    since: Annotated[str | None, typer.Option(help="Ended at or after it: 2h, 7d, 2026-01-31.", metavar="WHEN")] = None,
+    until: Annotated[str | None, typer.Option(help="Ended before it.", metavar="WHEN")] = None,
+    after: Annotated[
+        str | None, typer.Option(help="The page of ended ones behind this cursor.", metavar="CURSOR")
+    ] = None,
+    limit: Annotated[int, typer.Option("--limit", "-l", min=1, max=MOST, help="At most so many of each kind.")] = 20,
+    all_queues: Annotated[bool, typer.Option("--all-queues", help="Ended jobs of every queue.")] = False,
+    json: Json = False,
+) -> None:
+    """List jobs: those that are not over from the queue, ended ones from SQL, the newest first."""
+    target = replace(target, queue=target.queue_name)  # an invalid name fails here, not as an error of one source
+    what = _Wanted(wanted, tenant, batch, only_model, moment_ms(since), moment_ms(until), after, limit, all_queues)
+    found: list[Listed] = []
+    troubles: list[TokenmillError] = []
+    kinds = [kind for kind, has in ((_open, _is_open(what)), (_ended, _is_ended(what))) if has]
+    for kind in kinds:
+        try:
+            found += kind(target, what)
+        except TokenmillError as error:
+            troubles.append(error)
+    if troubles and len(troubles) == len(kinds):
+        raise troubles[0]
+    for trouble in troubles:
+        complain(str(trouble), "warning")
+    if json:
+        emit(found)
+    elif found:
+        right = [(title, "right") for title in ("TOKENS", "TOOK", "WHEN")]
+        table(["JOB", "STATUS", "PRIORITY", "TENANT", *right, ""], map(_row, found), notes=True)
+    else:
+        err().print("[dim]no jobs[/dim]")
+    ended = [job for job in found if isinstance(job, JobRow)]
+    if len(ended) == limit:
+        err().print(f"[dim]more: --after {ended[-1].cursor}[/dim]")
+
+
+def _is_open(what: _Wanted) -> bool:
+    """Return whether open jobs are wanted. Dead jobs are among them, because Redis keeps them until
+    they are redriven.
+    """
+    if what.state is None:
+        return not what.is_of_ended
+    return what.state in (State.OPEN, State.SCHEDULED, State.QUEUED, State.RUNNING) or (
+        what.state is State.DEAD and not what.is_of_ended
+    )
+
+
+def _is_ended(what: _Wanted) -> bool:
+    return what.state is None or not _is_open(what)
+
+
+def _open(target: Target, what: _Wanted) -> list[Listed]:
+    if what.is_of_ended:
+        return []
+    narrow = None if what.state in (None, State.OPEN) else JobStatus(str(what.state))
+    with target.client() as client:
+        infos = client.list(narrow, what.limit)
+    return [
+        info
+        for info in infos
+        if what.tenant in (None, info.tenant) and (narrow is not None or not info.status.is_final)
+    ]
+
+
+def _ended(target: Target, what: _Wanted) -> list[Listed]:
+    with target.results() as results:
+        found = results.jobs(
+            status=None if what.state in (None, State.ENDED) else str(what.state),
+            tenant=what.tenant,
+            queue=None if what.every_queue else target.queue_name,
+            model=what.model,
+            batch_id=what.batch,
+            since_ms=what.since_ms,
+            until_ms=what.until_ms,
+            after=what.after,
+            limit=what.limit,
+        )
+    return list(found)
+
+
+def _row(job: Listed) -> Sequence[Any]:
+    if isinstance(job, JobRow):
+        why = job.error.message if job.error else ""
+        took = seconds(job.finished_ms - job.created_ms)
+        end = job.finished_ms
+        return job.job_id, state(job.status), job.priority, job.tenant, job.completion_tokens, took, ago(end), why
+    note = "cancelling" if job.cancelling else job.error.message if job.error else job.worker_id
+    row = (job.job_id, state(job.status.value), job.priority, job.tenant, job.tokens or "")
+    return *row, "", ago(job.created_ms), note
+
+
+def _facts(info: JobInfo) -> list[tuple[str, Text]]:
+    facts: list[tuple[str, object]] = [
+        ("job", info.job_id),
+        ("state", info.status.value + (" (cancelling)" if info.cancelling else "")),
+        ("priority", info.priority),
+        ("tenant", info.tenant),
+        ("created", clock(info.created_ms)),
+        ("starts", clock(info.not_before_ms) if info.not_before_ms and not info.started_ms else ""),
+        ("started", clock(info.started_ms) if info.started_ms else ""),
+        ("finished", clock(info.finished_ms) if info.finished_ms else ""),
+        ("deadline", clock(info.deadline_ms) if info.deadline_ms else ""),
+        ("tokens", info.tokens or ""),
+        ("worker", info.worker_id),
+        ("attempt", info.attempt if info.attempt > 1 else ""),
+        ("claims", info.deliveries if info.deliveries > 1 else ""),
+        ("crashes", info.crashes or ""),
+        ("error", f"{info.error.message} ({info.error.code})" if info.error else ""),
+    ]
+    shown = [(name, str(value)) for name, value in facts if value != ""]
+    return [(name, state(value) if name == "state" else Text(value)) for name, value in shown]

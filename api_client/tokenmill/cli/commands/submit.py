@@ -1,0 +1,237 @@
+"""`submit` and `tail`: submit a job, and print its tokens."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from tokenmill.cli.output import complain, emit, say
+from tokenmill.cli.target import Job, Json, Target, connected, was_typed
+from tokenmill.cli.views.job_output import follow
+from tokenmill.client import Client
+from tokenmill.errors import InvalidRequest, TokenmillError
+from tokenmill_schemas.codec import MAX_PAYLOAD_BYTES
+from tokenmill_schemas.job import Priority
+
+_PROMPT, _SAMPLING, _ORDER = "Prompt", "Sampling", "Order"
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(connected(submit))
+    app.command()(connected(tail))
+
+
+def _sampling(help_text: str, *names: str) -> Any:
+    return typer.Option(*names, help=help_text, rich_help_panel=_SAMPLING)
+
+
+def _order(help_text: str, *names: str) -> Any:
+    return typer.Option(*names, help=help_text, rich_help_panel=_ORDER)
+
+
+def submit(
+    target: Target,
+    context: typer.Context,
+    prompt: Annotated[str | None, typer.Argument(help="Text to continue; from stdin without it, or with '-'.")] = None,
+    *,
+    chat: Annotated[
+        bool, typer.Option("--chat", "-c", help="The prompt is a user's turn.", rich_help_panel=_PROMPT)
+    ] = False,
+    system: Annotated[
+        str | None, typer.Option(help="System turn before it; implies --chat.", rich_help_panel=_PROMPT)
+    ] = None,
+    messages: Annotated[
+        str | None, typer.Option(help="Whole chat as JSON, or @FILE with it.", rich_help_panel=_PROMPT)
+    ] = None,
+    prompt_ids: Annotated[
+        str | None, typer.Option(help="Token ids, separated by commas.", rich_help_panel=_PROMPT)
+    ] = None,
+    max_tokens: Annotated[
+        int | None, _sampling("Longest answer, in tokens (`--n` counts answers).", "--max-tokens", "-n")
+    ] = None,
+    min_tokens: Annotated[int | None, _sampling("Shortest answer.")] = None,
+    temperature: Annotated[float | None, _sampling("0 is greedy.", "--temperature", "-t")] = None,
+    top_p: Annotated[
+        float | None, _sampling("Draw from the likeliest tokens that make up this probability; 0: the likeliest alone.")
+    ] = None,
+    top_k: Annotated[int | None, _sampling("Draw from this many of the likeliest tokens; 0: from all.")] = None,
+    min_p: Annotated[float | None, _sampling("Share of the likeliest token's probability.")] = None,
+    seed: Annotated[int | None, _sampling("Same seed, same text.")] = None,
+    stop: Annotated[list[str] | None, _sampling("Stop before this text; may be repeated.")] = None,
+    stop_token_ids: Annotated[list[int] | None, _sampling("Stop at this token; may be repeated.")] = None,
+    ignore_eos: Annotated[bool, _sampling("Go on after the end token.", "--ignore-eos")] = False,
+    presence_penalty: Annotated[float | None, _sampling("Taken from the logit of each token that occurred.")] = None,
+    frequency_penalty: Annotated[float | None, _sampling("Taken from its logit for each time it occurred.")] = None,
+    repetition_penalty: Annotated[float | None, _sampling("Above 1, tokens that occurred become less likely.")] = None,
+    logit_bias: Annotated[str | None, _sampling('JSON, {"token id": bias}.')] = None,
+    logprobs: Annotated[int | None, _sampling("Log-probabilities of so many tokens a position.")] = None,
+    n: Annotated[int | None, _sampling("Answers to the same prompt (`-n` is --max-tokens).", "--n")] = None,
+    lora: Annotated[str | None, _sampling("LoRA adapter of the worker to answer with.")] = None,
+    json_schema: Annotated[str | None, _sampling("The answer is JSON of this schema (or @FILE).")] = None,
+    regex: Annotated[str | None, _sampling("The answer matches.")] = None,
+    grammar: Annotated[str | None, _sampling("The answer follows this EBNF (or @FILE).")] = None,
+    response_format: Annotated[str | None, _sampling("OpenAI's response_format as JSON (or @FILE).")] = None,
+    priority: Annotated[Priority, _order("Priority class.")] = Priority.STANDARD,
+    tenant: Annotated[str | None, _order("Whose job it is.")] = None,
+    idempotency_key: Annotated[str | None, _order("Submitting twice gives one job.")] = None,
+    deadline: Annotated[float | None, _order("Seconds from now until it expires.")] = None,
+    delay: Annotated[float | None, _order("Seconds from now before it may start.")] = None,
+    metadata: Annotated[list[str] | None, _order("KEY=VALUE, kept with the result; may be repeated.")] = None,
+    webhook: Annotated[str | None, _order("URL to call at the end.")] = None,
+    stream: Annotated[bool, typer.Option("--stream", "-s", help="Follow the tokens to the end.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", "-w", help="Wait for the end, then print the answer.")] = False,
+    timeout: Annotated[float | None, typer.Option(help="Longest silence, or wait, in seconds.", min=0)] = None,
+    json: Json = False,
+) -> None:
+    """Queue a job; print its id, or with --stream or --wait its answer.
+
+    tokenmill submit "Once upon a time" -n 40 --stream
+    echo "Why is the sky blue?" | tokenmill submit --chat --wait
+
+    Without --queue, --model names the queue. With it, --model is who answers there: the model, an alias or an adapter.
+    """
+    given = locals()
+    arguments: dict[str, Any] = {name: given[name] for name in _PLAIN if _is_given(given[name])}
+    arguments |= _prompt(prompt, chat or system is not None, system, messages, prompt_ids)
+    if logit_bias is not None:
+        arguments["logit_bias"] = _from_json(logit_bias, "--logit-bias")
+    if wanted := _response_format(json_schema, regex, grammar, response_format):
+        arguments["response_format"] = wanted
+    if metadata:
+        arguments["metadata"] = dict(_pair(item) for item in metadata)
+    if delay is not None:
+        arguments["not_before"] = _in_seconds(delay)
+    if target.queue and was_typed(context, "model"):
+        arguments["model"] = target.model
+    with target.client() as client:
+        job = client.submit(**arguments)
+        if not job.is_unserved:  # else the client has warned already
+            _note_idle_queue(client)
+        if stream or wait:
+            follow(client, str(job), quiet=wait and not stream, as_json=json, timeout=timeout)
+        elif json:
+            emit({"job_id": str(job), "queue": client.queue})
+        else:
+            say(f"{job}\n")
+
+
+def _note_idle_queue(client: Client) -> None:
+    """Print a note if no live worker serves the queue. The job is stored already, so errors are
+    ignored.
+    """
+    with contextlib.suppress(TokenmillError):
+        if not client.workers():
+            complain(f"no worker serves the queue {client.queue!r} now; the job waits for one", "note")
+
+
+def _is_given(value: object) -> bool:
+    """Return whether an option was given. Zero counts as given: temperature 0 is greedy, and
+    max_tokens 0 is rejected by its name.
+    """
+    return value is not None and value is not False and value != []
+
+
+_PLAIN = (
+    "lora", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids",
+    "ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty", "logprobs", "n", "priority", "tenant",
+    "idempotency_key", "deadline", "webhook",
+)  # fmt: skip
+
+
+def tail(
+    target: Target,
+    job: Job,
+    *,
+    starting_after: Annotated[str, typer.Option(help="Position of the last chunk that you have.")] = "0",
+    timeout: Annotated[float | None, typer.Option(help="Longest silence in seconds.", min=0)] = None,
+    json: Json = False,
+) -> None:
+    """Follow a job's tokens from its first, whenever it began, to its end."""
+    with target.client() as client:
+        follow(client, job, starting_after=starting_after, as_json=json, timeout=timeout)
+
+
+def _prompt(
+    prompt: str | None, is_chat: bool, system: str | None, messages: str | None, prompt_ids: str | None
+) -> dict[str, Any]:
+    if sum(value is not None for value in (prompt, messages, prompt_ids)) > 1:
+        raise InvalidRequest(["give one of PROMPT, --messages and --prompt-ids"])
+    if messages is not None:
+        return {"messages": _from_json(messages, "--messages")}
+    if prompt_ids is not None:
+        try:
+            return {"prompt_ids": [int(word) for word in prompt_ids.replace(",", " ").split()]}
+        except ValueError as error:
+            raise InvalidRequest(["--prompt-ids must be whole numbers, separated by commas"]) from error
+    text = _stdin() if prompt in (None, "-") else str(prompt)
+    if not is_chat:
+        return {"prompt": text}
+    turns = [{"role": "system", "content": system}] if system is not None else []
+    return {"messages": [*turns, {"role": "user", "content": text}]}
+
+
+def _stdin() -> str:
+    if sys.stdin.isatty():
+        raise InvalidRequest(["give a prompt, as an argument or on stdin"])
+    return _within_bounds(sys.stdin.read(MAX_PAYLOAD_BYTES + 1), "the prompt").rstrip("\n")
+
+
+def _within_bounds(text: str, what: str) -> str:
+    """Return the text. Raises InvalidRequest above the largest request of any queue; an endless
+    input would fill the memory.
+    """
+    if len(text) > MAX_PAYLOAD_BYTES:
+        raise InvalidRequest([f"{what} has more than {MAX_PAYLOAD_BYTES} characters"])
+    return text
+
+
+def _response_format(json_schema: str | None, regex: str | None, grammar: str | None, whole: str | None) -> Any:
+    """Return the response format in the form that the client reads. `whole` is OpenAI's object."""
+    parts: dict[str, Any] = {}
+    if json_schema is not None:
+        parts["json_schema"] = _from_json(json_schema, "--json-schema")
+    if regex is not None:
+        parts["regex"] = regex
+    if grammar is not None:
+        parts["grammar"] = _text(grammar, "--grammar")
+    if whole is None:
+        return parts
+    if parts:
+        raise InvalidRequest(["give --response-format, or one of --json-schema, --regex and --grammar"])
+    return _from_json(whole, "--response-format")
+
+
+def _text(value: str, option: str) -> str:
+    """Return the value, or after `@` the contents of the file that it names."""
+    if not value.startswith("@"):
+        return value
+    try:
+        with Path(value[1:]).open(encoding="utf-8") as file:
+            return _within_bounds(file.read(MAX_PAYLOAD_BYTES + 1), f"{option}: {value[1:]}")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequest([f"{option}: cannot read {value[1:]}: {error}"]) from error
+
+
+def _from_json(value: str, option: str) -> Any:
+    try:
+        return msgspec.json.decode(_text(value, option))
+    except msgspec.DecodeError as error:
+        raise InvalidRequest([f"{option} is not JSON: {error}"]) from error
+
+
+def _pair(item: str) -> tuple[str, str]:
+    key, separator, value = item.partition("=")
+    if not separator:
+        raise InvalidRequest([f"--metadata must be KEY=VALUE, not {item!r}"])
+    return key, value
+
+
+def _in_seconds(delay: float) -> float:
+    import time
+
+    return time.time() + delay

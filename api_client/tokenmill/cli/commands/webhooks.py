@@ -1,0 +1,104 @@
+"""`webhooks list`, `redrive` and `secret`: pending and dead webhooks, and the secret that signs
+them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tokenmill.cli.output import ago, emit, err, say, seconds, show_redriven, state, table
+from tokenmill.cli.target import MOST, Json, Target, connected
+from tokenmill.errors import InvalidRequest
+from tokenmill.webhooks import new_secret, tenant_secret
+
+if TYPE_CHECKING:
+    from tokenmill.sql.webhooks import SqlWebhooks, WebhookRow
+
+
+def register(app: typer.Typer) -> None:
+    group = typer.Typer(
+        help="Notices of ended jobs to the URLs that their jobs named; `tokenmill tasks` sends them.",
+        no_args_is_help=True,
+    )
+    group.command("list")(connected(list_webhooks))
+    group.command("redrive")(connected(redrive))
+    group.command("secret")(secret)
+    app.add_typer(group, name="webhooks")
+
+
+def list_webhooks(
+    target: Target,
+    *,
+    wanted: Annotated[
+        str | None, typer.Option("--state", help="Only these: pending, sending, delivered, dead, superseded.")
+    ] = None,
+    tenant: Annotated[str | None, typer.Option(help="Only this tenant's.")] = None,
+    job: Annotated[str | None, typer.Option(help="Only this job's.")] = None,
+    limit: Annotated[int, typer.Option("--limit", "-l", min=1, max=MOST, help="At most so many.")] = 50,
+    json: Json = False,
+) -> None:
+    """Webhooks and what became of them, the latest first; of every queue."""
+    with _webhooks(target) as webhooks:
+        found = webhooks.list(state=wanted, tenant=tenant, job_id=job, limit=limit)
+    if json:
+        emit(found)
+    elif not found:
+        err().print("[dim]no webhooks[/dim]")
+    else:
+        tries, when = ("TRIES", "right"), ("WHEN", "right")
+        table(["WEBHOOK", "STATE", "EVENT", "TENANT", tries, when, "URL", ""], map(_row, found), notes=True)
+
+
+def redrive(
+    target: Target,
+    webhook: Annotated[list[str] | None, typer.Argument(help="Ids of webhooks.", metavar="WEBHOOK")] = None,
+    *,
+    everything: Annotated[bool, typer.Option("--all", help="Every dead webhook, the oldest first.")] = False,
+    limit: Annotated[int, typer.Option("--limit", "-l", min=1, max=MOST, help="With --all: at most so many.")] = 1000,
+    json: Json = False,
+) -> None:
+    """Send dead webhooks again, with the ids that they had."""
+    if bool(webhook) == everything:
+        raise InvalidRequest(["give the ids of webhooks, or --all"])
+    with _webhooks(target) as webhooks:
+        revived = list(webhooks.redrive(webhook or None, limit))
+    if not show_redriven(revived, webhook or (), "webhook", json=json):
+        raise typer.Exit(1)
+
+
+def secret(
+    *,
+    webhook_secret: Annotated[
+        str, typer.Option(envvar="TOKENMILL_WEBHOOK_SECRET", help="The service's own.", show_default=False)
+    ] = "",
+    tenant: Annotated[str, typer.Option(help="For whose receivers.")] = "",
+    new: Annotated[bool, typer.Option("--new", help="Make a new one for the service.")] = False,
+) -> None:
+    """Print the secret that a tenant's receivers check webhooks with; it is derived from the service's."""
+    say((new_secret() if new else tenant_secret(webhook_secret, tenant)) + "\n")
+
+
+@contextmanager
+def _webhooks(target: Target) -> Iterator[SqlWebhooks]:
+    from tokenmill.sql.webhooks import SqlWebhooks
+
+    webhooks = SqlWebhooks(target.database_url)
+    try:
+        yield webhooks
+    finally:
+        webhooks.close()
+
+
+def _row(row: WebhookRow) -> tuple[object, ...]:
+    if row.state == "pending":
+        wait_ms = row.due_ms - time.time() * 1000
+        when = f"in {seconds(wait_ms)}" if wait_ms > 0 else "due"
+    else:
+        when = ago(row.delivered_ms or row.ended_ms)
+    error = row.last_error if row.state != "delivered" else ""
+    return row.id, state(row.state), row.event, row.tenant, row.attempts, when, row.url, error or ""

@@ -1,0 +1,4 @@
+"""Draws on the terminal for the commands.
+
+Belongs here: lines, tables and live displays. Nothing here submits or changes a job.
+"""

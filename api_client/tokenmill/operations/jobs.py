@@ -1,0 +1,328 @@
+"""The operations behind the clients' methods, as generators over effects: submit, follow, wait,
+status and cancel.
+
+A stream first subscribes, then reads the log from its position, then follows the messages, and
+reads the log again wherever a message is missing. Pub/sub may lose messages at any time; the log,
+the job's hash and the database do not.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tokenmill.errors import (  # fmt: skip
+    IdempotencyConflict,
+    InvalidRequest,
+    JobNotFound,
+    QueueFull,
+    QueueRefusal,
+    QueueUnavailable,
+    RateLimited,
+    TokenmillError,
+)
+from tokenmill.operations.io_requests import Commands, Follow, Listen, LookUp, Program, Receive, RunScript, Sleep, Tell
+from tokenmill.operations.job_request import JobHandle, estimated_tokens, fingerprint
+from tokenmill.operations.records import (
+    FIELDS,
+    JobInfo,
+    Record,
+    info_of,
+    is_wrong_type,
+    questions,
+    read_log,
+    read_record,
+)
+from tokenmill.operations.retry_window import Patience
+from tokenmill.operations.stream_position import StreamCursor, read_position
+from tokenmill.transport.scripts import CANCEL, SUBMIT, Argument, in_parts
+from tokenmill_schemas.chunk import Chunk
+from tokenmill_schemas.codec import DecodeError, decode_chunk, encode
+from tokenmill_schemas.job import JobRequest
+from tokenmill_schemas.keys import Keys
+from tokenmill_schemas.result import JobResult
+
+LOG_PAGE = 1_000
+SUBMIT_JOBS = 256
+SUBMIT_BYTES = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class QueueView:
+    """The keys of a queue, and the limits and times that a client applies to it.
+
+    `queue_limit` and `idempotency_ttl_s`: 0 uses the queue's own setting. `idle_s`: seconds of
+    silence after which a stream reads the log. `patience_s`: seconds for which a stream that was
+    connected waits for a lost server, and for the record of a job that the server lost.
+    """
+
+    keys: Keys
+    queue_limit: int = 0
+    idempotency_ttl_s: float = 0.0
+    idle_s: float = 5.0
+    patience_s: float = 120.0
+    on_trouble: Callable[[TokenmillError], None] | None = None  # called once per error that is waited out
+    unserved_s: float | None = 120.0  # limit of the wait in a queue that no worker has ever served; None: none
+
+
+# ── submit ──
+
+
+def submit(view: QueueView, requests: Sequence[JobRequest]) -> Program[list[JobHandle]]:
+    """Submit all requests in as few calls as their size allows. Each call stores all of its jobs or
+    none.
+    """
+    handles: list[JobHandle] = []
+    for part in in_parts(map(_submit_arguments, requests), SUBMIT_BYTES, SUBMIT_JOBS):
+        arguments: list[Argument] = [view.queue_limit, round(view.idempotency_ttl_s * 1000)]
+        for item in part:
+            arguments += item
+        reply = yield RunScript(SUBMIT, tuple(arguments))
+        try:
+            handles += _read_submitted(view, reply)
+        except QueueRefusal as refusal:
+            refusal.accepted = tuple(handles)
+            raise
+    return handles
+
+
+def _submit_arguments(request: JobRequest) -> tuple[Argument, ...]:
+    return (
+        request.job_id,
+        request.priority.value,
+        request.tenant,
+        fingerprint(request),
+        request.idempotency_key or "",
+        encode(request),
+        request.created_ms,
+        request.deadline_ms or 0,
+        request.not_before_ms or 0,
+        estimated_tokens(request),
+    )
+
+
+def _read_submitted(view: QueueView, reply: list[bytes]) -> list[JobHandle]:
+    word, *rest = (value.decode() for value in reply)
+    if word == "large":
+        raise InvalidRequest([f"the request has {rest[0]} bytes; the queue's limit is {rest[1]}"])
+    if word == "full":
+        raise QueueFull(view.keys.queue, int(rest[0]), int(rest[1]))
+    if word == "rate":
+        raise RateLimited(rest[0], int(rest[1]) / 1000)
+    if word == "name":
+        raise InvalidRequest(["job_id must be a text of 1 to 255 bytes, without a zero"])
+    if word == "conflict":
+        raise IdempotencyConflict(rest[0])
+    is_unserved = len(rest) % 2 == 1  # "unserved" follows the jobs
+    return [
+        JobHandle(job_id, is_new=how == "new", is_unserved=is_unserved)
+        for job_id, how in zip(rest[::2], rest[1::2], strict=False)
+    ]
+
+
+# ── looking ──
+
+
+def ask_each(commands: Sequence[tuple[Argument, ...]]) -> Program[Sequence[Any]]:
+    """Send commands in one round trip and return their replies.
+
+    A command whose key holds another type has the exception as its reply; any other server error is
+    raised.
+    """
+    replies: Sequence[Any] = yield Commands(tuple(commands), tolerant=True)
+    if any(isinstance(reply, Exception) and not is_wrong_type(reply) for reply in replies):
+        replies = yield Commands(tuple(commands))
+    return replies
+
+
+def ask_records(view: QueueView, job_ids: Sequence[str]) -> Program[list[tuple[str, Any, Any]]]:
+    """Return the arguments of `read_record` for each job."""
+    replies = yield from ask_each([command for job_id in job_ids for command in questions(view.keys, job_id)])
+    return list(zip(job_ids, replies[::2], replies[1::2], strict=True))
+
+
+def read(view: QueueView, job_ids: Sequence[str]) -> Program[list[Record | None]]:
+    """Return the record of each job, None for an unknown job. Raises UnreadableRecord."""
+    return [read_record(*each) for each in (yield from ask_records(view, job_ids))]
+
+
+def status(view: QueueView, job_id: str) -> Program[JobInfo]:
+    """Return a job's state from Redis, or from the database if Redis no longer has it."""
+    (record,) = yield from read(view, [job_id])
+    if record is not None:
+        return record.info
+    result = yield LookUp(job_id)
+    if result is None:
+        raise JobNotFound(job_id)
+    return info_of(result)
+
+
+def cancel(view: QueueView, job_id: str) -> Program[str]:
+    (word,) = yield RunScript(CANCEL, (job_id,))
+    outcome: str = word.decode()
+    if outcome != "unknown":
+        return outcome
+    result = yield LookUp(job_id)
+    if result is None:
+        raise JobNotFound(job_id)
+    return str(result.status.value)
+
+
+# ── waiting and following ──
+
+
+def follow(view: QueueView, job_id: str, starting_after: str | int, timeout: float | None) -> Program[None]:
+    """Emit every chunk after the position `starting_after` once.
+
+    Args:
+        starting_after: a chunk's position, or a number of tokens.
+        timeout: seconds without a new chunk after which ResultTimeout is raised; None: no limit.
+    """
+    cursor = StreamCursor(job_id, starting_after)
+    patience = Patience(view, job_id, timeout)
+    told_by = functools.partial(_told_by, cursor)
+    while not cursor.is_over:
+        try:
+            yield Listen(view.keys.chunks(job_id))
+            yield from _catch_up(view, cursor, patience)
+            while not cursor.is_over:
+                message = yield Follow(patience.turn(), told_by, patience.progress)
+                chunk = _chunk_of(message)
+                told = cursor.accept(chunk) if chunk is not None else None
+                if told is None:
+                    yield from _look_again(view, cursor, patience, was_silent=message is None)
+                    continue
+                yield from _tell(told)
+                patience.progress()
+        except (QueueUnavailable, JobNotFound) as trouble:
+            result = yield LookUp(job_id)
+            if result is not None:
+                yield from _tell(cursor.accept_result(result))
+            else:
+                yield Sleep(patience.bear(trouble))
+
+
+def _look_again(view: QueueView, cursor: StreamCursor, patience: Patience, *, was_silent: bool) -> Program[None]:
+    """Read the log when the messages do not show how the answer continues."""
+    before = cursor.num_tokens
+    yield from _catch_up(view, cursor, patience)
+    if was_silent and cursor.num_tokens > before:  # the log had tokens without a message: the subscription is dead
+        yield Listen(view.keys.chunks(cursor.job_id))
+
+
+def _chunk_of(message: object) -> Chunk | None:
+    """Decode a message. Returns None if it cannot be read: it then counts as missed and the log is
+    read instead.
+    """
+    try:
+        return decode_chunk(message) if isinstance(message, bytes) else None
+    except DecodeError:
+        return None
+
+
+def _told_by(cursor: StreamCursor, message: object) -> list[Chunk] | None:
+    """Return the chunks in a message that the subscriber does not have yet.
+
+    Returns None if a chunk before them is missing, and for the job's last chunk.
+    """
+    chunk = _chunk_of(message)
+    return cursor.accept(chunk) if chunk is not None and not chunk.is_last else None
+
+
+def _catch_up(view: QueueView, cursor: StreamCursor, patience: Patience) -> Program[None]:
+    """Emit the missing chunks from the log, and from the result if the job has ended.
+
+    The log is read first: when it is deleted, the result exists already.
+    """
+    keys, start = view.keys, cursor.log_start
+    while not cursor.is_over:
+        entries, values = yield from _ask_of_log(
+            ("XRANGE", keys.log(cursor.job_id), start, "+", "COUNT", LOG_PAGE),
+            ("HMGET", keys.job(cursor.job_id), *FIELDS),
+        )
+        for chunk in cursor.accept_log(read_log(entries, cursor.has)):
+            yield Tell(chunk)
+            patience.progress()
+        if len(entries) == LOG_PAGE:
+            start = b"(" + entries[-1][0]
+            continue
+        record = read_record(cursor.job_id, values)
+        if record is None:
+            raise JobNotFound(cursor.job_id)
+        patience.was_known = True
+        patience.all_well()
+        if record.is_over:
+            yield from _tell(cursor.accept_result(record.outcome()))
+        else:
+            yield from patience.check_served(record.info)
+        return
+
+
+def _ask_of_log(*commands: tuple[Argument, ...]) -> Program[list[Any]]:
+    """Send commands of which the first reads the job's log.
+
+    A log key of another type counts as a log without entries: the job's worker creates it again, or
+    the result replaces it.
+    """
+    log, *others = yield from ask_each(commands)
+    return [[] if is_wrong_type(log) else log, *others]
+
+
+def _tell(chunks: Any) -> Program[None]:
+    for chunk in chunks:
+        yield Tell(chunk)
+
+
+def wait(view: QueueView, job_id: str, timeout: float | None) -> Program[JobResult]:
+    """Return the job's result as soon as it exists."""
+    patience = Patience(view, job_id, timeout)
+    listens = False
+    while True:
+        try:
+            result = yield from _result_now(view, job_id, patience)
+            if result is not None:
+                return result
+            if listens:
+                yield from _until_last(patience)
+            else:
+                yield Listen(view.keys.chunks(job_id))  # then read again: the job may have ended meanwhile
+                listens = True
+        except (QueueUnavailable, JobNotFound) as trouble:
+            listens = False
+            recorded: JobResult | None = yield LookUp(job_id)
+            if recorded is not None:
+                return recorded
+            yield Sleep(patience.bear(trouble))
+
+
+def _until_last(patience: Patience) -> Program[None]:
+    """Return when the job may have ended: after its last chunk, or after a silence."""
+    while True:
+        message = yield Receive(patience.turn())
+        chunk = _chunk_of(message)
+        if chunk is None or chunk.is_last:
+            return
+
+
+def _result_now(view: QueueView, job_id: str, patience: Patience) -> Program[JobResult | None]:
+    entries: list[Any] = []
+    (record,) = yield from read(view, [job_id])
+    if record is None:
+        raise JobNotFound(job_id)
+    patience.was_known = True
+    patience.all_well()
+    if not record.is_over:
+        yield from patience.check_served(record.info)
+        return None
+    if record.result is None:
+        (entries,) = yield from _ask_of_log(("XRANGE", view.keys.log(job_id), "-", "+"))
+    result: JobResult = record.outcome(read_log(entries))
+    return result
+
+
+def check_starting_after(value: str | int) -> str | int:
+    """Return the value. Raises ConfigurationError if it is no position."""
+    read_position(value)
+    return value

@@ -1,0 +1,239 @@
+"""Reads the request shapes of OpenAI's API: messages, prompts, stop texts, biases and response
+formats.
+
+Clients, the command line, Celery tasks and bulk files all use `read_forms`, so that the same shape
+gives the same job or the same error everywhere. A shape that this project defines itself
+(`response_format` with `json_schema`, `regex` or `grammar` and without `type`) is read here too.
+
+An unknown key is rejected by its name. A key whose value is null counts as absent, as in OpenAI's
+API.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final, TypeGuard
+
+from tokenmill.errors import InvalidRequest
+from tokenmill_schemas.size_limits import WHOLE_NUMBER
+
+_ROLES: Final = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_MESSAGE_KEYS: Final = frozenset({"role", "content", "refusal"})
+# OpenAI's answers contain these keys with empty values, and a chat's history consists of answers
+_UNSUPPORTED_KEYS: Final = frozenset({"name", "tool_calls", "tool_call_id", "function_call", "audio", "annotations"})
+_PART_KINDS: Final = ("text", "refusal")
+_OWN_FORMAT_KEYS: Final = ("json_schema", "regex", "grammar", "strict")
+_SCHEMA_KEYS: Final = ("name", "description", "schema", "strict")
+
+
+class FormError(InvalidRequest):
+    """A shape was rejected. `param` names its place; `code` is the code that OpenAI's API gives."""
+
+    def __init__(self, message: str, param: str | None = None, code: str = "invalid_value") -> None:
+        super().__init__([message])
+        self.param = param
+        self.code = code
+
+
+def read_forms(fields: dict[str, Any]) -> None:
+    """Replace OpenAI's shapes in the arguments of `submit` by the fields of a job. Values are
+    builtins.
+
+    Raises FormError for the first shape that cannot be read.
+    """
+    for name, read in _READERS.items():
+        if fields.get(name) is not None:
+            read(fields)
+
+
+def _read_prompt(fields: dict[str, Any]) -> None:
+    """A prompt of token ids becomes `prompt_ids`; a list of one prompt is that prompt."""
+    prompt = fields["prompt"]
+    if isinstance(prompt, list | tuple) and len(prompt) == 1 and isinstance(prompt[0], str | list | tuple):
+        prompt = fields["prompt"] = prompt[0]
+    if isinstance(prompt, str):
+        return
+    if not isinstance(prompt, list | tuple) or not prompt or not all(type(item) is int for item in prompt):
+        words = "prompt must be one text or one list of token ids; several prompts are several jobs"
+        raise FormError(words, "prompt")
+    if fields.get("prompt_ids") is not None:
+        raise FormError("prompt and prompt_ids both hold token ids: give one of them", "prompt")
+    fields["prompt_ids"] = fields.pop("prompt")
+
+
+def _read_length(fields: dict[str, Any]) -> None:
+    """Rename `max_completion_tokens` to `max_tokens`, and replace any value given there."""
+    fields["max_tokens"] = fields.pop("max_completion_tokens")
+
+
+def _read_stop(fields: dict[str, Any]) -> None:
+    stop = fields["stop"]
+    stops = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(stops, list | tuple) or not all(isinstance(item, str) for item in stops):
+        raise FormError("stop must be a text or a list of texts", "stop")
+    fields["stop"] = tuple(stops)
+
+
+def _read_biases(fields: dict[str, Any]) -> None:
+    """Convert token ids that are texts to integers, because keys of JSON objects are texts."""
+    given = fields["logit_bias"]
+    if not isinstance(given, Mapping) or not all(_is_token_id(key) and _is_number(bias) for key, bias in given.items()):
+        raise FormError("logit_bias must be a map from token ids to numbers", "logit_bias")
+    try:
+        fields["logit_bias"] = {int(key): float(bias) for key, bias in given.items()}
+    except OverflowError:
+        raise FormError("logit_bias holds a number beyond 64 bits", "logit_bias") from None
+
+
+def _is_token_id(key: object) -> TypeGuard[int | str]:
+    return type(key) is int or (isinstance(key, str) and WHOLE_NUMBER.fullmatch(key) is not None)
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+# ── messages ──
+
+
+def _read_messages(fields: dict[str, Any]) -> None:
+    messages = fields["messages"]
+    if not isinstance(messages, list | tuple):
+        raise FormError("messages must be a list of messages, each with role and content", "messages")
+    fields["messages"] = [_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
+
+
+def _message(message: Any, where: str) -> dict[str, str]:
+    if not isinstance(message, Mapping):
+        raise FormError(f"{where} must be a message with role and content", where)
+    given = _present(message)
+    role = given.get("role")
+    if not isinstance(role, str) or role not in _ROLES:
+        raise FormError(f"{where}.role must be one of {', '.join(_ROLES)}, not {_shown(role)}", f"{where}.role")
+    for name in given:
+        if name in _UNSUPPORTED_KEYS and given[name]:
+            raise FormError(f"{where}.{name} is not supported here", f"{where}.{name}", "unsupported_parameter")
+    _refuse_unknown(given, _MESSAGE_KEYS | _UNSUPPORTED_KEYS, where)
+    return {"role": _ROLES[role], "content": _content(_said(given, role, where), where)}
+
+
+def _said(given: Mapping[str, Any], role: str, where: str) -> Any:
+    """Return the content of a message. An assistant's refusal replaces its content."""
+    content, refusal = given.get("content"), given.get("refusal")
+    if refusal is None:
+        return content
+    if role != "assistant":
+        raise FormError(f"{where}.refusal is an assistant's only", f"{where}.refusal")
+    if content:
+        raise FormError(f"{where} has a refusal beside its content: give one of them", f"{where}.refusal")
+    return refusal
+
+
+def _content(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list | tuple):
+        raise FormError(f"{where}.content must be a text or a list of text parts", f"{where}.content")
+    return "".join(_part(part, f"{where}.content[{place}]") for place, part in enumerate(content))
+
+
+def _part(part: Any, where: str) -> str:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind not in _PART_KINDS:
+        what = f"is a part of type {_shown(kind)}" if kind is not None else "is a part without a type"
+        raise FormError(f"{where} {what}; only text parts are supported", where, "unsupported_parameter")
+    given = _present(part)
+    _refuse_unknown(given, ("type", kind), where)
+    text = given.get(kind)
+    if not isinstance(text, str):
+        raise FormError(f"{where}.{kind} must be a text", f"{where}.{kind}")
+    return text
+
+
+# ── response formats ──
+
+
+def _read_format(fields: dict[str, Any]) -> None:
+    wanted = fields["response_format"]
+    if not isinstance(wanted, Mapping):
+        raise FormError("response_format must be an object", "response_format")
+    given = _present(wanted)
+    if "type" not in given:
+        _refuse_unknown(given, _OWN_FORMAT_KEYS, "response_format", "; without type it takes")
+        fields["response_format"] = given
+        return
+    kind = given["type"]
+    read = _FORMATS.get(kind) if isinstance(kind, str) else None
+    if read is None:
+        kinds = ", ".join(_FORMATS)
+        words = f"response_format.type must be one of {kinds}, not {_shown(kind)}"
+        raise FormError(words, "response_format.type")
+    fields["response_format"] = read(given)
+
+
+def _text_format(given: Mapping[str, Any]) -> None:
+    """Read the format "text", which allows any text: the same as no format."""
+    _refuse_unknown(given, ("type",), "response_format")
+
+
+def _object_format(given: Mapping[str, Any]) -> dict[str, Any]:
+    _refuse_unknown(given, ("type",), "response_format")
+    return {"json_schema": {}}
+
+
+def _schema_format(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Read a schema from OpenAI's envelope, where it stands beside `name` and `strict`. OpenAI's
+    default for `strict` is false.
+    """
+    where = "response_format.json_schema"
+    _refuse_unknown(given, ("type", "json_schema"), "response_format")
+    envelope = given.get("json_schema")
+    if not isinstance(envelope, Mapping):
+        raise FormError(f"{where} must be an object with name, strict and schema", where)
+    inner = _present(envelope)
+    _refuse_unknown(inner, _SCHEMA_KEYS, where, "; it takes")
+    schema, strict = inner.get("schema"), inner.get("strict", False)
+    if not isinstance(schema, Mapping):
+        raise FormError(f"{where}.schema must be a JSON schema", f"{where}.schema")
+    if not isinstance(strict, bool):
+        raise FormError(f"{where}.strict must be true or false, not {_shown(strict)}", f"{where}.strict")
+    for name in ("name", "description"):
+        if not isinstance(inner.get(name, ""), str):
+            raise FormError(f"{where}.{name} must be a text", f"{where}.{name}")
+    return {"json_schema": schema, "strict": strict}
+
+
+_FORMATS: Final[Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any] | None]]] = {
+    "text": _text_format,
+    "json_object": _object_format,
+    "json_schema": _schema_format,
+}
+_READERS: Final[Mapping[str, Callable[[dict[str, Any]], None]]] = {
+    "prompt": _read_prompt,
+    "messages": _read_messages,
+    "max_completion_tokens": _read_length,
+    "stop": _read_stop,
+    "logit_bias": _read_biases,
+    "response_format": _read_format,
+}
+
+
+# ── keys ──
+
+
+def _present(given: Mapping[Any, Any]) -> dict[Any, Any]:
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _refuse_unknown(given: Mapping[Any, Any], known: Iterable[str], where: str, hint: str = "") -> None:
+    known = tuple(known)
+    for name in given:
+        if name not in known:
+            word = str(name)[:64]
+            words = f"{where} has the unknown key {word!r}" + (f"{hint} {', '.join(known)}" if hint else "")
+            raise FormError(words, f"{where}.{word}", "unknown_parameter")
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 64 else text[:61] + "..."

@@ -1,0 +1,237 @@
+"""The state of a queue: backlog and age of each class, load of each tenant, and the live workers.
+
+For `tokenmill top`, the exporter and autoscaling. It takes seven round trips at most, whatever the
+backlog. It writes nothing, and the `reader` of ops/deploy/redis/users.acl may run it. A stream that
+disappears between two commands counts as empty.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from tokenmill.operations.io_requests import Commands, Program
+from tokenmill.operations.jobs import QueueView
+from tokenmill.operations.queue import DueJob, due_jobs, number_of, workers
+from tokenmill.transport.scripts import Argument
+from tokenmill_schemas.control import WorkerStatus
+from tokenmill_schemas.job import PRIORITY_ORDER, Priority
+
+MAX_LANES = 200  # streams read per class: those that are served next
+_RETURNED_SPAN = 10**13  # range of the scores of one class in `returned`
+
+
+class ClassState(msgspec.Struct, frozen=True, kw_only=True):
+    """One priority class. `oldest_ms`: how long its oldest waiting job has waited; 0 if none
+    waits.
+    """
+
+    waiting: int = 0
+    waiting_tokens: int = 0  # estimated
+    oldest_ms: int = 0
+
+
+class TenantState(msgspec.Struct, frozen=True, kw_only=True):
+    tenant: str
+    waiting: int = 0
+    running: int = 0
+    tokens_per_s: float = 0.0
+
+
+class QueueState(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of a queue.
+
+    `scheduled` jobs wait for their start time or next attempt; once due they count as waiting.
+    `unrecorded` jobs ended while they waited, and have to be recorded. Counters cover the queue's
+    whole life.
+    """
+
+    queue: str
+    classes: dict[str, ClassState]
+    running: int
+    scheduled: int
+    unrecorded: int
+    dead: int
+    submitted: int
+    finished: dict[str, int]
+    entries_dropped: int
+    tenants: list[TenantState]
+    workers: list[WorkerStatus]
+
+    @property
+    def waiting(self) -> int:
+        return sum(state.waiting for state in self.classes.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _Lane:
+    """The stream of one tenant's jobs of one class. Its pending entries are the jobs that were
+    delivered.
+    """
+
+    priority: Priority
+    tenant: str
+    waiting: int
+    last_delivered: str
+
+
+def overview(view: QueueView) -> Program[QueueState]:
+    """Read the state of a queue. Values that cannot be read are left out. Raises QueueUnavailable
+    for trouble with the server.
+    """
+    keys = view.keys
+    counts = (("ZCARD", keys.delayed), ("ZCARD", keys.ended), ("XLEN", keys.dead))
+    returned = tuple(_first_returned(view, priority) for priority in PRIORITY_ORDER)
+    tenants = tuple(("ZRANGE", keys.lanes(priority), 0, MAX_LANES - 1) for priority in PRIORITY_ORDER)
+    meta, scheduled, unrecorded, dead, *rest = yield Commands((("HGETALL", keys.meta), *counts, *returned, *tenants))
+    lanes = yield from _lanes(view, rest[len(returned) :])
+    since = _oldest_returned(rest[: len(returned)])
+    yield from _oldest_in_lanes(view, lanes, since)
+    due = yield from due_jobs(view)
+    living = yield from workers(view)
+    counts_now = (max(0, int(scheduled) - len(due)), int(unrecorded), int(dead))
+    return _state(view, meta, counts_now, lanes, since, living, due)
+
+
+def _first_returned(view: QueueView, priority: Priority) -> tuple[Argument, ...]:
+    low = priority.rank * _RETURNED_SPAN
+    return ("ZRANGEBYSCORE", view.keys.returned, low, low + _RETURNED_SPAN - 1, "WITHSCORES", "LIMIT", 0, 1)
+
+
+def _lanes(view: QueueView, tenants: Sequence[Sequence[bytes]]) -> Program[list[_Lane]]:
+    names = [
+        (priority, name.decode("utf-8", "replace"))
+        for priority, members in zip(PRIORITY_ORDER, tenants, strict=True)
+        for name in members
+    ]
+    asked: list[tuple[Argument, ...]] = []
+    for priority, name in names:
+        lane = view.keys.lane(priority, name)
+        asked += [("XLEN", lane), ("XINFO GROUPS", lane)]
+    replies = yield Commands(tuple(asked), tolerant=True)
+    found = []
+    for (priority, name), length, groups in zip(names, replies[::2], replies[1::2], strict=True):
+        group = _group(groups)
+        if group is not None and isinstance(length, int):
+            waiting = max(0, length - int(group["pending"]))
+            found.append(_Lane(priority, name, waiting, _text(group["last-delivered-id"])))
+    return found
+
+
+def _group(reply: Any) -> Mapping[str, Any] | None:
+    """Return the first consumer group in a reply to XINFO GROUPS, in the form of RESP2 or RESP3;
+    None if there is none.
+    """
+    if not isinstance(reply, list) or not reply:
+        return None
+    first = reply[0]
+    pairs = first.items() if isinstance(first, dict) else zip(first[::2], first[1::2], strict=True)
+    return {_text(name): value for name, value in pairs}
+
+
+def _oldest_returned(replies: Sequence[Any]) -> dict[Priority, int]:
+    """Return, per class, the creation time of the oldest requeued job in Unix milliseconds."""
+    since = {}
+    for priority, reply in zip(PRIORITY_ORDER, replies, strict=True):
+        if reply:
+            score = reply[0][1] if isinstance(reply[0], list | tuple) else reply[1]
+            since[priority] = int(float(score)) - priority.rank * _RETURNED_SPAN
+    return since
+
+
+def _oldest_in_lanes(view: QueueView, lanes: Sequence[_Lane], since: dict[Priority, int]) -> Program[None]:
+    """Lower `since` to the time of the first undelivered entry of each stream. An entry's id begins
+    with the time at which it was added.
+    """
+    waiting = [lane for lane in lanes if lane.waiting]
+    firsts = yield Commands(
+        tuple(
+            ("XRANGE", view.keys.lane(lane.priority, lane.tenant), f"({lane.last_delivered}", "+", "COUNT", 1)
+            for lane in waiting
+        ),
+        tolerant=True,
+    )
+    for lane, entries in zip(waiting, firsts, strict=True):
+        if isinstance(entries, list) and entries:
+            made_ms = int(_text(entries[0][0]).split("-")[0])
+            since[lane.priority] = min(made_ms, since.get(lane.priority, made_ms))
+
+
+def _state(
+    view: QueueView,
+    meta: Mapping[bytes, bytes],
+    counts: tuple[int, int, int],
+    lanes: Sequence[_Lane],
+    since: dict[Priority, int],
+    living: Sequence[WorkerStatus],
+    due: Sequence[DueJob],
+) -> QueueState:
+    numbers = defaultdict(float, {_text(name): number_of(value) for name, value in meta.items()})
+    _count_due(due, numbers, since)
+    now_ms = int(time.time() * 1000)
+    classes = {
+        priority.value: ClassState(
+            waiting=max(0, round(numbers.get(f"queued:{priority.value}", 0))),
+            waiting_tokens=max(0, round(numbers.get(f"queued_tokens:{priority.value}", 0))),
+            oldest_ms=max(1, now_ms - since[priority]) if priority in since else 0,
+        )
+        for priority in PRIORITY_ORDER
+    }
+    scheduled, unrecorded, dead = counts
+    ended = {
+        name.removeprefix("finished:"): int(value) for name, value in numbers.items() if name.startswith("finished:")
+    }
+    return QueueState(
+        queue=view.keys.queue,
+        classes=classes,
+        running=max(0, round(numbers.get("running", 0))),
+        scheduled=scheduled,
+        unrecorded=unrecorded,
+        dead=dead,
+        submitted=round(numbers.get("submitted", 0)),
+        finished=ended,
+        entries_dropped=round(numbers.get("entries_dropped", 0)),
+        tenants=_tenants(lanes, living),
+        workers=list(living),
+    )
+
+
+def _count_due(due: Sequence[DueJob], numbers: defaultdict[str, float], since: dict[Priority, int]) -> None:
+    for job in due:
+        priority = Priority(job.priority)
+        since[priority] = min(job.due_ms, since.get(priority, job.due_ms))
+        if not job.is_counted:
+            numbers[f"queued:{job.priority}"] += 1
+            numbers[f"queued_tokens:{job.priority}"] += job.cost
+
+
+def _tenants(lanes: Sequence[_Lane], living: Sequence[WorkerStatus]) -> list[TenantState]:
+    """Return the load of each tenant, the busiest first. Running jobs and tokens are those of the
+    workers' last heartbeats.
+    """
+    waiting: Counter[str] = Counter()
+    running: Counter[str] = Counter()
+    pace: dict[str, float] = {}
+    for lane in lanes:
+        waiting[lane.tenant] += lane.waiting
+    for worker in living:
+        for name, load in worker.tenants.items():
+            running[name] += load.running
+            pace[name] = pace.get(name, 0.0) + load.tokens_per_s
+    states = [
+        TenantState(
+            tenant=name, waiting=waiting[name], running=running[name], tokens_per_s=round(pace.get(name, 0.0), 1)
+        )
+        for name in {*waiting, *running, *pace}
+    ]
+    busy = [state for state in states if state.waiting or state.running or state.tokens_per_s]
+    return sorted(busy, key=lambda state: (-state.tokens_per_s, -state.running, -state.waiting, state.tenant))
+
+
+def _text(value: Any) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)

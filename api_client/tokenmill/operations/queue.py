@@ -1,0 +1,218 @@
+"""Operations on a whole queue: its depth, jobs, workers, limits and dead letters."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from tokenmill.errors import ConfigurationError, UnreadableRecord
+from tokenmill.operations.io_requests import Commands, Program, RunScript
+from tokenmill.operations.jobs import QueueView
+from tokenmill.operations.records import JobInfo, QueueDepth, questions, read_depth, read_record, readable
+from tokenmill.transport.scripts import REDRIVE
+from tokenmill_schemas.codec import DecodeError, decode_status
+from tokenmill_schemas.control import WorkerStatus
+from tokenmill_schemas.job import PRIORITY_ORDER, Priority
+from tokenmill_schemas.result import JobStatus
+
+MAX_DUE = 1_000  # due jobs read for the backlog
+
+
+class DeadJob(msgspec.Struct, frozen=True, kw_only=True):
+    """A dead letter: a job that was set aside, with its error and its earlier crashes, one line
+    each.
+    """
+
+    job_id: str
+    died_ms: int
+    error: str
+    history: tuple[str, ...]
+
+
+class DueJob(msgspec.Struct, frozen=True, kw_only=True):
+    """A job that is due, and that no worker has moved into its stream yet.
+
+    `is_counted`: the queue's counters include it already, as they do for jobs of an older version.
+    """
+
+    priority: str
+    cost: float
+    due_ms: int
+    is_counted: bool
+
+
+def depth(view: QueueView) -> Program[QueueDepth]:
+    meta, delayed = yield Commands((("HGETALL", view.keys.meta), ("ZCARD", view.keys.delayed)))
+    due = yield from due_jobs(view)
+    read = read_depth(meta)
+    queued, tokens = dict(read.queued), read.queued_tokens
+    for job in due:
+        if not job.is_counted:
+            queued[job.priority] = queued.get(job.priority, 0) + 1
+            tokens += job.cost
+    return QueueDepth(queued, tokens, read.running, max(0, int(delayed) - len(due)))
+
+
+def due_jobs(view: QueueView) -> Program[list[DueJob]]:
+    """Return the jobs that are due and still scheduled, MAX_DUE at most.
+
+    With a live worker there are few. Without one they must count as backlog, or an autoscaler would
+    start no worker.
+    """
+    keys, now_ms = view.keys, round(time.time() * 1000)
+    (ids,) = yield Commands((("ZRANGEBYSCORE", keys.delayed, "-inf", now_ms, "LIMIT", 0, MAX_DUE),))
+    fields = ("class", "cost", "uncounted", "due_ms", "created_ms", "state")
+    names = [keys.job(job_id.decode("utf-8", "surrogateescape")).encode("utf-8", "surrogateescape") for job_id in ids]
+    replies = yield Commands(tuple(("HMGET", name, *fields) for name in names), tolerant=True)
+    return [_due_job(values) for values in replies if not isinstance(values, Exception) and values[-1] == b"scheduled"]
+
+
+def _due_job(values: Sequence[bytes | None]) -> DueJob:
+    priority, cost, uncounted, due, created = ((value or b"").decode("utf-8", "replace") for value in values[:5])
+    known = priority if priority in {each.value for each in PRIORITY_ORDER} else Priority.STANDARD.value
+    since_ms = round(max(number_of(due), number_of(created)))
+    return DueJob(priority=known, cost=number_of(cost), due_ms=since_ms, is_counted=not uncounted)
+
+
+def number_of(value: bytes | str) -> float:
+    """Return a number; 0 if the text is no finite number."""
+    try:
+        found = float(value)
+    except ValueError:
+        return 0.0
+    return found if math.isfinite(found) else 0.0
+
+
+def workers(view: QueueView) -> Program[list[WorkerStatus]]:
+    """Return the live workers, each with the status of its last heartbeat."""
+    (ids,) = yield Commands((("SMEMBERS", view.keys.workers),))
+    names = sorted(value.decode() for value in ids)
+    values = yield Commands(tuple(("GET", view.keys.worker(name)) for name in names))
+    alive = [(name, value) for name, value in zip(names, values, strict=True) if value is not None]
+    return [read_status(name, value) for name, value in alive]
+
+
+def read_status(worker_id: str, value: bytes) -> WorkerStatus:
+    """Decode a worker's status. A worker whose status is empty or unreadable is alive too, and gets
+    an empty one.
+    """
+    try:
+        return decode_status(value) if value else WorkerStatus(worker_id=worker_id)
+    except DecodeError:
+        return WorkerStatus(worker_id=worker_id)
+
+
+def jobs(view: QueueView, status: JobStatus | None, limit: int) -> Program[list[JobInfo]]:
+    """Return the jobs that are not recorded yet, and dead ones: running jobs first, then by class
+    and age. Recorded jobs are in SQL.
+    """
+    ids = yield from _running(view)
+    if status is not JobStatus.RUNNING:
+        ids += yield from _waiting(view, limit)
+    unique = list(dict.fromkeys(ids))
+    found: list[JobInfo] = []
+    for start in range(0, len(unique), 500):
+        page = unique[start : start + 500]
+        commands = tuple(command for job_id in page for command in questions(view.keys, job_id))
+        replies = yield Commands(commands, tolerant=True)
+        infos = [_info_of(*each) for each in zip(page, replies[::2], replies[1::2], strict=True)]
+        found += [info for info in infos if info is not None and status in (None, info.status)]
+        if len(found) >= limit:
+            break
+    return found[:limit]
+
+
+def _info_of(job_id: str, values: Any, last: Any) -> JobInfo | None:
+    """Return the state of a job; None if its record cannot be read, so that the other jobs are
+    still listed.
+    """
+    try:
+        record = read_record(job_id, values, last)
+    except UnreadableRecord:
+        return None
+    return record.info if record is not None else None
+
+
+def _running(view: QueueView) -> Program[list[str]]:
+    (ids,) = yield Commands((("SMEMBERS", view.keys.workers),))
+    held = yield Commands(tuple(("SMEMBERS", view.keys.held(value.decode())) for value in ids))
+    return sorted(value.decode() for members in held for value in members)
+
+
+def _waiting(view: QueueView, limit: int) -> Program[list[str]]:
+    keys = view.keys
+    tenants = yield Commands(tuple(("ZRANGE", keys.lanes(priority), 0, -1) for priority in PRIORITY_ORDER))
+    lanes = [
+        keys.lane(priority, tenant)
+        for priority, names in zip(PRIORITY_ORDER, tenants, strict=True)
+        for tenant in dict.fromkeys(["", *(name.decode() for name in names)])
+    ]
+    # A stream begins with the entries of its running jobs, so read more entries than asked for.
+    sets = ((keys.returned, limit), (keys.ended, limit))
+    front = yield Commands(tuple(("ZRANGE", name, 0, count) for name, count in sets))
+    streams = yield Commands(tuple(("XRANGE", lane, "-", "+", "COUNT", limit + 1_000) for lane in lanes))
+    late = yield Commands((("ZRANGE", keys.delayed, 0, limit), ("XREVRANGE", keys.dead, "+", "-", "COUNT", limit)))
+    ids = [value.decode() for members in front for value in members]
+    ids += [_job_of(entry).decode() for entries in streams for entry in entries]
+    ids += [value.decode() for value in late[0]]
+    return ids + [_job_of(entry).decode() for entry in late[1]]
+
+
+def _job_of(entry: tuple[bytes, Mapping[bytes, bytes]]) -> bytes:
+    return entry[1].get(b"job", b"")
+
+
+def dead(view: QueueView, limit: int) -> Program[list[DeadJob]]:
+    """Return the dead letters, the newest first."""
+    (entries,) = yield Commands((("XREVRANGE", view.keys.dead, "+", "-", "COUNT", limit),))
+    return read_dead(entries)
+
+
+def read_dead(entries: Sequence[tuple[bytes, Mapping[bytes, bytes]]]) -> list[DeadJob]:
+    """Decode entries of the dead-letter stream. Raises UnreadableRecord."""
+    found = []
+    with readable("the list of dead jobs"):
+        for _, raw in entries:
+            fields = {key.decode("utf-8", "replace"): value.decode("utf-8", "replace") for key, value in raw.items()}
+            history = tuple(fields.get("history", "").splitlines())
+            died_ms, error = int(fields.get("died_ms", 0)), fields.get("error", "")
+            found.append(DeadJob(job_id=fields["job"], died_ms=died_ms, error=error, history=history))
+    return found
+
+
+def redrive(view: QueueView, job_ids: Sequence[str] | None, limit: int) -> Program[list[str]]:
+    """Return dead jobs to their streams as new jobs without a deadline; without ids, the oldest.
+
+    Each call of the script reads one page of the dead-letter stream.
+    """
+    wanted = tuple(dict.fromkeys(job_ids or ()))
+    most = limit if job_ids is None else min(limit, len(wanted))
+    revived: list[str] = []
+    start = "-"
+    while start and len(revived) < most:
+        reply = yield RunScript(REDRIVE, (most - len(revived), start, *wanted))
+        start, *page = (value.decode() for value in reply)
+        revived += page
+    return revived
+
+
+def set_limits(view: QueueView, tenant: str, limits: dict[str, float | None]) -> Program[None]:
+    """Write the limits of a tenant. 0 removes a limit. Tenant "*" stands for all tenants without
+    limits of their own.
+    """
+    bad = [
+        f"{name} must be at least 0, not {value}" for name, value in limits.items() if value is not None and value < 0
+    ]
+    if bad:
+        raise ConfigurationError("; ".join(bad))
+    given = [part for name, value in limits.items() if value is not None for part in (f"{name}:{tenant}", value)]
+    if given:
+        yield Commands((("HSET", view.keys.meta, *given),))
+
+
+def set_queue_limit(view: QueueView, limit: int) -> Program[None]:
+    yield Commands((("HSET", view.keys.meta, "max_queued", max(0, limit)),))

@@ -1,0 +1,92 @@
+"""The limits of one wait for a job: its timeout, the time a server may be away, and the time in a
+queue that no worker has ever served.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING
+
+from tokenmill.errors import QueueUnavailable, QueueUnserved, ResultTimeout, TokenmillError
+from tokenmill.operations.io_requests import Commands, Program
+from tokenmill.operations.records import JobInfo
+from tokenmill_schemas.result import JobStatus
+
+if TYPE_CHECKING:
+    from tokenmill.operations.jobs import QueueView
+
+RECONNECT_PAUSE_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+
+
+def is_served(view: QueueView) -> Program[bool]:
+    """Return whether a worker has ever served this queue; submit.lua decides it in the same way."""
+    finished = [f"finished:{state.value}" for state in JobStatus if state.is_final]
+    marks, workers = yield Commands((("HMGET", view.keys.meta, "served", *finished), ("SMEMBERS", view.keys.workers)))
+    return bool(workers) or any(mark is not None for mark in marks)
+
+
+_WAITING = (JobStatus.SCHEDULED, JobStatus.QUEUED)
+
+
+class Patience:
+    """The time limits of one wait, and what was observed during it."""
+
+    def __init__(self, view: QueueView, job_id: str, timeout: float | None) -> None:
+        self._view = view
+        self._job_id = job_id
+        self._timeout = timeout
+        self._since = time.monotonic()
+        self._failures = 0
+        self._trouble_since: float | None = None
+        self._unserved_at = math.inf if view.unserved_s is None else self._since + view.unserved_s
+        self.was_connected = False
+        self.was_known = False
+
+    def turn(self) -> float:
+        """Return the longest time in seconds for the next wait. Raises ResultTimeout."""
+        now = time.monotonic()
+        until_asked = self._unserved_at - now
+        longest = min(self._view.idle_s, until_asked) if until_asked > 0 else self._view.idle_s
+        if self._timeout is None:
+            return longest
+        left = self._since + self._timeout - now
+        if left <= 0:
+            raise ResultTimeout(self._job_id, self._timeout)
+        return min(longest, left)
+
+    def check_served(self, info: JobInfo) -> Program[None]:
+        """Raise QueueUnserved if the job has waited long enough and no worker has ever served the
+        queue. Ask the server once.
+        """
+        is_due = info.status in _WAITING and info.not_before_ms <= time.time() * 1000
+        if not is_due or time.monotonic() < self._unserved_at:
+            return
+        if not (yield from is_served(self._view)):
+            raise QueueUnserved(self._view.keys.queue, self._job_id)
+        self._unserved_at = math.inf
+
+    def progress(self) -> None:
+        """Restart the timeout after a chunk was delivered and its consumer came back, so that the
+        consumer's own time does not count.
+        """
+        if self._timeout is not None:
+            self._since = time.monotonic()
+
+    def all_well(self) -> None:
+        self.was_connected, self._failures, self._trouble_since = True, 0, None
+
+    def bear(self, trouble: TokenmillError) -> float:
+        """Return the pause in seconds before the next attempt. Raise the error instead if it has
+        lasted too long, or if there was no success before it.
+        """
+        now = time.monotonic()
+        self._trouble_since = self._trouble_since or now
+        seen_before = self.was_connected if isinstance(trouble, QueueUnavailable) else self.was_known
+        if not seen_before or now - self._trouble_since > self._view.patience_s:
+            raise trouble
+        if not self._failures and self._view.on_trouble is not None:
+            self._view.on_trouble(trouble)
+        pause = RECONNECT_PAUSE_S[min(self._failures, len(RECONNECT_PAUSE_S) - 1)]
+        self._failures += 1
+        return min(pause, self.turn())

@@ -1,0 +1,334 @@
+"""Many subscriptions over one connection, for an event loop: AsyncClient's streams and a worker's
+wake-ups.
+
+The connection is open while there is a subscriber. When it breaks it is opened again, and every
+subscriber receives MISSED, because messages may have been lost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+from collections import deque
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import redis.asyncio
+import redis.asyncio.cluster
+
+from tokenmill.errors import QueueUnavailable
+from tokenmill.operations.io_requests import Signal
+from tokenmill.transport.cancellation import end_task, wait_at_most
+from tokenmill.transport.connect import SERVER_TROUBLE
+from tokenmill.transport.raw_protocol import Wire
+
+log = logging.getLogger(__name__)
+
+MAX_WAITING = 4_096  # messages queued per subscriber; beyond it they are dropped and it reads the log
+_CONFIRM_S = 5.0
+_PAUSES_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+
+
+class HubSubscription:
+    """One subscription to one channel; one task receives at a time.
+
+    Tokens come by the thousand, so a message must not cost a timer. Each subscription has one
+    timer. It fires at the latest time for which a receiver waited when it was set, and is set again
+    if a receiver then waits for longer."""
+
+    __slots__ = ("_hub", "_loop", "_messages", "_rings_at", "_timer", "_wait_until", "_waiter", "channel")
+
+    def __init__(self, hub: ChannelHub, channel: bytes) -> None:
+        self.channel = channel
+        self._hub = hub
+        self._loop = asyncio.get_running_loop()
+        self._messages: deque[bytes | Signal] = deque()
+        self._waiter: asyncio.Future[bytes | Signal | None] | None = None
+        self._wait_until = 0.0  # in the loop's time
+        self._timer: asyncio.TimerHandle | None = None
+        self._rings_at = math.inf  # when the timer fires; inf without a timer
+
+    def deliver(self, message: bytes | Signal) -> None:
+        waiter, messages = self._waiter, self._messages
+        if waiter is not None and not waiter.done():  # the usual case; no message is queued then
+            waiter.set_result(message)
+            return
+        if len(messages) >= MAX_WAITING:
+            messages.clear()
+            message = Signal.MISSED
+        messages.append(message)
+
+    async def receive(self, timeout: float) -> bytes | Signal | None:
+        """Return the next message; None after `timeout` seconds; MISSED if messages may have been
+        lost."""
+        if self._messages:
+            return self._messages.popleft()
+        loop = self._loop
+        self._wait_until = loop.time() + timeout
+        if self._rings_at > self._wait_until:
+            self._set_timer()
+        waiter = self._waiter = loop.create_future()
+        try:
+            message = await waiter
+        except asyncio.CancelledError:
+            if not waiter.cancelled() and (message := waiter.result()) is not None:  # a message came too
+                self._messages.appendleft(message)
+            raise
+        finally:
+            self._waiter = None
+        return self._messages.popleft() if message is None and self._messages else message
+
+    async def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer, self._rings_at = None, math.inf
+        await self._hub.forget(self)
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._rings_at = self._wait_until
+        self._timer = self._loop.call_at(self._wait_until, self._ring)
+
+    def _ring(self) -> None:
+        self._timer, self._rings_at = None, math.inf
+        if self._waiter is None or self._waiter.done():
+            return
+        if self._loop.time() < self._wait_until:
+            self._set_timer()
+        else:
+            self._waiter.set_result(None)
+
+
+class _Session:
+    """One pub/sub connection. `hand_on` is called with each message as [kind, channel, content]; it
+    returns False if the session must end.
+
+    Only the reader task opens and closes the session. `tell` sends directly to the socket beside
+    it. A send during a close would break redis-py, so a lock separates them."""
+
+    def __init__(
+        self, client: Any, hand_on: Callable[[list[Any]], bool], *, sharded: bool, owned: redis.asyncio.Redis | None
+    ) -> None:
+        self._pubsub = client.pubsub()
+        self._hand_on = hand_on
+        self._prefix = "S" if sharded else ""
+        self._owned = owned  # a client that exists for this session only
+        self._lock = asyncio.Lock()
+        self._wire: Wire | None = None
+        self._over = asyncio.Event()
+        self._trouble: Exception | None = None
+
+    async def open(self, channels: list[bytes]) -> None:
+        async with self._lock:
+            await self._pubsub.connect()
+            connection = self._pubsub.connection
+            self._wire = Wire.over(connection, self._take, self._end)
+            # redis-py's own `subscribe` may first check the connection's health and wait for a reply.
+            await connection.send_command(f"{self._prefix}SUBSCRIBE", *channels, check_health=False)
+
+    async def tell(self, channel: bytes, is_wanted: Callable[[], bool]) -> None:
+        """Subscribe or unsubscribe, whichever is wanted when the lock is acquired, so that the last
+        request counts. If sending fails, the session ends."""
+        async with self._lock:
+            verb = f"{self._prefix}{'' if is_wanted() else 'UN'}SUBSCRIBE"
+            connection = self._pubsub.connection
+            try:
+                if connection is None or not connection.is_connected:
+                    raise ConnectionError("not connected")
+                await connection.send_command(verb, channel, check_health=False)
+            except (
+                *SERVER_TROUBLE,
+                AttributeError,
+            ) as error:  # AttributeError: the socket was dropped meanwhile
+                self._end(ConnectionError(f"{verb} could not be sent: {error}"))
+
+    async def read(self) -> None:
+        """Return when the connection has to be opened again. Raises SERVER_TROUBLE if it is lost."""
+        listener = asyncio.create_task(self._listen(), name="channel-listener") if self._wire is None else None
+        try:
+            await self._over.wait()
+        finally:
+            await end_task(listener)
+        if self._trouble is not None:
+            raise self._trouble
+
+    async def close(self) -> None:
+        if self._wire is not None:
+            self._wire.end(ConnectionError("closed"))
+        async with self._lock:
+            for part in (self._pubsub, self._owned):
+                with contextlib.suppress(*SERVER_TROUBLE):
+                    if part is not None:
+                        await part.aclose()
+
+    async def _listen(self) -> None:
+        """Read replies through redis-py, for connections without a Wire."""
+        try:
+            while not self._over.is_set():
+                self._take(
+                    await self._pubsub.connection.read_response(
+                        disable_decoding=True, timeout=math.inf, disconnect_on_error=False, push_request=True
+                    )
+                )
+        except (*SERVER_TROUBLE, AttributeError) as error:  # AttributeError: it is closed
+            self._end(ConnectionError(f"the connection is lost: {error}"))
+
+    def _take(self, reply: Any) -> None:
+        if isinstance(reply, list):
+            if not self._hand_on(reply):
+                self._over.set()
+        elif isinstance(reply, Exception):
+            self._end(reply)
+        else:  # without a timeout, redis-py returns None only for a lost peer (ETIMEDOUT)
+            self._end(ConnectionError("the connection is lost"))
+
+    def _end(self, trouble: Exception) -> None:
+        if not self._over.is_set():
+            self._trouble = trouble
+            self._over.set()
+
+
+class ChannelHub:
+    """The subscriptions of one event loop. `client` is used only for its pub/sub connections."""
+
+    def __init__(self, client: redis.asyncio.Redis) -> None:
+        self._client: Any = client
+        self._is_cluster = isinstance(self._client, redis.asyncio.cluster.RedisCluster)
+        self._subscribers: dict[bytes, tuple[HubSubscription, ...]] = {}
+        self._confirmed: dict[bytes, asyncio.Event] = {}
+        self._session: _Session | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._trouble: Exception | None = None
+        self._is_closed = False
+
+    async def subscribe(self, channel: str) -> HubSubscription:
+        """Subscribe to a channel; return once the server has confirmed it. Raises QueueUnavailable."""
+        self._check_open()
+        name = channel.encode()
+        subscription = HubSubscription(self, name)
+        others = self._subscribers.get(name, ())
+        is_first = not others
+        self._subscribers[name] = (*others, subscription)
+        try:
+            if is_first:
+                self._confirmed[name] = asyncio.Event()
+            if self._reader is None:
+                self._trouble = None
+                self._reader = asyncio.create_task(self._run(), name="channel-hub")
+            elif is_first and self._session is not None:
+                await self._session.tell(name, lambda: name in self._subscribers)
+            await self._wait_confirmed(name)
+        except BaseException:
+            await self.forget(subscription)
+            raise
+        return subscription
+
+    async def forget(self, subscription: HubSubscription) -> None:
+        channel = subscription.channel
+        subscribers = self._subscribers.get(channel, ())
+        if subscription not in subscribers:
+            return
+        others = tuple(other for other in subscribers if other is not subscription)
+        if others:
+            self._subscribers[channel] = others
+            return
+        del self._subscribers[channel]
+        self._confirmed.pop(channel, None)
+        if not self._subscribers:
+            await self._stop_reader()
+        elif self._session is not None:
+            await self._session.tell(channel, lambda: channel in self._subscribers)
+
+    async def close(self) -> None:
+        """Close the hub for good. Every waiting receiver returns MISSED at once."""
+        self._is_closed = True
+        subscribers, self._subscribers = self._subscribers, {}
+        for confirmed in self._confirmed.values():
+            confirmed.set()
+        await self._stop_reader()
+        for subscription in chain(*subscribers.values()):
+            subscription.deliver(Signal.MISSED)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise QueueUnavailable("cannot subscribe: closed")
+
+    async def _wait_confirmed(self, channel: bytes) -> None:
+        if not await wait_at_most(self._confirmed[channel], _CONFIRM_S):
+            raise QueueUnavailable(f"cannot subscribe: {self._trouble or 'no answer'}") from self._trouble
+        self._check_open()
+
+    async def _stop_reader(self) -> None:
+        """End the reader task. A subscription made meanwhile starts a new one."""
+        reader, self._reader, self._session = self._reader, None, None
+        await end_task(reader)
+
+    async def _run(self) -> None:
+        me, failures = asyncio.current_task(), 0
+        while self._reader is me and self._subscribers:
+            session: _Session | None = None
+            try:
+                session = await self._connect()
+                failures = 0
+                await session.read()
+            except SERVER_TROUBLE as error:
+                self._trouble = error
+                log.debug("pub/sub connection: %s", error)
+            finally:
+                if self._session is session:
+                    self._session = None
+                if session is not None:
+                    await session.close()
+            await asyncio.sleep(_PAUSES_S[min(failures, len(_PAUSES_S) - 1)])
+            failures += 1
+
+    async def _connect(self) -> _Session:
+        client, owned = self._client, None
+        if self._is_cluster:
+            # All channels of a queue are in one slot, whose node may have changed.
+            await client.initialize()  # without this, its close() closes nothing
+            await client.nodes_manager.initialize()
+            node = client.get_node_from_key(next(iter(self._subscribers), b""))
+            if node is None:
+                raise QueueUnavailable("no cluster node serves the queue's slot")
+            client = owned = redis.asyncio.Redis(host=str(node.host), port=int(node.port), **_node_options(node))
+        session = _Session(client, self._hand_on, sharded=self._is_cluster, owned=owned)
+        try:
+            channels = list(self._subscribers)
+            await session.open(channels)
+            self._session = session
+            for channel in self._subscribers.keys() - set(channels):  # subscribed during the connect
+                await session.tell(channel, lambda channel=channel: channel in self._subscribers)  # type: ignore[misc]
+        except BaseException:
+            await session.close()
+            raise
+        for subscribers in self._subscribers.values():
+            for subscription in subscribers:
+                subscription.deliver(Signal.MISSED)
+        return session
+
+    def _hand_on(self, message: list[Any]) -> bool:
+        """Deliver a message to its subscribers. Return False if the slot has moved to another node
+        and the hub must reconnect."""
+        kind, channel = message[0], message[1]
+        if kind in (b"message", b"smessage"):
+            for subscription in self._subscribers.get(channel, ()):
+                subscription.deliver(message[2])
+        elif kind in (b"subscribe", b"ssubscribe") and channel in self._confirmed:
+            self._confirmed[channel].set()
+        elif kind == b"sunsubscribe" and channel in self._subscribers:
+            return False
+        return True
+
+
+def _node_options(node: Any) -> dict[str, Any]:
+    taken = ("username", "password", "ssl", "socket_timeout", "socket_connect_timeout", "protocol")
+    options = {
+        name: value for name, value in node.connection_kwargs.items() if name in taken or name.startswith("ssl_")
+    }
+    if issubclass(node.connection_class, redis.asyncio.SSLConnection):
+        options["ssl"] = True
+    return options

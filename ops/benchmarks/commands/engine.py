@@ -1,0 +1,32 @@
+"""`ops/bench engine`: tokens per second, TTFT and TPOT of the bare engine and of its peers.
+
+Peers (Transformers' continuous batching, vLLM, llama.cpp) serve the same file in the same run.
+"""
+
+import argparse
+
+from ops.benchmarks.compare import comparison
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    comparison.add_arguments(parser)
+    parser.add_argument(
+        "--peer",
+        action="append",
+        default=[],
+        choices=("transformers", "vllm", "llamacpp", comparison.UNQUANTISED, comparison.WIDE),
+        help="repeatable; unquantised: ourselves without `--set quantization`; wide: the same with every weight as "
+        "float32 in memory (`narrow_weights` off)",
+    )
+    parser.add_argument(
+        "--floor",
+        action="append",
+        default=[],
+        choices=("torch", "mkl", "fbgemm", "torch4", "packed", "int8", "int4"),
+        help="beside the linear layers alone, of this kind, on the same steps; repeatable",
+    )
+
+
+def run(arguments: argparse.Namespace) -> dict[str, object]:
+    floors = [f"{comparison.FLOOR} {kind}" for kind in arguments.floor]
+    return comparison.compare(arguments, [comparison.OURS, *dict.fromkeys([*arguments.peer, *floors])])

@@ -1,0 +1,89 @@
+"""`ops/bench queue`: measures the queue alone, with a model-free engine, beside Celery and arq.
+
+Each system gets a fresh Valkey and one worker process. Measured are jobs per second, submitted one
+by one and many at once, memory per waiting job, and the whole service (submit, run, publish every
+token, read every result) with the server's commands per job. For our queue, the waiting times of a
+token and of a job are measured too. Rounds alternate; figures are medians.
+"""
+
+import argparse
+import statistics
+from collections import defaultdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ops.benchmarks.measure.figures import STAGES
+from ops.benchmarks.peers.environments import ROOT
+from ops.benchmarks.queue.systems import Arq, CeleryTasks, QueueSystem, Tokenmill
+
+SHOWN = {
+    "submit_one_jobs_s": "handed in one by one, jobs/s",
+    "submit_many_jobs_s": "handed in together, jobs/s",
+    "bytes_per_job": "memory per waiting job, bytes",
+    "jobs_s": "the whole way, jobs/s",
+    "tokens_s": "tokens published and recorded, 1/s",
+    "commands_per_job": "server commands per job, those in scripts too",
+    "submit_p50_ms": "submit to engine (idle worker), ms p50",
+    "submit_p99_ms": "submit to engine, ms p99",
+    "start_p50_ms": "submit to first token (a step: 20 ms), ms p50",
+    "start_p99_ms": "submit to first token, ms p99",
+    "token_p50_ms": "engine to subscriber (32 streams), ms p50",
+    "token_p99_ms": "engine to subscriber, ms p99",
+    **{f"stage_{name}_{rank}_ms": f"… {words}, ms {rank}" for name, words in STAGES.items() for rank in ("p50", "p99")},
+    "script_ms": "… a script in the server, ms mean",
+    "chunks_s": "chunks to subscribers, 1/s",
+    "scripts_per_step": "scripts per engine step (32 streams)",
+    "scripts_per_job": "scripts per job (32 streams)",
+    "cpu_worker_us": "CPU per chunk: worker's I/O process, µs",
+    "cpu_server_us": "CPU per chunk: Valkey, µs",
+    "cpu_subscribers_us": "CPU per chunk: 32 subscribers in one process, µs",
+}
+LOG = ROOT / ".cache" / "bench-queue.log"
+SYSTEMS: dict[str, type[QueueSystem]] = {"celery": CeleryTasks, "arq": Arq}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--jobs", type=int, default=1000)
+    parser.add_argument("--tokens", type=int, default=16, help="of each answer")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--peer", action="append", default=[], choices=sorted(SYSTEMS), help="repeatable")
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    console = Console(stderr=True)
+    kinds: list[type[QueueSystem]] = [Tokenmill, *(SYSTEMS[name] for name in dict.fromkeys(options.peer))]
+    rounds: dict[str, list[dict[str, float]]] = defaultdict(list)
+    LOG.parent.mkdir(parents=True, exist_ok=True)
+    with LOG.open("wb") as log:
+        for number in range(options.rounds):
+            for kind in kinds if number % 2 == 0 else reversed(kinds):
+                with console.status(f"round {number + 1} of {options.rounds}: {kind.name}") as status:
+                    rounds[kind.name].append(kind(status.update, log).measure(options.jobs, options.tokens))
+    medians = {name: _medians(measured) for name, measured in rounds.items()}
+    _show(medians, options)
+    return {"results": medians, "rounds": rounds}
+
+
+def _medians(measured: list[dict[str, float]]) -> dict[str, float]:
+    return {name: statistics.median(each[name] for each in measured) for name in measured[0]}
+
+
+def _show(medians: dict[str, dict[str, float]], options: argparse.Namespace) -> None:
+    title = f"{options.jobs} jobs of {options.tokens} tokens, one worker; medians of {options.rounds} rounds"
+    table = Table(title=title, title_justify="left")
+    table.add_column("")
+    for name in medians:
+        table.add_column(name, justify="right")
+    for key, words in SHOWN.items():
+        cells = [_number(figures.get(key)) for figures in medians.values()]
+        if any(cells):
+            table.add_row(words, *cells)
+    Console().print(table)
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.2f}"

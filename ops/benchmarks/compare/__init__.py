@@ -1,0 +1,1 @@
+"""Compares engines over alternating rounds, keeps the results, and reports medians and ratios."""

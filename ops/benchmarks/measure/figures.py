@@ -1,0 +1,107 @@
+"""Computes figures from rounds: throughput, percentiles, medians with spread, ratios, equal tokens."""
+
+import statistics
+from collections.abc import Sequence
+
+from ops.benchmarks.measure.protocol import Round
+from ops.benchmarks.measure.workload_files import Workload
+
+STAGES = {  # stages of a chunk's way from the engine to its subscriber, in order
+    "frame": "to the I/O process",
+    "chunk": "chunk made",
+    "server": "through Valkey",
+    "told": "to the subscriber's task",
+}
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Interpolate linearly between the two closest ranks; `share` is in [0, 1]."""
+    ordered = sorted(values)
+    if not ordered:
+        return float("nan")
+    position = share * (len(ordered) - 1)
+    low = int(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+def of_round(workload: Workload, measured: Round) -> dict[str, float]:
+    """Compute the figures of one round.
+
+    Tokens per second count over the whole wall time, TTFT over all requests, TPOT over the requests
+    with two tokens or more.
+    """
+    num_output = sum(len(tokens) for tokens in measured.tokens)
+    tpot = [
+        (last - first) / (len(tokens) - 1)
+        for first, last, tokens in zip(measured.first_s, measured.last_s, measured.tokens, strict=True)
+        if len(tokens) > 1
+    ]
+    figures = {
+        "output_tok_s": num_output / measured.wall_s,
+        "prompt_tok_s": workload.num_prompt_tokens / measured.wall_s,
+        "wall_s": measured.wall_s,
+        "ttft_p50_ms": 1e3 * percentile(measured.first_s, 0.5),
+        "ttft_p99_ms": 1e3 * percentile(measured.first_s, 0.99),
+    }
+    if tpot:
+        figures["tpot_p50_ms"] = 1e3 * percentile(tpot, 0.5)
+        figures["tpot_p99_ms"] = 1e3 * percentile(tpot, 0.99)
+    if measured.steps:
+        figures["steps"] = measured.steps
+        figures["tokens_per_step"] = (measured.computed_tokens or 0) / measured.steps
+    if measured.batch_sizes:
+        figures["batch_mean"] = statistics.fmean(measured.batch_sizes)
+        figures["batch_max"] = max(measured.batch_sizes)
+    if measured.cached_tokens is not None:
+        figures["cached_tokens"] = measured.cached_tokens
+    if measured.latency_s:
+        figures["latency_p50_ms"] = 1e3 * percentile(measured.latency_s, 0.5)
+        figures["latency_p99_ms"] = 1e3 * percentile(measured.latency_s, 0.99)
+    figures |= stage_figures(measured)
+    if measured.script_calls is not None and measured.batch_sizes:
+        figures["calls_per_step"] = measured.script_calls / len(measured.batch_sizes)
+    for part, seconds in measured.cpu_s.items():
+        figures[f"cpu_{part}_us"] = 1e6 * seconds / num_output
+    return figures
+
+
+def stage_figures(measured: Round) -> dict[str, float]:
+    """Return a chunk's latency by stage, and the server's time per script call, in milliseconds."""
+    figures = {}
+    for stage, seconds in measured.stages.items():
+        if not seconds:
+            continue
+        figures[f"stage_{stage}_p50_ms"] = 1e3 * percentile(seconds, 0.5)
+        figures[f"stage_{stage}_p99_ms"] = 1e3 * percentile(seconds, 0.99)
+    if measured.script_s is not None and measured.script_calls:
+        figures["script_ms"] = 1e3 * measured.script_s / measured.script_calls
+    return figures
+
+
+def summary(rounds: Sequence[dict[str, float]]) -> dict[str, dict[str, float]]:
+    """Return each figure's median over the rounds and its spread, (largest − smallest) / median."""
+    result = {}
+    for name in rounds[0]:
+        values = [figures[name] for figures in rounds]
+        median = statistics.median(values)
+        result[name] = {"median": median, "spread": (max(values) - min(values)) / median if median else 0.0}
+    return result
+
+
+def equal_requests(ours: Round, theirs: Round) -> tuple[int, int]:
+    """Return the number of requests with the same tokens, and the number of all requests."""
+    pairs = list(zip(ours.tokens, theirs.tokens, strict=True))
+    return sum(a == b for a, b in pairs), len(pairs)
+
+
+def equal_tokens(ours: Round, theirs: Round) -> float:
+    """Return the share of positions that come before the first difference of their request."""
+    same = total = 0
+    for mine, other in zip(ours.tokens, theirs.tokens, strict=True):
+        total += max(len(mine), len(other))
+        for a, b in zip(mine, other, strict=False):
+            if a != b:
+                break
+            same += 1
+    return same / total if total else 1.0

@@ -1,0 +1,92 @@
+"""Protocol between the benchmark and a measured engine: JSON lines over the standard streams.
+
+The parent sends one line per round, a workload; the child answers with one line, the result. This
+module imports only the standard library, because a peer may live in an environment of its own.
+Whatever an engine prints goes to standard error, so that it cannot be taken for an answer.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from typing import Protocol
+
+from ops.benchmarks.measure.workload_files import Workload, WorkloadRequest
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """Options that are equal for all engines; `pool_tokens` is the size of the KV cache."""
+
+    model: str
+    dtype: str = "float32"
+    threads: int = 0
+    pool_tokens: int = 32_768
+    max_batch_tokens: int = 512
+    max_sequences: int = 64
+    settings: dict[str, object] = field(default_factory=dict)  # settings of our engine, by name
+
+
+@dataclass(slots=True)
+class Round:
+    """Result of one workload, run once. Times are seconds since all requests were present."""
+
+    wall_s: float
+    tokens: list[list[int]]  # token ids per request
+    first_s: list[float]  # time of the first token, per request
+    last_s: list[float]  # time of the last token, per request
+    steps: int | None = None
+    computed_tokens: int | None = None  # tokens through the model
+    cached_tokens: int | None = None
+    batch_sizes: list[int] = field(default_factory=list)  # sequences that got a token, per step
+    latency_s: list[float] = field(default_factory=list)  # per chunk, from its step's end to the subscriber
+    stages: dict[str, list[float]] = field(default_factory=dict)  # per chunk, parts of `latency_s` in order
+    script_calls: int | None = None  # script calls to the queue server
+    script_s: float | None = None  # the server's time in these calls
+    engine_s: list[float] = field(default_factory=list)  # per request, until the engine had it
+    cpu_s: dict[str, float] = field(default_factory=dict)  # CPU time of each process around the engine
+
+
+class MeasuredEngine(Protocol):
+    description: str
+
+    def run(self, requests: tuple[WorkloadRequest, ...]) -> Round: ...
+    def close(self) -> None: ...
+
+
+def serve(load: Callable[[EngineOptions], MeasuredEngine]) -> None:
+    """Run the child process: load the engine, then answer each workload until the input ends.
+
+    The parent sends a workload for warming up first.
+    """
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+
+    def answer(value: dict[str, object]) -> None:
+        answers.write(json.dumps(value) + "\n")
+        answers.flush()
+
+    finish = ExitStack()
+    try:
+        started = time.perf_counter()
+        engine = load(EngineOptions(**json.loads(sys.stdin.readline())))
+        finish.callback(engine.close)
+        answer({"ready": engine.description, "load_s": time.perf_counter() - started})
+        for line in sys.stdin:
+            rows = json.loads(line)
+            requests = tuple(WorkloadRequest(tuple(row[0]), row[1]) for row in rows)
+            answer(asdict(engine.run(requests)))
+    except KeyboardInterrupt:
+        pass
+    except Exception as error:
+        answer({"error": f"{type(error).__name__}: {error}"})
+        raise
+    finally:
+        finish.close()
+
+
+def encode(workload: Workload) -> str:
+    return json.dumps([[list(request.prompt), request.max_tokens] for request in workload.requests])

@@ -1,0 +1,61 @@
+"""Computes the likelihood of a text with the weights, kernels and paged cache that the engine uses."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tokenmill_worker.engine.attention import AttentionMetadata, choose
+from tokenmill_worker.engine.config import EngineConfig
+from tokenmill_worker.engine.kv.tensors import KVCachePool, kv_dtype
+from tokenmill_worker.engine.model.loader import load_model
+from tokenmill_worker.engine.model.model_files import resolve
+from tokenmill_worker.engine.model.paged_attention import LayerBinding, PagedStep
+
+
+class Scorer:
+    """Scores one sequence of up to `max_tokens` at a time, on the CPU."""
+
+    def __init__(self, config: EngineConfig, max_tokens: int) -> None:
+        self._model = load_model(resolve(config.model), config)
+        self._block_size = config.block_size
+        num_blocks = -(-max_tokens // config.block_size) + 1
+        device = torch.device("cpu")
+        dtype = kv_dtype(config, torch.float32)
+        self._backend = choose(config.attention, device, dtype, list(self._model.shapes), config.block_size)
+        groups = self._model.groups
+        pool = KVCachePool.allocate(groups, [num_blocks] * len(groups), config.block_size, self._backend, dtype, device)
+        places = {layer: (g, i) for g, group in enumerate(groups) for i, layer in enumerate(group.layers)}
+        self._layers = [
+            LayerBinding(places[layer][0], pool.layer(*places[layer]), shape)
+            for layer, shape in enumerate(self._model.shapes)
+        ]
+
+    @torch.inference_mode()
+    def nll(self, token_ids: Sequence[int]) -> float:
+        """Return the mean negative log-likelihood per token after the first, given those before it."""
+        ids = torch.tensor(token_ids)
+        logits = self._logits(ids)
+        return float(F.cross_entropy(logits[:-1].float(), ids[1:]))
+
+    def _logits(self, ids: Tensor) -> Tensor:
+        count = len(ids)
+        metadata = tuple(self._metadata(count, group.window) for group in self._model.groups)
+        positions = torch.arange(count)
+        return self._model.logits(ids, positions, positions, PagedStep(self._backend, self._layers, metadata))
+
+    def _metadata(self, count: int, window: int | None) -> AttentionMetadata:
+        num_blocks = -(-count // self._block_size)
+        return AttentionMetadata(
+            query_start=torch.tensor([0, count], dtype=torch.int32),
+            seq_lens=torch.tensor([count], dtype=torch.int32),
+            block_table=torch.arange(1, num_blocks + 1, dtype=torch.int32)[None],
+            slot_mapping=torch.arange(count) + self._block_size,
+            max_query_len=count,
+            max_seq_len=count,
+            block_size=self._block_size,
+            window=window,
+            query_lens_host=(count,),
+            seq_lens_host=(count,),
+        )

@@ -1,0 +1,1 @@
+"""Measurements of the queue: beside other queue systems, and the memory of a bulk run."""

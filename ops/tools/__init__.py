@@ -1,0 +1,1 @@
+"""Checks and writes the repository: house rules, environment, the reference pages."""

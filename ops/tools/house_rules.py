@@ -1,0 +1,101 @@
+"""Checks what no linter checks: file length, hosts of package registries, unsafe formats, plain docstrings.
+
+No source file has over 350 lines. No file names the host of a package registry, because packages
+come from whatever index pip is configured with. Nothing reads bytes in a format that can run code
+(pickle and its kin, `torch.load` of more than weights). Every docstring opens with a verb or its
+subject. All files that git tracks or would track are checked.
+"""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+MAX_LINES = 350
+SOURCES = {".py", ".lua", ".c", ".cc", ".cpp", ".h", ".cu", ".sh"}
+# Written in parts, so that this file passes its own check.
+REGISTRY_HOSTS = tuple(
+    ".".join(parts)
+    for parts in (
+        ("pypi", "org"),
+        ("files", "pythonhosted", "org"),
+        ("download", "pytorch", "org"),
+        ("conda", "anaconda", "org"),
+        ("registry", "npmjs", "org"),
+    )
+)
+RUNS_CODE = frozenset(
+    {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "jsonpickle", "joblib"}
+)
+
+# A docstring that opens with one of these leaves out its subject: "Of one engine.", "What is left of …", "Until …".
+WITHOUT_SUBJECT = re.compile(
+    r"[\W]*(after|among|as|at|because|before|between|by|for|from|here|how|in|nobody|none|now|of|on|since|so|than|there|those"
+    r"|though|until|what|when|where|whether|which|while|who|whom|whose|why|with|without)\b",
+    re.IGNORECASE,
+)
+
+
+def tracked_files(root: Path) -> list[Path]:
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout
+    return [path for name in names.split("\0") if name and (path := root / name).is_file()]
+
+
+def problems(path: Path, name: str) -> Iterator[str]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        return  # a binary file, to which no rule applies
+    num_lines = text.count("\n")
+    if path.suffix in SOURCES and num_lines > MAX_LINES:
+        yield f"{name}: {num_lines} lines, {MAX_LINES} at most"
+    if path.suffix == ".py":
+        yield from (f"{name}:{line}: {what}" for line, what in dangerous_reads(text))
+        yield from (f"{name}:{line}: {what}" for line, what in docstrings_without_subject(text))
+    for number, line in enumerate(text.splitlines(), 1):
+        for host in REGISTRY_HOSTS:
+            if host in line:
+                yield f"{name}:{number}: names the registry host {host}"
+
+
+def dangerous_reads(source: str) -> Iterator[tuple[int, str]]:
+    """Yield (line, problem) for each import and call that could run code from outside bytes."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else [item.name for item in node.names]
+            found = [module for module in modules if module.split(".")[0] in RUNS_CODE]
+            yield from ((node.lineno, f"imports {module}, which runs what it reads") for module in found)
+        elif isinstance(node, ast.Call):
+            keywords = {word.arg: ast.unparse(word.value) for word in node.keywords}
+            called = ast.unparse(node.func)
+            if called == "torch.load" and keywords.get("weights_only") != "True":
+                yield node.lineno, "calls torch.load without weights_only=True"
+            if keywords.get("allow_pickle", "False") != "False":
+                yield node.lineno, f"calls {called} with allow_pickle"
+            if called == "__import__" or (called == "importlib.import_module" and node.args):
+                module = ast.unparse(node.args[0]).strip("'\"")
+                if module.split(".")[0] in RUNS_CODE:
+                    yield node.lineno, f"imports {module}, which runs what it reads"
+
+
+def docstrings_without_subject(source: str) -> Iterator[tuple[int, str]]:
+    """(line, sentence) of each docstring that opens with a preposition, a pronoun or a relative word."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            opening = WITHOUT_SUBJECT.match(ast.get_docstring(node) or "")
+            if opening:
+                line = 1 if isinstance(node, ast.Module) else node.lineno
+                yield line, f"a docstring opens with {opening[1]!r}: begin with a verb or the subject"
+
+
+def main(root: Path) -> int:
+    found = [line for path in tracked_files(root) for line in problems(path, str(path.relative_to(root)))]
+    print("\n".join(found) or "no problems")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(__file__).resolve().parents[2]))

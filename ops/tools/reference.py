@@ -1,0 +1,214 @@
+"""Generates parts of the guides from the code.
+
+These are ops/guides/settings.md, and the tables and bytes between the markers of
+ops/guides/protocol.md.
+
+    python -m ops.tools.reference            # write them
+    python -m ops.tools.reference --check    # report whether they are up to date; a test does the same
+
+It covers settings, structs, keys and limits; every other word of the guides is written by hand.
+"""
+
+import inspect
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import inspect as shapes
+from pydantic.fields import FieldInfo
+
+from ops.tools import reference_bytes
+from tokenmill_schemas import keys, validation
+from tokenmill_schemas.chunk import Chunk
+from tokenmill_schemas.control import Call, Cancel, Drain, TenantLoad, WorkerStatus
+from tokenmill_schemas.generation import ResponseFormat, SamplingParams, TokenLogprob
+from tokenmill_schemas.job import JobRequest, Message, RetryPolicy
+from tokenmill_schemas.result import ChoiceResult, JobError, JobResult, Usage
+from tokenmill_worker.settings import ENGINE_FIELDS, PREFIX, Settings
+from tokenmill_worker.settings.flags import panel_of
+
+GUIDES = Path(__file__).parents[1] / "guides"
+COMMAND = "python -m ops.tools.reference"
+_SECTION = re.compile(r"(<!-- generated: ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+_WORDS: dict[type[shapes.Type], str] = {
+    shapes.StrType: "str", shapes.IntType: "int", shapes.FloatType: "float", shapes.BoolType: "bool",
+    shapes.NoneType: "nil", shapes.AnyType: "any", shapes.BytesType: "bin",
+}  # fmt: skip
+
+
+# ── settings.md ──
+
+
+def settings_page() -> str:
+    panels: dict[str, dict[str, FieldInfo]] = {"Worker": {}, "Engine": {}, "Tasks": {}}
+    for name in sorted(
+        Settings.model_fields, key=lambda name: name in ENGINE_FIELDS
+    ):  # otherwise in the order of their definition
+        panels[panel_of(name)][name] = Settings.model_fields[name]
+    lines = [
+        "# Settings",
+        "",
+        f"Written by `{COMMAND}` from `worker/tokenmill_worker/settings/fields.py`; a test fails when it is stale.",
+        "",
+        f"Each setting is a flag of `tokenmill worker` and a variable: `--max-num-seqs` is `{PREFIX}MAX_NUM_SEQS`.",
+        "Flags win over variables, variables over defaults. There is no settings file. A misspelt or impossible",
+        "setting stops the start, and every problem is named at once. Durations are seconds; `none` unsets.",
+    ]
+    for title, fields in panels.items():
+        lines += ["", f"## {title}", "", *_settings_table(fields)]
+    return "\n".join([*lines, ""])
+
+
+def _settings_table(fields: dict[str, FieldInfo]) -> Iterator[str]:
+    yield "| flag | type | default | |"
+    yield "|---|---|---|---|"
+    for name, field in fields.items():
+        words = re.sub(r"\s*\(default: .*\)$", "", field.description or "")
+        special = re.search(r"\(default: (.*)\)$", field.description or "")
+        default = special[1] if special else _plain_default(field.default)
+        yield f"| `--{name.replace('_', '-')}` | {_setting_type(field)} | {default} | {_cell(words)} |"
+
+
+def _plain_default(value: Any) -> str:
+    value = value.value if isinstance(value, Enum) else value
+    if value is None or value == "":
+        return "–"
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def _setting_type(field: FieldInfo) -> str:
+    text = str(field.annotation)
+    if isinstance(field.annotation, type) and issubclass(field.annotation, Enum):
+        return ", ".join(f"`{item.value}`" for item in field.annotation)
+    if "Literal" in text:
+        return ", ".join(f"`{word}`" for word in re.findall(r"'([^']+)'", text))
+    kind = next((word for word in ("bool", "int", "float") if word in text), "text")
+    bounds = [
+        f"{sign} {getattr(limit, word):g}"
+        for limit in field.metadata
+        for word, sign in _BOUNDS.items()
+        if hasattr(limit, word)
+    ]
+    return " ".join([kind, ", ".join(bounds)]).strip()
+
+
+# ── protocol.md ──
+
+
+def struct_table(struct: type[msgspec.Struct]) -> str:
+    lines = ["| field | type | if left out | |", "|---|---|---|---|"]
+    meanings = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(struct), re.MULTILINE))
+    info = shapes.type_info(struct)
+    assert isinstance(info, shapes.StructType)
+    if info.tag_field is not None:
+        lines.append(f'| `{info.tag_field}` | str | must be there | always "{info.tag}" |')
+    for field in info.fields:
+        default = "must be there" if field.required else _default(field)
+        lines.append(
+            f"| `{field.encode_name}` | {shape(field.type)} | {default} | {_cell(meanings.get(field.name, ''))} |"
+        )
+    return "\n".join(lines)
+
+
+def _default(field: shapes.Field) -> str:
+    value = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
+    if value is None:
+        return "nil"
+    plain = msgspec.to_builtins(value)
+    return f"`{json.dumps(plain, ensure_ascii=False)}`"
+
+
+def shape(kind: shapes.Type) -> str:
+    """Name a type in MessagePack's terms."""
+    if type(kind) in _WORDS:
+        return _WORDS[type(kind)]
+    match kind:
+        case shapes.CustomType():
+            return "any"
+        case shapes.EnumType():
+            return ", ".join(f"`{item.value}`" for item in kind.cls)
+        case shapes.LiteralType():
+            return ", ".join(f"`{value}`" for value in kind.values)
+        case shapes.StructType():
+            return f"[{kind.cls.__name__}](#{kind.cls.__name__.lower()})"
+        case shapes.VarTupleType() | shapes.ListType():
+            return f"array of {shape(kind.item_type)}"
+        case shapes.TupleType():
+            return "array (" + ", ".join(map(shape, kind.item_types)) + ")"
+        case shapes.DictType():
+            return f"map {shape(kind.key_type)} → {shape(kind.value_type)}"
+        case shapes.UnionType():
+            return " or ".join(shape(part) for part in kind.types)
+    raise TypeError(f"no word for {kind}")
+
+
+def keys_table() -> str:
+    return "\n".join(line for line in (keys.__doc__ or "").splitlines() if line.startswith("|"))
+
+
+def limits_table() -> str:
+    limits = {name: value for name, value in vars(validation).items() if name.startswith("MAX_") and name.isupper()}
+    rows = (f"| {name.removeprefix('MAX_').lower().replace('_', ' ')} | {value:,} |" for name, value in limits.items())
+    return "\n".join(("| at most | |", "|---|---|", *rows))
+
+
+STRUCTS: tuple[type[msgspec.Struct], ...] = (
+    JobRequest, Message, SamplingParams, ResponseFormat, RetryPolicy, Chunk, TokenLogprob, JobResult, ChoiceResult,
+    Usage, JobError, Cancel, Drain, Call, WorkerStatus, TenantLoad,
+)  # fmt: skip
+SECTIONS: dict[str, Callable[[], str]] = {
+    "keys": keys_table,
+    "limits": limits_table,
+    **{struct.__name__: lambda struct=struct: struct_table(struct) for struct in STRUCTS},  # type: ignore[misc]
+    **{f"bytes of {name}": lambda name=name: reference_bytes.block(name) for name in reference_bytes.EXAMPLES},  # type: ignore[misc]
+}
+
+
+def filled(text: str) -> str:
+    """Return the page with every section between markers generated anew.
+
+    An unknown or a missing section is an error.
+    """
+    wanted = set(SECTIONS)
+
+    def write(found: re.Match[str]) -> str:
+        wanted.discard(found[2])
+        return f"{found[1]}{SECTIONS[found[2]]()}\n{found[3]}"
+
+    page = _SECTION.sub(write, text)
+    if wanted:
+        raise SystemExit(f"protocol.md lacks the sections {', '.join(sorted(wanted))}")
+    return page
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def pages() -> dict[Path, str]:
+    protocol = GUIDES / "protocol.md"
+    return {GUIDES / "settings.md": settings_page(), protocol: filled(protocol.read_text(encoding="utf-8"))}
+
+
+def main(arguments: list[str]) -> int:
+    stale = [
+        path for path, text in pages().items() if not path.exists() or path.read_text(encoding="utf-8") != text
+    ]  # fmt: skip
+    names = ", ".join(path.name for path in stale)
+    if "--check" in arguments:
+        print(f"stale: {names}; run `{COMMAND}`" if stale else "up to date")
+        return 1 if stale else 0
+    for path in stale:
+        path.write_text(pages()[path], encoding="utf-8")
+    print(f"wrote {names}" if stale else "up to date")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

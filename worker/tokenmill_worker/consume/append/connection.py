@@ -1,0 +1,146 @@
+"""Keeps one connection for the calls of one script, such as the append of every engine step.
+
+redis-py wraps a call in its pool, retries, metrics, a task, two timers for time limits, and a
+stream. That costs more than making the chunks of 32 sequences. redis-py still opens the connection,
+through Sentinel too. Nothing is retried here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Any, cast
+
+import hiredis
+import redis.asyncio
+from redis.exceptions import ConnectionError, InvalidResponse, NoScriptError
+
+from tokenmill.transport.cancellation import heeding_cancellation
+from tokenmill.transport.connect import SERVER_TROUBLE
+from tokenmill.transport.failover import is_demotion
+from tokenmill.transport.raw_protocol import Wire
+from tokenmill.transport.scripts import Argument, Script, call_async
+
+_NOTICE: Any = getattr(hiredis, "PushNotification", ())  # a message that the server pushes, with RESP3
+
+
+class HeldConnection:
+    """One connection, opened at the first call and after an error, and closed with the client's
+    other connections. Calls of a cluster go through its client, since a slot may move between two
+    calls; so do calls of a client that has no sockets.
+    """
+
+    def __init__(self, client: redis.asyncio.Redis) -> None:
+        self._client = client
+        self._has_lines = not isinstance(cast("Any", client), redis.asyncio.RedisCluster)
+        self._line: _Line | None = None
+        self._opening = asyncio.Lock()
+
+    async def call(self, script: Script, key: str, *arguments: Argument) -> Any:
+        """Call the script like `tokenmill.transport.scripts.call_async`: in one round trip, or two when the
+        server has lost the script. Raises the same errors, and TimeoutError.
+        """
+        line = self._line
+        if self._has_lines and (line is None or line.is_over):
+            line = await self._open()
+        if line is None:
+            return await call_async(self._client, script, key, *arguments)
+        try:
+            return await line.ask("EVALSHA", script.sha, 1, key, *arguments)
+        except NoScriptError:
+            return await line.ask("EVAL", script.text, 1, key, *arguments)
+
+    async def _open(self) -> _Line | None:
+        async with self._opening:
+            if self._line is not None and self._line.is_over:
+                old, self._line = self._line, None
+                await self._release(old.connection)
+            if self._line is None and self._has_lines:
+                with heeding_cancellation():
+                    connection = await cast("Any", self._client.connection_pool).get_connection()
+                line = _Line(connection)
+                if line.is_over:
+                    self._has_lines = False
+                    await self._release(connection)
+                else:
+                    self._line = line
+            return self._line
+
+    async def _release(self, connection: Any) -> None:
+        try:
+            await connection.disconnect(nowait=True)
+        except SERVER_TROUBLE:
+            pass
+        finally:
+            await cast("Any", self._client.connection_pool).release(connection)
+
+
+class _Line:
+    """One open connection. Replies come in the order of the calls; a reply whose caller has gone is
+    dropped. A connection that has ended stays ended, and fails the calls that were under way.
+
+    Calls share one timer. It fires when the oldest call may have exceeded the time limit.
+    """
+
+    def __init__(self, connection: Any) -> None:
+        self.connection = connection
+        self._timeout_s: float | None = connection.socket_timeout
+        self._loop = asyncio.get_running_loop()
+        self._waiting: deque[tuple[float, asyncio.Future[Any]]] = deque()  # (sent at, reply)
+        self._timer: asyncio.TimerHandle | None = None
+        self._wire = Wire.over(connection, self._answer, self._end)
+
+    @property
+    def is_over(self) -> bool:
+        return self._wire is None or self._wire.is_over
+
+    def ask(self, *command: Argument) -> asyncio.Future[Any]:
+        """Send a command and return the future of its reply. Raises ConnectionError if the
+        connection has ended.
+        """
+        if self._wire is None:
+            raise ConnectionError("not a connection that can be held")
+        self._wire.send(*command)
+        reply, now = self._loop.create_future(), self._loop.time()
+        self._waiting.append((now, reply))
+        if self._timer is None and self._timeout_s is not None:
+            self._timer = self._loop.call_at(now + self._timeout_s, self._ring, self._timeout_s)
+        return reply
+
+    def _answer(self, reply: Any) -> None:
+        if isinstance(reply, _NOTICE):
+            return
+        if not self._waiting:
+            self._break(InvalidResponse("a reply to nothing that was asked"))
+            return
+        _, waiter = self._waiting.popleft()
+        if waiter.done():
+            return
+        if isinstance(reply, Exception):
+            waiter.set_exception(reply)
+            if is_demotion(reply):  # the next call resolves the address again
+                self._break(ConnectionError("the server has become a replica, which is read-only"))
+        else:
+            waiter.set_result(reply)
+
+    def _ring(self, timeout_s: float) -> None:
+        self._timer = None
+        if not self._waiting:
+            return
+        due = self._waiting[0][0] + timeout_s
+        if due <= self._loop.time():
+            self._break(TimeoutError(f"no reply within {timeout_s:g} s"))
+        else:
+            self._timer = self._loop.call_at(due, self._ring, timeout_s)
+
+    def _break(self, error: Exception) -> None:
+        if self._wire is not None:
+            self._wire.end(error)
+
+    def _end(self, error: Exception) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        for _, waiter in self._waiting:
+            if not waiter.done():
+                waiter.set_exception(error)
+        self._waiting.clear()

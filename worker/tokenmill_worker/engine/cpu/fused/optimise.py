@@ -1,0 +1,75 @@
+"""Prepares a freshly loaded model for its first pass, by the engine's settings."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from tokenmill_worker.engine.config import EngineConfig, EngineConfigError, Quantization
+from tokenmill_worker.engine.cpu.fused.packing import Packing
+from tokenmill_worker.engine.cpu.fused.replace import swap_modules
+from tokenmill_worker.engine.cpu.kernels.linear import PackedWeight
+from tokenmill_worker.engine.cpu.kernels.toolchain import KernelUnavailableError
+
+log = logging.getLogger(__name__)
+
+
+def optimise(
+    model: nn.Module,
+    config: EngineConfig,
+    choose: Callable[[Quantization | None, bool, bool], Packing] = Packing.choose,
+) -> nn.Module:
+    """Replace the model's modules in place where the settings and the device allow it.
+
+    Raises EngineConfigError where a requested quantisation is not possible.
+    """
+    weight = next(model.parameters())
+    usable = weight.device.type == "cpu" and weight.dtype == torch.float32 and not config.tensor_parallel
+    if config.quantization is None and not (config.fuse and usable):
+        return model
+    if not usable:
+        raise EngineConfigError([
+            f"quantization {config.quantization!r} runs on the CPU, on one rank, in float32, "
+            f"not on {weight.device.type} in {str(weight.dtype).removeprefix('torch.')}"
+        ])  # fmt: skip
+    try:
+        packing = choose(config.quantization, config.narrow_weights, config.amx)
+    except KernelUnavailableError as error:
+        if config.quantization is not None:
+            raise EngineConfigError([f"quantization {config.quantization!r} needs compiled kernels: {error}"]) from None
+        log.warning("the model runs on torch's own linear layers: %s", error)
+        return model
+    swapped = swap_modules(model, packing)
+    if packing.kernels.has_amx:
+        log.info("products of many rows run in the CPU's matrix registers (AMX)")
+    if config.quantization is None:
+        forms = ", ".join(f"{count / 1e6:.1f} million as {form}" for form, count in _forms(model).items())
+        log.info("weights in memory, each the same bits as in float32: %s", forms or "none packed")
+    else:
+        _report_the_rest(model, config, swapped)
+    return model
+
+
+def _forms(model: nn.Module) -> Counter[str]:
+    """Count packed weights by their storage format."""
+    found: Counter[str] = Counter()
+    for module in model.modules():
+        for part in vars(module).values():
+            if isinstance(part, PackedWeight):
+                found[part.form] += part.n * part.k
+    return found
+
+
+def _report_the_rest(model: nn.Module, config: EngineConfig, swapped: Counter[str]) -> None:
+    """Log the weights that stay float32 because no replacement took them; raises EngineConfigError if all do."""
+    if not swapped["FusedAttention"] + swapped["FusedMLP"] + swapped["PackedLinear"]:
+        raise EngineConfigError([f"no layer of {config.model} can be quantised"])
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    rest = [weight for weight in model.parameters() if weight.dim() > 1 and id(weight) not in embeddings]
+    if rest:
+        count = sum(weight.numel() for weight in rest)
+        log.warning("%d weights (%.1f million values) are not quantised and stay float32", len(rest), count / 1e6)

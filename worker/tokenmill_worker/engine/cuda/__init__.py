@@ -1,0 +1,13 @@
+"""The CUDA device: attention, fused layers, kernels in Triton, CUDA graphs.
+
+| part | CPU | CUDA |
+|---|---|---|
+| weights | `fused/packing` | `fused/replace` |
+| inputs of a step | `decode_inputs` | `graph_inputs` |
+| layers | `fused/layer_run` | `fused/modules` |
+| attention | `attention` | `attention/triton` |
+| head and token | `kernels/draw` | `draw` |
+| memory | `huge_pages` | `pinned_pool` |
+
+Belongs here: what runs on a CUDA device only. Nothing here imports `cpu`.
+"""

@@ -1,0 +1,295 @@
+"""Paged attention by this package's Triton kernel: any block size, prefill and decode in one launch.
+
+It needs no wheel beside Triton. The launch depends only on maxima that the host has (padded tokens,
+sequences, the longest context). The kernel reads the lengths on the device, so a captured CUDA
+graph stays right for every batch that fits it. Blocks are `[kv_head, token, head_dim]`: the part of
+a block that one program reads is contiguous.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from tokenmill_worker.engine.attention.base import AttentionBackend, AttentionMetadata, AttentionShape
+from tokenmill_worker.engine.cuda.attention.triton_kernels import attend_kernel, fold_kernel, write_kernel
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+MAX_HEAD_DIM = 256
+MAX_PARTIAL_BYTES = 64 << 20  # values of split results
+MAX_SPLITS = 64  # most that the fold kernel takes
+TOKENS_A_SPLIT = 256  # a shorter split does not pay for the fold kernel
+TOKENS_A_LONG_SPLIT = 1024  # the same, where the device is full without splits
+LONGEST_SHARE = 2048  # most tokens of one program while programs of shorter contexts have finished
+PROGRAMS_A_MULTIPROCESSOR = 2
+MOST_PROGRAMS_A_MULTIPROCESSOR = 32  # with split long contexts; splits of short contexts start too and return at once
+NUM_STAGES = 3  # with 2, a tile's load starts only after the tile before it was used
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Grid and tile sizes of one call; a program computes `block_rows` rows (query tokens × group heads)."""
+
+    block_rows: int
+    block_tokens: int
+    tile_keys: int
+    num_programs: int  # for each head of the cache and each split
+    num_splits: int
+    least_tiles: int  # per split
+    is_decode: bool
+    num_warps: int
+    num_stages: int
+
+
+def plan_launch(
+    shape: AttentionShape,
+    metadata: AttentionMetadata,
+    num_tokens: int,
+    *,
+    element_size: int,
+    num_multiprocessors: int,
+    has_warp_groups: bool,
+    is_exact: bool,
+) -> Launch:
+    """Choose few, wide programs for prefill and narrow ones for decode, and decide on split contexts.
+
+    Contexts are split where there are too few programs. They are also split where some are long:
+    the others may be short, and a step takes as long as its longest context.
+
+    Sizes are chosen from what the compiler reports for compute capability 8.0 and 9.0: no register
+    spills, loads of keys and values one tile ahead, and shared memory that each device has. A
+    multiprocessor of an H200 runs one prefill program of 128 rows, or three decode programs.
+    """
+    group = shape.num_heads // shape.num_kv_heads
+    rows = max(16, triton.next_power_of_2(group))
+    is_decode = metadata.max_query_len == 1
+    if not is_decode:  # long chunks fill wide tiles; a mix of many decodes with a chunk would waste them
+        rows = max(rows, 128 if num_tokens >= 64 * metadata.num_seqs and shape.head_dim <= 128 else 64)
+    head_pad = max(16, triton.next_power_of_2(shape.head_dim))
+    tile_bytes = 16384 if is_decode or has_warp_groups else 8192
+    tile_keys = max(16, min(128 if is_decode else 64, tile_bytes // (head_pad * max(element_size, 2))))  # 8 bits: as 16
+    if is_exact:  # float32 without tensor cores: registers bound the tile
+        rows = max(16, triton.next_power_of_2(group))
+        tile_keys = max(16, min(32, 2048 // head_pad))
+    block_tokens = rows // group
+    num_programs = metadata.num_seqs if is_decode else num_tokens // block_tokens + metadata.num_seqs
+    programs = max(1, num_programs * shape.num_kv_heads)
+    reach = metadata.max_seq_len
+    if metadata.window is not None:
+        reach = min(reach, metadata.window + min(block_tokens, metadata.max_query_len))
+    room = MAX_PARTIAL_BYTES // max(num_tokens * shape.num_heads * head_pad * 4, 1)
+    num_splits, tokens_a_split = _split(reach, programs, num_multiprocessors, is_alone=metadata.num_seqs == 1)
+    return Launch(
+        block_rows=rows,
+        block_tokens=block_tokens,
+        tile_keys=tile_keys,
+        num_programs=num_programs,
+        num_splits=max(1, min(num_splits, room, MAX_SPLITS)),
+        least_tiles=-(-tokens_a_split // tile_keys),
+        is_decode=is_decode,
+        num_warps=8 if rows * head_pad >= 64 * 64 or (is_exact and head_pad > 128) else 4,
+        num_stages=NUM_STAGES,
+    )
+
+
+def _split(reach: int, programs: int, num_multiprocessors: int, *, is_alone: bool) -> tuple[int, int]:
+    """Return the number of splits for contexts of up to `reach` tokens, and the fewest tokens of a split.
+
+    `programs` is the number of programs per split. A sequence that is alone in its step has no
+    shorter contexts beside it, so it is not split any further than it takes to fill the device.
+    """
+    to_fill = -(-PROGRAMS_A_MULTIPROCESSOR * num_multiprocessors // programs)
+    to_shorten = min(-(-reach // LONGEST_SHARE), MOST_PROGRAMS_A_MULTIPROCESSOR * num_multiprocessors // programs)
+    if to_shorten > to_fill and not is_alone:
+        return to_shorten, TOKENS_A_LONG_SPLIT
+    return min(to_fill, -(-reach // TOKENS_A_SPLIT)), TOKENS_A_SPLIT
+
+
+def fold_warps(head_pad: int) -> int:
+    """Return the warps of the fold kernel, so that a row's splits fit in registers."""
+    return 4 if head_pad <= 128 else 8
+
+
+class TritonAttention(AttentionBackend):
+    """Attention by the Triton kernels; it holds no state but properties of the device."""
+
+    name = "triton"
+
+    def __init__(self, num_multiprocessors: int | None = None) -> None:
+        properties = torch.cuda.get_device_properties() if torch.cuda.is_available() else None
+        if num_multiprocessors is None:
+            num_multiprocessors = properties.multi_processor_count if properties else 1
+        self._num_multiprocessors = num_multiprocessors
+        # Warp groups multiply from shared memory, which is larger here too; other devices load keys to registers.
+        self._has_warp_groups = properties is not None and properties.major in (9, 10)
+
+    @classmethod
+    def why_not(cls, device: torch.device, dtype: torch.dtype, shape: AttentionShape, block_size: int) -> str | None:
+        if device.type != "cuda" and not is_interpreted():
+            return f"Triton kernels do not run on {device.type}"
+        if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 8 and dtype == torch.bfloat16:
+            return "bfloat16 needs compute capability 8.0"
+        if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9) and dtype.itemsize == 1:
+            return "8-bit keys and values need compute capability 8.9"
+        if device.type == "cpu" and dtype == torch.bfloat16:
+            return "Triton's interpreter multiplies no bfloat16 matrices"
+        if dtype not in DTYPES:
+            return f"the Triton kernel does not take {dtype}"
+        if shape.head_dim > MAX_HEAD_DIM:
+            return f"the Triton kernel takes head sizes up to {MAX_HEAD_DIM}, not {shape.head_dim}"
+        return None
+
+    def block_shape(self, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
+        return num_kv_heads, block_size, head_dim
+
+    def workspace_bytes(self, shape: AttentionShape, max_num_tokens: int, max_model_len: int, element_size: int) -> int:
+        """Return the size of split results: values, with a maximum and a sum per row of at least 16 values."""
+        return MAX_PARTIAL_BYTES + MAX_PARTIAL_BYTES // 8
+
+    def write(self, key: Tensor, value: Tensor, cache: Tensor, metadata: AttentionMetadata) -> None:
+        write_blocks(key, value, cache, metadata, token_stride=cache.stride(3), head_stride=cache.stride(2))
+
+    def token_and_head_strides(self, cache: Tensor) -> tuple[int, int]:
+        return cache.stride(3), cache.stride(2)
+
+    def attend(
+        self,
+        query: Tensor,
+        cache: Tensor,
+        metadata: AttentionMetadata,
+        shape: AttentionShape,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        query = _rows(query)
+        num_tokens = query.shape[0]
+        new = torch.zeros if _has_rows_of_nobody(metadata, num_tokens) else torch.empty
+        out = new(query.shape, dtype=query.dtype, device=query.device)
+        launch = plan_launch(
+            shape,
+            metadata,
+            num_tokens,
+            element_size=cache.element_size(),
+            num_multiprocessors=self._num_multiprocessors,
+            has_warp_groups=self._has_warp_groups,
+            is_exact=cache.dtype == torch.float32,
+        )
+        head_pad = max(16, triton.next_power_of_2(shape.head_dim))
+        partials, limits = _partials(query, launch.num_splits, head_pad)
+        grid = (launch.num_programs, shape.num_kv_heads, launch.num_splits)
+        attend_kernel[grid](
+            query,
+            cache,
+            out if partials is None else partials,
+            limits,
+            sinks,
+            metadata.block_table,
+            metadata.query_start,
+            metadata.seq_lens,
+            shape.scale,
+            shape.softcap or 0.0,
+            metadata.num_seqs,
+            num_tokens,
+            query.stride(0),
+            query.stride(1),
+            cache.stride(0),
+            cache.stride(1),
+            metadata.block_table.stride(0),
+            launch.least_tiles,
+            NUM_HEADS=shape.num_heads,
+            GROUP=shape.num_heads // shape.num_kv_heads,
+            HEAD_DIM=shape.head_dim,
+            HEAD_PAD=head_pad,
+            BLOCK_SIZE=metadata.block_size,
+            WINDOW=metadata.window or 0,
+            HAS_SOFTCAP=bool(shape.softcap),
+            HAS_SINKS=sinks is not None,
+            BLOCK_ROWS=launch.block_rows,
+            BLOCK_TOKENS=launch.block_tokens,
+            TILE_KEYS=launch.tile_keys,
+            IS_SPLIT=partials is not None,
+            IS_DECODE=launch.is_decode,
+            num_warps=launch.num_warps,
+            num_stages=launch.num_stages,
+        )
+        if partials is not None:
+            fold_kernel[(num_tokens, shape.num_heads)](
+                partials,
+                limits,
+                sinks,
+                out,
+                num_tokens,
+                launch.num_splits,
+                NUM_HEADS=shape.num_heads,
+                HEAD_DIM=shape.head_dim,
+                HEAD_PAD=head_pad,
+                HAS_SINKS=sinks is not None,
+                MAX_SPLITS=MAX_SPLITS,
+                num_warps=fold_warps(head_pad),
+            )
+        return out
+
+
+def write_blocks(
+    key: Tensor, value: Tensor, cache: Tensor, metadata: AttentionMetadata, *, token_stride: int, head_stride: int
+) -> None:
+    """Store keys and values `[num_tokens, num_kv_heads, head_dim]`, for any order of tokens and heads in a block."""
+    num_tokens, num_kv_heads, head_dim = key.shape
+    if num_tokens == 0:
+        return
+    key, value = _rows(key), _rows(value)
+    tokens = 4 if num_tokens <= 256 else 16  # per program: enough programs for decodes, wide ones for prompts
+    write_kernel[(-(-num_tokens // tokens), num_kv_heads)](
+        key,
+        value,
+        cache,
+        metadata.slot_mapping,
+        num_tokens,
+        key.stride(0),
+        key.stride(1),
+        value.stride(0),
+        value.stride(1),
+        cache.stride(0),
+        cache.stride(1),
+        token_stride,
+        head_stride,
+        BLOCK_SIZE=metadata.block_size,
+        HEAD_DIM=head_dim,
+        HEAD_PAD=triton.next_power_of_2(head_dim),
+        TOKENS=tokens,
+    )
+
+
+def is_interpreted() -> bool:
+    """Return whether this process runs Triton kernels in Python (TRITON_INTERPRET=1)."""
+    return not isinstance(attend_kernel, triton.runtime.JITFunction)
+
+
+def _has_rows_of_nobody(metadata: AttentionMetadata, num_tokens: int) -> bool:
+    """Return whether there may be rows of padding, which no program writes.
+
+    In a graph the host has no lengths. There, each row of a decode belongs to a sequence, and a
+    mixed step may be padded.
+    """
+    if metadata.query_lens_host:
+        return sum(metadata.query_lens_host) != num_tokens
+    return metadata.max_query_len != 1
+
+
+def _partials(query: Tensor, num_splits: int, head_pad: int) -> tuple[Tensor | None, Tensor | None]:
+    """Allocate split results: values [splits, num_tokens, num_heads, head_pad], and each row's maximum and sum.
+
+    A sum of 0 marks a split that saw no key, so only the sums need an initial value.
+    """
+    if num_splits == 1:
+        return None, None
+    size = (num_splits, query.shape[0], query.shape[1])
+    values = torch.empty((*size, head_pad), dtype=torch.float32, device=query.device)
+    return values, torch.zeros((2, *size), dtype=torch.float32, device=query.device)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Make the dimensions of a head contiguous; tokens and heads keep the strides of a projection's output."""
+    return x if x.stride(2) == 1 else x.contiguous()

@@ -1,0 +1,32 @@
+"""Fused replacements for a decoder's modules on a CUDA device.
+
+They are norms with additions, rotation with the cache write, gated activations, and one product for
+queries, keys and values. Only modules imported by this one need Triton.
+"""
+
+from __future__ import annotations
+
+import logging
+from importlib.util import find_spec
+
+from torch import nn
+
+from tokenmill_worker.engine.config import EngineConfig
+
+log = logging.getLogger(__name__)
+
+
+def fuse_where_possible(model: nn.Module, config: EngineConfig) -> None:
+    """Replace a loaded model's modules in place, where its device and the settings allow it.
+
+    Adapters and tensor parallelism need the layers that Transformers built, so with either the
+    model stays unchanged.
+    """
+    if not config.fuse or config.tensor_parallel or config.adapters or not next(model.parameters()).is_cuda:
+        return
+    if find_spec("triton") is None:
+        log.warning("the model runs on Transformers' own modules: Triton is not installed")
+        return
+    from tokenmill_worker.engine.cuda.fused.replace import fuse_on_device
+
+    fuse_on_device(model)

@@ -1,0 +1,90 @@
+"""Tests whether a replacement computes the same as the original module, both in float32 on the same rows.
+
+Rows are small, usual and large: an epsilon shows on small ones, a clamp on large ones. Attention
+and layers run as in the engine, over a cache of three blocks, whose contents must be equal at the
+end.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tokenmill_worker.engine.cuda.attention.triton import TritonAttention
+from tokenmill_worker.engine.cuda.fused.launches import Heads
+from tokenmill_worker.engine.cuda.fused.modules import DeviceAttention, DeviceLayer
+from tokenmill_worker.engine.model.equivalence import close, random_rows, random_tables, two_prompts
+from tokenmill_worker.engine.model.paged_attention import LayerBinding, PagedStep, Probe
+
+_BLOCK_SIZE = 4
+
+
+@torch.inference_mode()
+def of_rows(original: nn.Module, candidate: Any) -> bool:
+    """Compare modules that map hidden states to hidden states."""
+    weight = next(original.parameters())
+    rows = random_rows(weight.shape[-1], weight.device)
+    expected: Tensor = original(rows)
+    return close(expected, candidate(rows.clone()))
+
+
+@torch.inference_mode()
+def of_attention(original: nn.Module, candidate: Any) -> bool:
+    return _agree(original, candidate, candidate)
+
+
+@torch.inference_mode()
+def of_layers(original: nn.Module, candidate: Any) -> bool:
+    return isinstance(candidate, DeviceLayer) and _agree(original, candidate, candidate.self_attn)
+
+
+@torch.inference_mode()
+def extras_of(module: Any, heads: Heads, width: int) -> dict[str, Any] | None:
+    """Return the further arguments that a module passes to the attention function, e.g. window and softcap.
+
+    Returns None where it passes attention sinks, which the replacement does not support.
+    """
+    probe = _Listener()
+    weight = next(module.parameters())
+    rows = random_rows(width, weight.device).to(weight.dtype)
+    tables = tuple(table.to(weight.dtype) for table in random_tables(heads.rotary_dim, weight.device))
+    module(rows, position_embeddings=tables, attention_mask=None, past_key_values=None, paged=probe)
+    return None if probe.extras.get("s_aux") is not None else probe.extras
+
+
+class _Listener(Probe):
+    """A probe that records the further arguments of the last call."""
+
+    extras: dict[str, Any]
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float, extras: dict[str, Any]
+    ) -> Tensor:
+        self.extras = {name: extra for name, extra in extras.items() if extra is not None}
+        return super().attend(module, query, key, value, scale, extras)
+
+
+def _agree(original: nn.Module, candidate: nn.Module, attention: DeviceAttention) -> bool:
+    heads, device = attention.heads, attention.weight.device
+    rows = random_rows(attention.weight.shape[1], device)
+    arguments = {
+        "position_embeddings": random_tables(heads.rotary_dim, device),
+        "attention_mask": None,
+        "past_key_values": None,
+    }
+    probe = Probe()
+    original(rows, **arguments, paged=probe)
+    shape = probe.layers[attention.layer_idx].shape
+    backend = TritonAttention()
+    found = []
+    for module in (original, candidate):
+        cache = torch.zeros(3, 2, *backend.block_shape(_BLOCK_SIZE, heads.num_kv_heads, heads.head_dim), device=device)
+        bindings: Any = {attention.layer_idx: LayerBinding(0, cache, shape)}
+        out: Any = module(
+            rows.clone(), **arguments, paged=PagedStep(backend, bindings, (two_prompts(_BLOCK_SIZE, device),))
+        )
+        out = out[0] if isinstance(out, tuple) else out
+        found.append((out, cache[1:].flatten(1)))
+    return all(close(a, b) for a, b in zip(*found, strict=True))

@@ -1,0 +1,102 @@
+"""Launches the kernels: computes grids and strides, and allocates the results.
+
+A launch depends on shapes alone, so CUDA graphs may contain it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from tokenmill_worker.engine.cuda.fused.kernels import gate_kernel, norm_kernel, rotate_and_write_kernel
+
+_GATE_TILE = 1024
+_FEW_TOKENS = 256  # up to here, one token per program keeps more of the device busy
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Layout of a packed row of queries, keys and values, and its rotated dimensions."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """RMS norms of queries and keys, applied to each head."""
+
+    query_weight: Tensor
+    key_weight: Tensor
+    eps: float
+    offset: float
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A layer's cache view and the slots of a step's tokens; strides are in elements, within a block."""
+
+    cache: Tensor
+    slots: Tensor
+    block_size: int
+    token_stride: int
+    head_stride: int
+
+
+def add_and_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float
+) -> tuple[Tensor, Tensor]:
+    """Return the normed rows `[num_rows, width]` and the norm's input: `x`, or its sum with `residual`."""
+    num_rows, width = x.shape
+    out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
+    sums = x if residual is None else torch.empty_like(out)
+    if num_rows:
+        pad = triton.next_power_of_2(width)
+        norm_kernel[(num_rows,)](
+            x, residual, weight, out, sums, eps, x.stride(0),
+            WIDTH=width, PAD=pad, OFFSET=offset, ADDS=residual is not None, num_warps=min(16, max(1, pad // 512)),
+        )  # fmt: skip
+    return out, sums
+
+
+def gate(packed: Tensor, is_gelu: bool) -> Tensor:
+    """Apply the gated activation: `[num_rows, 2 · inner]` to `[num_rows, inner]`."""
+    num_rows, inner = packed.shape[0], packed.shape[1] // 2
+    out = torch.empty((num_rows, inner), dtype=packed.dtype, device=packed.device)
+    if num_rows:
+        tile = min(_GATE_TILE, triton.next_power_of_2(inner))
+        gate_kernel[(num_rows, triton.cdiv(inner, tile))](packed, out, INNER=inner, TILE=tile, IS_GELU=is_gelu)
+    return out
+
+
+def rotate_and_write(
+    packed: Tensor, heads: Heads, tables: tuple[Tensor, Tensor], norms: HeadNorms | None, target: Target
+) -> Tensor:
+    """Write rotated keys and values to the cache; return the rotated queries `[num_tokens, num_heads, head_dim]`.
+
+    `tables` are cosines and sines, `[num_tokens, rotary_dim]`.
+    """
+    num_tokens, cache = packed.shape[0], target.cache
+    out = torch.empty((num_tokens, heads.num_heads, heads.head_dim), dtype=packed.dtype, device=packed.device)
+    if not num_tokens:
+        return out
+    cos, sin = (table.contiguous() for table in tables)
+    half = heads.rotary_dim // 2
+    tokens = 1 if num_tokens <= _FEW_TOKENS else 8
+    rotate_and_write_kernel[(triton.cdiv(num_tokens, tokens), heads.num_heads + heads.num_kv_heads)](
+        packed, out, cache, cos, sin, target.slots,
+        packed if norms is None else norms.query_weight, packed if norms is None else norms.key_weight,
+        0.0 if norms is None else norms.eps, num_tokens,
+        cache.stride(0), cache.stride(1), target.token_stride, target.head_stride,
+        BLOCK_SIZE=target.block_size, NUM_HEADS=heads.num_heads, NUM_KV_HEADS=heads.num_kv_heads,
+        HEAD_DIM=heads.head_dim, HEAD_PAD=triton.next_power_of_2(heads.head_dim), HALF=half,
+        HALF_PAD=triton.next_power_of_2(half), REST_PAD=triton.next_power_of_2(max(1, heads.head_dim - 2 * half)),
+        HAS_NORM=norms is not None, OFFSET=0.0 if norms is None else norms.offset, TOKENS=tokens,
+        num_warps=1 if tokens == 1 else 4,
+    )  # fmt: skip
+    return out

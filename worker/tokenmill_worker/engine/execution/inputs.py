@@ -1,0 +1,284 @@
+"""Builds the tensors of a step from its plan: token ids, positions, slots, block tables, sampled rows.
+
+A row per running sequence keeps its block tables, which are extended rather than rebuilt.
+Arithmetic is done for the whole step in numpy; the only Python loops go over the scheduled
+sequences. All inputs reach the device in two copies. A token that is not on the host yet is taken
+from the previous step's sampled tensor.
+
+Assumption: while a sequence stays scheduled with the same `epoch`, entries of its block tables
+below the first position of the step change only to NULL_BLOCK.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from tokenmill_worker.engine.attention import AttentionMetadata
+from tokenmill_worker.engine.config import CacheConfig
+from tokenmill_worker.engine.cpu.decode_inputs import DecodeInputs
+from tokenmill_worker.engine.plan import ScheduledSequence, StepPlan
+from tokenmill_worker.engine.sequence import Sequence
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """The tensors that model and sampler read."""
+
+    input_ids: Tensor  # int64 [num_tokens]
+    positions: Tensor  # int64 [num_tokens]
+    rows: Tensor  # int64 [num_sampled_rows]: the packed rows whose logits are wanted
+    metadata: tuple[AttentionMetadata, ...]  # by layer group
+
+
+class PreviousTokens:
+    """Tokens that the last launched step sampled for `items`: on the device, not yet on the host."""
+
+    def __init__(self, token_ids: Tensor, items: Seq[ScheduledSequence]) -> None:
+        self.token_ids = token_ids
+        self._items = items
+
+    @cached_property
+    def rows(self) -> dict[Sequence, int]:
+        """The row of each sequence's token.
+
+        Sequences with drafts are left out: which of their rows holds the last accepted token is not
+        known yet.
+        """
+        rows: dict[Sequence, int] = {}
+        row = 0
+        for item in self._items:
+            if not item.draft_ids:
+                rows[item.sequence] = row
+            row += 1 + len(item.draft_ids)
+        return rows
+
+
+class _Last(NamedTuple):
+    """The previous step, if it consisted of decodes alone."""
+
+    inputs: StepInputs
+    decodes: DecodeInputs
+
+
+class InputBuilder:
+    """Owns the rows.
+
+    Call `release` when a sequence ends or is preempted.
+    """
+
+    def __init__(self, cache: CacheConfig, max_model_len: int, device: torch.device, num_rows: int) -> None:
+        self._cache = cache
+        self._device = device
+        self._width = -(-max_model_len // cache.block_size) + 1
+        self._rows: dict[Sequence, int] = {}
+        self._free: list[int] = []
+        self._epochs: list[int] = []
+        self._filled: list[list[int]] = [[] for _ in cache.groups]  # up-to-date entries of each row
+        self._tables = [np.zeros((0, self._width), np.int32) for _ in cache.groups]
+        self._last: _Last | None = None
+        self._grow(num_rows)
+
+    def release(self, sequence: Sequence) -> None:
+        row = self._rows.pop(sequence, None)
+        if row is not None:
+            self._free.append(row)
+
+    @property
+    def num_rows_in_use(self) -> int:
+        return len(self._rows)
+
+    def build(self, plan: StepPlan, previous: PreviousTokens | None = None) -> StepInputs:
+        """Build the tensors of a step; on a CPU they are valid until the next call."""
+        items, size = plan.scheduled, self._cache.block_size
+        last, self._last = self._last, None
+        if last is not None and (metadata := last.decodes.advance(items, self._tables_of)) is not None:
+            self._last = last
+            return StepInputs(last.inputs.input_ids, last.inputs.positions, last.inputs.rows, metadata)
+        packing = _pack(items)
+        rows = self._update_rows(items)
+        token_ids, missing = self._token_ids(items, packing.query_start, previous)
+        blocks, offsets = np.divmod(packing.positions, size)
+        owners = rows if packing.owner is None else rows[packing.owner]
+        slots = [table[owners, blocks].astype(np.int64) * size + offsets for table in self._tables]
+        longs = self._to_device([token_ids, packing.positions, packing.sampled, *slots, *missing], np.int64)
+        max_seq_len = int(packing.ends.max())
+        tables = self._cut(rows, max_seq_len)
+        shorts = self._to_device([packing.query_start, packing.ends, *tables], np.int32)
+        input_ids = longs[0]
+        if previous is not None and missing:
+            input_ids.index_copy_(0, longs[-2], previous.token_ids.index_select(0, longs[-1]))
+        max_query_len, seq_lens = max(packing.query_lens), tuple(packing.ends.tolist())
+        metadata = tuple(
+            AttentionMetadata(
+                query_start=shorts[0],
+                seq_lens=shorts[1],
+                block_table=shorts[2 + group],
+                slot_mapping=longs[3 + group],
+                max_query_len=max_query_len,
+                max_seq_len=max_seq_len,
+                block_size=size,
+                window=self._cache.groups[group].window,
+                query_lens_host=packing.query_lens,
+                seq_lens_host=seq_lens,
+            )
+            for group in range(len(tables))
+        )
+        inputs = StepInputs(input_ids, longs[1], longs[2], metadata)
+        if self._device.type == "cpu" and packing.owner is None and len(packing.sampled) == len(items):
+            self._last = _Last(inputs, DecodeInputs(items, input_ids, longs[1], metadata))
+        return inputs
+
+    # ── tokens ──
+
+    def _token_ids(
+        self, items: Seq[ScheduledSequence], query_start: Ints, previous: PreviousTokens | None
+    ) -> tuple[Ints, list[Ints]]:
+        """Return the token ids in packed order, with 0 for those not on the host.
+
+        Also return, if any are missing, their packed rows and their rows in the previous step's
+        tokens.
+        """
+        token_ids: list[int] = []
+        packed: list[int] = []
+        sampled: list[int] = []
+        for item, first in zip(items, query_start.tolist(), strict=False):
+            known = item.sequence.token_ids
+            stop = item.start + item.num_tokens - len(item.draft_ids)
+            if item.num_tokens == 1 and stop <= len(known):
+                token_ids.append(known[item.start])
+                continue
+            token_ids.extend(known[item.start : stop])
+            if stop > len(known):
+                if stop > len(known) + 1 or previous is None or item.sequence not in previous.rows:
+                    raise RuntimeError(f"a token of {item.sequence.request_id} is neither on the host nor in flight")
+                packed.append(first + stop - 1 - item.start)
+                sampled.append(previous.rows[item.sequence])
+                token_ids.append(0)
+            token_ids.extend(item.draft_ids)
+        missing = [np.array(packed, np.int64), np.array(sampled, np.int64)] if packed else []
+        return np.array(token_ids, np.int64), missing
+
+    # ── blocks ──
+
+    def _tables_of(self, items: Seq[ScheduledSequence], max_seq_len: int) -> list[Tensor]:
+        return self._to_device(self._cut(self._update_rows(items), max_seq_len), np.int32)
+
+    def _cut(self, rows: Ints, max_seq_len: int) -> list[npt.NDArray[np.int32]]:
+        """Return the rows' block tables by group, as wide as the longest sequence needs."""
+        num_blocks = -(-max_seq_len // self._cache.block_size)
+        return [table[rows, :num_blocks] for table in self._tables]
+
+    def _update_rows(self, items: Seq[ScheduledSequence]) -> Ints:
+        """Bring the block tables of the sequences' rows up to date; return the rows."""
+        rows = [self._row(item.sequence) for item in items]
+        size, width = self._cache.block_size, self._width
+        for group, (table, filled) in enumerate(zip(self._tables, self._filled, strict=True)):
+            changed: list[int] = []  # rows with one new entry, in most steps all: written at once
+            indices: list[int] = []
+            blocks: list[int] = []
+            for item, row in zip(items, rows, strict=True):
+                entries = item.sequence.block_tables[group]
+                end = len(entries)
+                start = min(filled[row], item.start // size)
+                if end > width:
+                    raise RuntimeError(f"{item.sequence.request_id} holds more blocks than the model's length needs")
+                if end - start == 1:
+                    changed.append(row)
+                    indices.append(start)
+                    blocks.append(entries[start])
+                else:
+                    table[row, start:end] = entries[start:]
+                filled[row] = end
+            table[changed, indices] = blocks
+        return np.array(rows, np.int64)
+
+    def _row(self, sequence: Sequence) -> int:
+        row = self._rows.get(sequence)
+        if row is None:
+            if not self._free:
+                self._grow(max(1, len(self._epochs)))
+            row = self._rows[sequence] = self._free.pop()
+            self._epochs[row] = -1
+        if self._epochs[row] != sequence.epoch:
+            self._epochs[row] = sequence.epoch
+            for filled in self._filled:
+                filled[row] = 0
+        return row
+
+    def _grow(self, count: int) -> None:
+        old = len(self._epochs)
+        self._free.extend(range(old + count - 1, old - 1, -1))
+        self._epochs.extend([-1] * count)
+        for filled in self._filled:
+            filled.extend([0] * count)
+        self._tables = [np.concatenate([t, np.zeros((count, self._width), np.int32)]) for t in self._tables]
+
+    # ── to the device ──
+
+    def _to_device(self, arrays: Seq[npt.NDArray[Any]], kind: type[np.int64 | np.int32]) -> list[Tensor]:
+        """Move all arrays in one copy.
+
+        Torch reuses the pinned memory only after the copy is done.
+        """
+        if self._device.type == "cpu":
+            return [torch.from_numpy(array.astype(kind, copy=False)) for array in arrays]
+        total = sum(array.size for array in arrays)
+        staging = torch.empty(total, dtype=_TORCH[kind], pin_memory=self._device.type == "cuda")
+        flat = staging.numpy()
+        offset = 0
+        for array in arrays:
+            flat[offset : offset + array.size] = array.ravel()
+            offset += array.size
+        moved = staging.to(self._device, non_blocking=True)
+        parts = torch.split(moved, [array.size for array in arrays])
+        return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
+
+
+_TORCH = {np.int64: torch.int64, np.int32: torch.int32}
+
+
+@dataclass(frozen=True, slots=True)
+class _Packing:
+    """The layout of the items' tokens in the step, one item after the other."""
+
+    query_lens: tuple[int, ...]
+    query_start: Ints  # [items + 1]
+    positions: Ints  # [tokens]
+    ends: Ints  # [items]
+    owner: Ints | None  # [tokens]: index of each token's item; None: one token per item
+    sampled: Ints  # packed rows whose logits are needed: 1 + len(draft_ids) per item that samples
+
+
+def _pack(items: Seq[ScheduledSequence]) -> _Packing:
+    """Compute the layout; a step of decodes alone, as most are, skips most of the arithmetic."""
+    count = len(items)
+    starts = np.array([item.start for item in items], np.int64)
+    query_lens = tuple([item.num_tokens for item in items])
+    if max(query_lens) == 1:
+        sampled = np.array([row for row, item in enumerate(items) if item.samples], np.int64)
+        return _Packing(query_lens, np.arange(count + 1), starts, starts + 1, None, sampled)
+    lens = np.array(query_lens, np.int64)
+    query_start = np.zeros(count + 1, np.int64)
+    np.cumsum(lens, out=query_start[1:])
+    owner = np.repeat(np.arange(count), lens)
+    positions = np.arange(len(owner)) + (starts - query_start[:-1])[owner]
+    return _Packing(query_lens, query_start, positions, starts + lens, owner, _sampled_rows(items, query_start))
+
+
+def _sampled_rows(items: Seq[ScheduledSequence], query_start: Ints) -> Ints:
+    """Return the last 1 + len(draft_ids) packed rows of each item that samples."""
+    rows: list[int] = []
+    for item, end in zip(items, query_start[1:].tolist(), strict=True):
+        if item.samples:
+            rows.extend(range(end - 1 - len(item.draft_ids), end))
+    return np.array(rows, np.int64)

@@ -1,0 +1,105 @@
+"""The interface between engine and runner, and the choice of a runner; heavy ones are imported on
+demand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Protocol
+
+from tokenmill_schemas.generation import SamplingParams
+from tokenmill_worker.engine.config import CacheConfig, EngineConfig
+from tokenmill_worker.engine.execution.synthetic import SyntheticRunner, is_synthetic
+from tokenmill_worker.engine.plan import StepOutput, StepPlan
+from tokenmill_worker.engine.sequence import Sequence
+
+Progress = Callable[[str, float], None]
+
+
+class Runner(Protocol):
+    """Executes plans on a device.
+
+    `config` is resolved: no value is "auto".
+    """
+
+    config: EngineConfig
+    cache_config: CacheConfig
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    model_path: Path  # the folder whose tokenizer belongs to the model
+
+    @property
+    def description(self) -> str: ...
+
+    @property
+    def can_structure(self) -> bool:
+        """Return whether response_format is available."""
+        ...
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Return whether a step may be launched before the previous one's tokens are on the host."""
+        ...
+
+    @property
+    def proposer(self) -> Callable[[Sequence], tuple[int, ...]] | None:
+        """A function that returns draft tokens for speculative decoding; None where it is off."""
+        ...
+
+    @property
+    def graph_counts(self) -> tuple[int, int]:
+        """CUDA graphs captured, and steps that replayed one."""
+        ...
+
+    def execute(self, plan: StepPlan) -> StepOutput: ...
+
+    def launch(self, plan: StepPlan) -> Any:
+        """Start a step; pass the return value to `finish`.
+
+        Steps are finished in the order of their launch.
+        """
+        ...
+
+    def finish(self, step: Any) -> StepOutput: ...
+
+    def prepare(self, params: SamplingParams) -> Future[Any] | None:
+        """Start compiling a grammar if these parameters need one; return None if there is nothing
+        to wait for.
+        """
+        ...
+
+    def prepare_adapter(self, name: str) -> Future[str]:
+        """Start loading a LoRA adapter; the future gives the key of the loaded version.
+
+        A ValueError of the future is one sentence for the user.
+        """
+        ...
+
+    def release(self, sequences: Iterable[Sequence]) -> None:
+        """Drop the state of sequences that finished or were preempted."""
+        ...
+
+    def is_alive(self) -> bool:
+        """Return whether the device still works; called when a step has failed."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def load_runner(config: EngineConfig, cache_dir: str | None = None, on_progress: Progress | None = None) -> Runner:
+    """Load the runner for the configured model.
+
+    Raises EngineConfigError, or OSError if the model is not found.
+    """
+    if is_synthetic(config.model):
+        return SyntheticRunner.load(config, cache_dir, on_progress)
+    if config.tensor_parallel:
+        from tokenmill_worker.engine.execution.tensor_parallel import LeadingRunner
+
+        return LeadingRunner.load(config, cache_dir, on_progress)
+    from tokenmill_worker.engine.execution.runner import ModelRunner
+
+    return ModelRunner.load(config, cache_dir=cache_dir, on_progress=on_progress)

@@ -1,0 +1,148 @@
+"""Measures free memory and sizes the cache: collects the inputs of `kv.sizing` for this machine.
+
+On CUDA the activations are measured by one pass of the largest step. On CPU they are estimated, and
+the pool stays small unless `max_memory_gib` is set, since other programs use the memory too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from tokenmill_worker.engine.attention import AttentionBackend
+from tokenmill_worker.engine.config import CacheConfig, EngineConfig, EngineConfigError
+from tokenmill_worker.engine.cuda.graph_inputs import padded_batch
+from tokenmill_worker.engine.cuda.graphs import LARGEST_MIXED
+from tokenmill_worker.engine.kv.sizing import DoesNotFitError, MemoryShape, host_blocks, solve
+from tokenmill_worker.engine.machine import available_memory
+from tokenmill_worker.engine.model.loader import LoadedModel
+from tokenmill_worker.engine.model.paged_attention import Probe
+
+GIB = 1 << 30
+CPU_POOL_BYTES = 4 * GIB
+SHORTEST = 256  # unasked, the length is not reduced below this many tokens
+_MEASURED_MARGIN = 1.1
+
+
+def size_cache(
+    loaded: LoadedModel, config: EngineConfig, backend: AttentionBackend, kv_dtype: torch.dtype, may_shorten: bool
+) -> tuple[CacheConfig, int]:
+    """Return the cache's shape, and the longest sequence: the model's length, or what memory holds.
+
+    Raises EngineConfigError if the memory holds too little and `may_shorten` is false, if it holds
+    fewer than SHORTEST tokens, or if the host cannot provide `cpu_offload_gib`.
+    """
+    length = loaded.max_model_len
+    shape = memory_shape(loaded, config, backend, kv_dtype, length)
+    if config.num_blocks is not None:
+        num_blocks: tuple[int, ...] = (config.num_blocks,) * len(loaded.groups)
+    else:
+        budget = int(config.max_memory_percent * free_memory(loaded.device))
+        budget -= _measured_surplus(loaded, shape) if loaded.device.type == "cuda" else 0
+        cap = _pool_cap(config, loaded.device, shape)
+        try:
+            num_blocks = solve(shape, budget, cap)
+        except DoesNotFitError as error:
+            if not may_shorten or error.longest < SHORTEST:
+                raise EngineConfigError([_too_small(error.longest, length, budget, config)]) from error
+            length = error.longest
+            num_blocks = solve(dataclasses.replace(shape, max_model_len=length), budget, cap)
+    num_host = (0,) * len(num_blocks)
+    if config.cpu_offload_gib:
+        num_host = host_blocks(shape, num_blocks, int(config.cpu_offload_gib * GIB))
+        problem = _host_problem(config, num_host)
+        if problem is not None:
+            raise EngineConfigError([problem])
+    return CacheConfig(config.block_size, loaded.groups, num_blocks, num_host, config.prefix_cache), length
+
+
+def memory_shape(
+    loaded: LoadedModel, config: EngineConfig, backend: AttentionBackend, kv_dtype: torch.dtype, length: int
+) -> MemoryShape:
+    text = loaded.config
+    experts = getattr(text, "num_experts_per_tok", None) or 1
+    expert_size = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", None)
+    inner = experts * (expert_size or getattr(text, "n_inner", None) or 4 * text.hidden_size)
+    graphed = _graphed_batches(config)
+    rows = min(config.max_num_batched_tokens, config.max_num_seqs * (1 + config.speculative_tokens))
+    return MemoryShape(
+        groups=loaded.groups,
+        block_size=config.block_size,
+        kv_bytes=kv_dtype.itemsize,
+        activation_bytes=loaded.dtype.itemsize,
+        hidden_size=text.hidden_size,
+        intermediate_size=max(inner, getattr(text, "intermediate_size", None) or 0),
+        query_size=max(shape.num_heads * shape.head_dim for shape in loaded.shapes),
+        vocab_size=loaded.vocab_size,
+        max_num_tokens=config.max_num_batched_tokens,
+        max_num_rows=rows,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=length,
+        workspace_bytes=max(
+            backend.workspace_bytes(shape, config.max_num_batched_tokens, length, loaded.dtype.itemsize)
+            for shape in set(loaded.shapes)
+        ),
+        num_buffer_sets=2 if config.async_batching else 1,
+        graph_rows=sum(graphed),
+        graph_tokens=max(LARGEST_MIXED, *graphed) if graphed else 0,
+    )
+
+
+def _graphed_batches(config: EngineConfig) -> list[int]:
+    """Return the decode sizes that may be captured at the same time, the largest ones."""
+    if not config.cuda_graphs:
+        return []
+    return sorted({padded_batch(n) for n in range(1, config.max_num_seqs + 1)})[-config.max_cached_graphs :]
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the bytes that can be allocated now."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        free, _total = torch.cuda.mem_get_info(device)
+        return int(free)
+    return available_memory()
+
+
+def _pool_cap(config: EngineConfig, device: torch.device, shape: MemoryShape) -> int | None:
+    if config.max_memory_gib is not None:
+        return int(config.max_memory_gib * GIB)
+    if device.type == "cpu":
+        reserved = sum(shape.block_bytes(group) for group in shape.groups)
+        return max(CPU_POOL_BYTES, shape.sequence_bytes(shape.max_model_len) + reserved)
+    return None
+
+
+@torch.inference_mode()
+def _measured_surplus(loaded: LoadedModel, shape: MemoryShape) -> int:
+    """Return the bytes by which the largest step exceeds the estimate (experts, unusual models); at
+    least 0.
+    """
+    tokens = torch.zeros(shape.max_num_tokens, dtype=torch.int64, device=loaded.device)
+    positions = torch.arange(shape.max_num_tokens, device=loaded.device) % shape.max_model_len
+    torch.cuda.reset_peak_memory_stats(loaded.device)
+    before = torch.cuda.memory_allocated(loaded.device)
+    loaded.logits(tokens, positions, positions[: shape.max_num_rows], Probe())
+    peak = torch.cuda.max_memory_allocated(loaded.device) - before
+    return max(0, int(peak * _MEASURED_MARGIN) - shape.activations - shape.logits)
+
+
+def _host_problem(config: EngineConfig, num_host_blocks: tuple[int, ...]) -> str | None:
+    free, wanted = available_memory(), config.cpu_offload_gib
+    if wanted * GIB > free:
+        return f"cpu_offload_gib ({wanted:g}) is more than the free memory of {free / GIB:.1f} GiB: lower it"
+    if not all(num_host_blocks):
+        return f"cpu_offload_gib ({wanted:g}) holds no block of every layer group: raise it, or set 0"
+    return None
+
+
+def _too_small(longest: int, length: int, budget: int, config: EngineConfig) -> str:
+    cap = config.max_memory_gib
+    if cap is not None and cap * GIB < budget:
+        held = f"sequences of {longest} tokens, not {length}" if longest else "no sequence at all"
+        return f"max_memory_gib ({cap:g}) holds {held}: raise it, or lower max_model_len"
+    room = f"the KV cache's share of {budget / GIB:.2f} GiB"
+    if longest:
+        return f"{room} holds sequences of {longest} tokens, not {length}: lower max_model_len"
+    return f"{room} holds no KV cache beside the activations: lower max_num_batched_tokens or max_num_seqs"

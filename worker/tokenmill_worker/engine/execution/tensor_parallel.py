@@ -1,0 +1,215 @@
+"""Tensor parallelism: rank 0 plans and samples, the other ranks follow its plans.
+
+The model is split by Transformers' own plan (`tp_plan="auto"`); each rank holds some heads and
+their KV. Before each step rank 0 broadcasts the plan as MessagePack in a tensor: positions, token
+ids, new blocks, block moves. A follower has no scheduler. It builds the same inputs, runs the same
+forward pass, whose collectives join those of rank 0, and drops the logits. Steps are synchronous,
+because a follower receives sampled tokens with the next plan. A step that fails on one rank ends
+all ranks: the others are inside its collectives, and no step can be repeated. Start it with
+torchrun; every rank makes the same call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Self
+
+import msgspec
+
+from tokenmill_schemas.generation import SamplingParams
+from tokenmill_worker.engine.config import EngineConfig
+from tokenmill_worker.engine.execution.ranks import Ranks
+from tokenmill_worker.engine.execution.runner import InFlightStep, ModelRunner
+from tokenmill_worker.engine.plan import BlockCopy, ScheduledSequence, StepOutput, StepPlan
+from tokenmill_worker.engine.process.mailbox import FOLLOWS
+from tokenmill_worker.engine.sequence import Sequence
+
+
+class _Item(msgspec.Struct, array_like=True):
+    key: int
+    epoch: int
+    start: int
+    num_tokens: int
+    draft_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]  # from `start` on, without the drafts
+    num_blocks: tuple[int, ...]  # by layer group: table entries that were sent before
+    block_tables: tuple[tuple[int, ...], ...]  # by layer group: the entries after those
+    samples: bool
+
+
+class Step(msgspec.Struct, tag="step"):
+    step_id: int
+    items: tuple[_Item, ...]
+    swap_out: tuple[tuple[int, int, int], ...]
+    swap_in: tuple[tuple[int, int, int], ...]
+
+
+class _Release(msgspec.Struct, tag="release"):
+    keys: tuple[int, ...]
+
+
+class _End(msgspec.Struct, tag="end"):
+    pass
+
+
+_Message = Step | _Release | _End
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(_Message)
+
+
+@dataclass(slots=True)
+class _Known:
+    """The state of a sequence that the other ranks have.
+
+    Within one epoch a block table only grows. Followers keep entries that left a sliding window;
+    they are not read.
+    """
+
+    key: int
+    epoch: int
+    num_blocks: tuple[int, ...]
+
+
+class Telling:
+    """Encodes plans for the other ranks; of each sequence only what they do not have yet."""
+
+    def __init__(self) -> None:
+        self._known: dict[Sequence, _Known] = {}
+        self._next_key = 0
+
+    def describe(self, plan: StepPlan) -> Step:
+        return Step(
+            plan.step_id,
+            tuple(self._item(item) for item in plan.scheduled),
+            *(_flat(copies) for copies in (plan.swap_out, plan.swap_in)),
+        )
+
+    def _item(self, item: ScheduledSequence) -> _Item:
+        sequence = item.sequence
+        tables = sequence.block_tables
+        known = self._known.get(sequence)
+        if known is None:
+            known = self._known[sequence] = _Known(self._next_key, item.epoch, (0,) * len(tables))
+            self._next_key += 1
+        sent = known.num_blocks if known.epoch == item.epoch else (0,) * len(tables)
+        known.epoch, known.num_blocks = item.epoch, tuple(map(len, tables))
+        stop = item.start + item.num_tokens - len(item.draft_ids)
+        return _Item(
+            key=known.key,
+            epoch=item.epoch,
+            start=item.start,
+            num_tokens=item.num_tokens,
+            draft_ids=item.draft_ids,
+            token_ids=tuple(sequence.token_ids[item.start : stop]),
+            num_blocks=sent,
+            block_tables=tuple(tuple(table[first:]) for table, first in zip(tables, sent, strict=True)),
+            samples=item.samples,
+        )
+
+    def forget(self, sequences: Iterable[Sequence]) -> tuple[int, ...]:
+        """Return and remove the keys of those sequences that the other ranks have."""
+        return tuple(self._known.pop(sequence).key for sequence in sequences if sequence in self._known)
+
+
+class LeadingRunner(ModelRunner):
+    """The runner of rank 0: broadcasts each plan, then executes it."""
+
+    ranks: Ranks
+    _telling: Telling
+
+    @classmethod
+    def load(
+        cls, config: EngineConfig, cache_dir: str | None = None, on_progress: Callable[[str, float], None] | None = None
+    ) -> Self:
+        """Join the ranks and load this rank's part of the model; every rank makes the same call.
+
+        On rank 0, return the runner. Ranks above 0 follow until rank 0 closes, then raise
+        SystemExit.
+        """
+        ranks = Ranks.join(config.device)
+        if ranks.rank != 0:
+            runner = ModelRunner.load(config, cache_dir, on_progress)
+            if on_progress is not None:
+                on_progress(FOLLOWS, 0.0)
+            follow(runner, ranks)
+            raise SystemExit(0)
+        loaded = super().load(config, cache_dir, on_progress)
+        loaded.ranks = ranks
+        loaded._telling = Telling()
+        return loaded
+
+    def launch(self, plan: StepPlan) -> InFlightStep:
+        """Broadcast the plan and launch it.
+
+        Raises GroupLostError if it fails: the other ranks are then in the middle of the step.
+        """
+        try:
+            if not plan.is_empty:
+                self.ranks.broadcast(_encoder.encode(self._telling.describe(plan)))
+            return super().launch(plan)
+        except Exception as error:
+            raise self.ranks.fail(error) from error
+
+    def finish(self, step: InFlightStep) -> StepOutput:
+        try:
+            return super().finish(step)
+        except Exception as error:
+            raise self.ranks.fail(error) from error
+
+    def release(self, sequences: Iterable[Sequence]) -> None:
+        gone = list(sequences)
+        super().release(gone)
+        keys = self._telling.forget(gone)
+        if keys:
+            self.ranks.broadcast(_encoder.encode(_Release(keys)))
+
+    def close(self) -> None:
+        if not self.ranks.is_lost:
+            self.ranks.broadcast(_encoder.encode(_End()))
+        super().close()
+        self.ranks.leave()
+
+
+def follow(runner: ModelRunner, ranks: Ranks) -> None:
+    """Run rank 0's plans until it closes.
+
+    Raises GroupLostError when a step fails here or the group is lost.
+    """
+    sequences: dict[int, Sequence] = {}
+    try:
+        while not isinstance(message := _decoder.decode(ranks.broadcast(None)), _End):
+            if isinstance(message, Step):
+                runner.follow(rebuild(message, sequences))
+            else:
+                runner.release(sequences.pop(key) for key in message.keys if key in sequences)
+    except Exception as error:
+        raise ranks.fail(error) from error
+    runner.close()
+    ranks.leave()
+
+
+def rebuild(step: Step, sequences: dict[int, Sequence]) -> StepPlan:
+    scheduled = []
+    for item in step.items:
+        sequence = sequences.get(item.key)
+        if sequence is None:
+            sequence = sequences[item.key] = Sequence(str(item.key), [], 0, SamplingParams())
+        known = sequence.token_ids
+        del known[item.start :]
+        known += [0] * (item.start - len(known))  # placeholders for a cached prefix: never read here
+        known += item.token_ids
+        sequence.epoch = item.epoch
+        if not sequence.block_tables:
+            sequence.block_tables = [[] for _ in item.block_tables]
+        for table, first, entries in zip(sequence.block_tables, item.num_blocks, item.block_tables, strict=True):
+            table[first:] = entries
+        scheduled.append(
+            ScheduledSequence(sequence, item.start, item.num_tokens, item.samples, item.draft_ids, item.epoch)
+        )
+    moves = [tuple(BlockCopy(*copy) for copy in copies) for copies in (step.swap_out, step.swap_in)]
+    return StepPlan(step.step_id, tuple(scheduled), *moves)
+
+
+def _flat(copies: tuple[BlockCopy, ...]) -> tuple[tuple[int, int, int], ...]:
+    return tuple((copy.group, copy.source, copy.target) for copy in copies)

@@ -1,0 +1,93 @@
+"""Runs steps before the first request: compiles kernels, packs weights, captures graphs.
+
+The steps are one prompt and its decode, greedy and sampled. On a GPU, further steps need other
+builds of the kernels, and with CUDA graphs there is a decode of every padded batch. They write to
+blocks that no sequence holds, and leave scheduler and cache bookkeeping unchanged. Plain Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tokenmill_schemas.generation import SamplingParams
+from tokenmill_worker.engine.execution.interface import Runner
+from tokenmill_worker.engine.execution.synthetic import is_synthetic
+from tokenmill_worker.engine.plan import ScheduledSequence, StepPlan
+from tokenmill_worker.engine.sequence import Sequence
+
+PROMPT_TOKENS = 32
+CHUNK_TOKENS = (128, 300)  # the second counts as large also for kernels that look at tokens alone
+LONG_CONTEXT = 4096  # attention splits it into several parts
+
+
+def warm_up(runner: Runner, report: Callable[[str, float], None]) -> None:
+    """Run the warm-up steps.
+
+    An error of a step is raised, since then no step would succeed.
+    """
+    if is_synthetic(runner.config.model):
+        return
+    report("warming up", 0.0)
+    length = max(1, min(PROMPT_TOKENS, runner.max_model_len - 2, runner.config.max_num_batched_tokens))
+    for params in (SamplingParams(temperature=0.0), SamplingParams(seed=1)):
+        sequence = _sequence(runner, length, params)
+        runner.execute(StepPlan(0, (ScheduledSequence(sequence, 0, length, True),)))
+        _execute(runner, [(sequence, 1)])
+    if runner.config.device != "cpu":
+        report("compiling kernels", 0.0)
+        build_kernels(runner)
+    sizes = _graph_batches(runner)
+    for index, size in enumerate(sizes):
+        report(f"capturing decodes of {size}", index / len(sizes))
+        _execute(runner, [(_sequence(runner, length, SamplingParams(temperature=0.0)), 1) for _ in range(size)])
+
+
+def build_kernels(runner: Runner) -> None:
+    """Run steps that compile each kernel for few and for many tokens, and for long contexts.
+
+    The presence penalty edits logits, which changes their type and needs a build of its own.
+    """
+    params = SamplingParams(seed=1, presence_penalty=1.0)
+    config, longest = runner.config, max(1, min(LONG_CONTEXT, runner.max_model_len - 1))
+    small, large = CHUNK_TOKENS
+    for chunk, context in ((small, small), (PROMPT_TOKENS, longest), (large, longest), (1, longest)):
+        context = min(context, longest)
+        chunk = min(chunk, context, max(1, config.max_num_batched_tokens - 1))
+        tokens = (chunk, 1)[: config.max_num_seqs]
+        _execute(runner, [(_sequence(runner, context, params), count) for count in tokens])
+
+
+def _sequence(runner: Runner, length: int, params: SamplingParams) -> Sequence:
+    """Return a dummy sequence of `length` tokens.
+
+    All sequences share the same blocks, long ones use them several times: the output is discarded.
+    """
+    cache = runner.cache_config
+    usable = min(cache.num_blocks) - 1
+    table = [1 + index % usable for index in range(-(-(length + 1) // cache.block_size))]
+    tables = [list(table) for _ in cache.groups]
+    return Sequence("warm-up", [0] * length, length, params, max_tokens=2, block_tables=tables)
+
+
+def _execute(runner: Runner, sequences: list[tuple[Sequence, int]]) -> None:
+    """Run a step with the last `count` tokens of each sequence."""
+    items = tuple(ScheduledSequence(s, s.num_tokens - count, count, True) for s, count in sequences)
+    runner.execute(StepPlan(0, items))
+    runner.release([sequence for sequence, _ in sequences])
+
+
+def _graph_batches(runner: Runner) -> list[int]:
+    """Return the largest decode of each shape, in descending order.
+
+    Small ones are the commonest; captured last, they are kept longest. Mixed steps have places of
+    their own. If places are short, small shapes and the largest batch, which a busy service runs,
+    are kept.
+    """
+    config = runner.config
+    if not config.cuda_graphs:
+        return []
+    from tokenmill_worker.engine.cuda.graph_inputs import padded_batch  # imports torch, which runs the graphs anyway
+
+    places = max(1, config.max_cached_graphs - config.max_cached_graphs // 4)
+    sizes = sorted({min(padded_batch(n), config.max_num_seqs) for n in range(1, config.max_num_seqs + 1)})
+    return [*sizes[: places - 1], sizes[-1]][::-1] if len(sizes) > places else sizes[::-1]

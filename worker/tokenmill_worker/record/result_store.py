@@ -1,0 +1,258 @@
+"""Writes finished jobs: many per transaction, each at most once, with result, usage and webhook
+message together.
+
+The primary key decides: if a job's row exists, the row stays and its result is returned, so that
+Redis gets the same. There is one exception: a row in state "dead" is replaced by the end that a
+redrive brought. A row with another creation time belongs to an earlier job of the same id: the
+later job is reported as `taken` and gets no row. A row that the database cannot hold is found by
+halving, cleaned, and does not block the others. Leases and retries are the finalizer's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from sqlalchemy import Engine, Table, and_, or_, select, text
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.engine import Connection
+
+from tokenmill_schemas.codec import DecodeError, decode_result
+from tokenmill_schemas.result import JobResult, JobStatus
+from tokenmill_schemas.tables import jobs, usage, webhooks
+from tokenmill_worker.errors import SchemaOutdated, StoreUnavailable
+from tokenmill_worker.jobs import Finished
+from tokenmill_worker.record.rows import JobRow
+from tokenmill_worker.record.schema_version import Standing, standing
+from tokenmill_worker.record.sql_errors import Verdict, is_misconfigured, sentence_of, verdict_of
+from tokenmill_worker.record.threads import LOCK_TIMEOUT_S, STATEMENT_TIMEOUT_S, Threads, open_engine
+
+log = logging.getLogger(__name__)
+
+_ANSWER_TIMEOUT_S: Final = STATEMENT_TIMEOUT_S + 30
+_LOOK_UP_TIMEOUT_S: Final = 5.0
+_IDENTITY: Final = ("queue", "tenant", "batch_id", "created_ms")
+
+
+@dataclass(slots=True)
+class RecordReport:
+    """The outcome of each job of one call, by job id."""
+
+    written: set[str] = field(default_factory=set)
+    existing: dict[str, JobResult] = field(default_factory=dict)  # recorded before; the value is the recorded result
+    taken: set[str] = field(
+        default_factory=set
+    )  # the id belongs to another job: an earlier one, or another tenant's or queue's
+    cleaned: dict[str, str] = field(default_factory=dict)  # stored after a change, with the reason
+    refused: dict[str, str] = field(default_factory=dict)  # not stored, with the reason: try again later
+
+    def merge(self, other: RecordReport) -> None:
+        self.written |= other.written
+        self.existing |= other.existing
+        self.taken |= other.taken
+        self.cleaned |= other.cleaned
+        self.refused |= other.refused
+
+
+class ResultStore:
+    """Records results in one database. `engine` may be passed instead of being opened from the URL
+    (tests inject faults with it).
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        queue: str = "",
+        with_prompts: bool = False,
+        engine: Engine | None = None,
+        answer_timeout_s: float = _ANSWER_TIMEOUT_S,
+    ) -> None:
+        self._engine = engine or open_engine(url)
+        self._threads = Threads()
+        self._queue = queue
+        self._with_prompts = with_prompts
+        self._answer_timeout_s = answer_timeout_s
+        dialect = self._engine.dialect.name
+        self._insert_jobs, self._insert_usage = _upsert_job(dialect), _upsert_usage(dialect)  # building them is slow
+        self._insert_notices = _insert(dialect, webhooks).on_conflict_do_nothing()
+
+    async def record(self, finished: Sequence[Finished]) -> RecordReport:
+        """Record jobs in one call. Raises StoreUnavailable when nothing, or not everything, could
+        be decided: then call again.
+        """
+        latest = {item.result.job_id: item for item in sorted(finished, key=lambda item: item.token)}
+        items = [latest[job_id] for job_id in sorted(latest)]  # two writers that lock in one order cannot deadlock
+        return await self._threads.run(lambda: self._record(self._rows_of(items)), self._answer_timeout_s)
+
+    async def find(self, ids: Sequence[str]) -> dict[str, JobResult]:
+        """Return results of this queue's jobs that are recorded for good (not as dead, which may be
+        redriven) and can be read. Raises StoreUnavailable.
+        """
+        try:
+            return await self._threads.run(lambda: self._find(ids), _LOOK_UP_TIMEOUT_S)
+        except StoreUnavailable:
+            raise
+        except Exception as error:
+            raise StoreUnavailable(f"the SQL store cannot be read: {sentence_of(error)}") from error
+
+    async def check(self) -> None:
+        """Check that the store can be used. Raises StoreUnavailable, or SchemaOutdated when
+        `tokenmill db upgrade` has to run first.
+        """
+        try:
+            state = await self._threads.run(self._standing, self._answer_timeout_s)
+        except StoreUnavailable:
+            raise
+        except Exception as error:
+            words = f"the SQL store cannot be used: {sentence_of(error)}"
+            raise StoreUnavailable(words, is_misconfigured=is_misconfigured(error)) from error
+        if state.is_behind:
+            raise SchemaOutdated(
+                f"the database is at revision {state.current or 'none'}, this version needs {state.head}: "
+                "run `tokenmill db upgrade`"
+            )
+
+    async def close(self) -> None:
+        try:
+            await self._threads.run(self._engine.dispose, self._answer_timeout_s)
+        finally:
+            self._threads.close()
+
+    def _find(self, ids: Sequence[str]) -> dict[str, JobResult]:
+        chosen = and_(jobs.c.id.in_(ids), jobs.c.queue == self._queue, jobs.c.state != JobStatus.DEAD.value)
+        with self._engine.connect() as connection:
+            rows = connection.execute(select(jobs.c.id, jobs.c.result).where(chosen)).all()
+        found = {job_id: _decoded(job_id, encoded) for job_id, encoded in rows}
+        return {job_id: result for job_id, result in found.items() if result is not None}
+
+    def _standing(self) -> Standing:
+        with self._engine.connect() as connection:
+            return standing(connection)
+
+    def _rows_of(self, items: list[Finished]) -> list[JobRow]:
+        return [JobRow.of(item, queue=self._queue, with_prompt=self._with_prompts) for item in items]
+
+    def _record(self, rows: list[JobRow]) -> RecordReport:
+        if not rows:
+            return RecordReport()
+        try:
+            return self._commit(rows)
+        except Exception as error:
+            verdict = verdict_of(error)
+            if verdict is Verdict.SCHEMA:
+                words = (
+                    f"the database lacks what this version writes ({sentence_of(error)}): run `tokenmill db upgrade`"
+                )
+                raise StoreUnavailable(words) from error
+            if verdict is Verdict.LATER:
+                raise StoreUnavailable(f"the SQL store failed: {sentence_of(error)}") from error
+            if len(rows) == 1:
+                return self._record_milder(rows[0], sentence_of(error))
+        middle = len(rows) // 2
+        report = self._record(rows[:middle])
+        report.merge(self._record(rows[middle:]))
+        return report
+
+    def _record_milder(self, row: JobRow, reason: str) -> RecordReport:
+        for milder in (row.cleaned(), row.bare()):
+            try:
+                report = self._commit([milder])
+            except Exception as error:
+                if verdict_of(error) is not Verdict.ROW:
+                    raise StoreUnavailable(f"the SQL store failed: {sentence_of(error)}") from error
+                reason = sentence_of(error)
+            else:
+                report.cleaned[row.job_id] = reason
+                log.warning("job %s was recorded in a cleaned form: %s", row.job_id, reason)
+                return report
+        return RecordReport(refused={row.job_id: reason})
+
+    def _commit(self, rows: list[JobRow]) -> RecordReport:
+        report = RecordReport()
+        with self._engine.begin() as connection:
+            _limit(connection)
+            inserted = connection.execute(self._insert_jobs, [row.job for row in rows])
+            report.written.update(inserted.scalars())
+            new = [row for row in rows if row.job_id in report.written]
+            if new:
+                connection.execute(self._insert_usage, [row.usage for row in new])
+            notices = [row.webhook for row in new if row.webhook is not None]
+            if notices:
+                connection.execute(self._insert_notices, notices)
+            self._read_existing(
+                connection, {row.job_id: row for row in rows if row.job_id not in report.written}, report
+            )
+        return report
+
+    def _read_existing(self, connection: Connection, rows: dict[str, JobRow], report: RecordReport) -> None:
+        if not rows:
+            return
+        found = select(jobs.c.id, jobs.c.result, *(jobs.c[name] for name in _IDENTITY)).where(jobs.c.id.in_(rows))
+        for job_id, encoded, *identity in connection.execute(found):
+            if not _is_same_job(dict(zip(_IDENTITY, identity, strict=True)), rows[job_id].job):
+                report.taken.add(job_id)
+                log.error("Job id %s stands for another job: its row stays, the later job ends as failed", job_id)
+                continue
+            report.existing[job_id] = _decoded(job_id, encoded) or rows[job_id].result
+
+
+def _is_same_job(recorded: Mapping[str, Any], ours: Mapping[str, Any]) -> bool:
+    """Compare what stays the same through redeliveries and redrives. A line of a batch is the same
+    job whenever it is submitted, because its id follows from its place in the file.
+    """
+    if any(recorded[name] != ours[name] for name in ("queue", "tenant")):
+        return False
+    is_same_line = recorded["batch_id"] is not None and recorded["batch_id"] == ours["batch_id"]
+    return is_same_line or bool(recorded["created_ms"] == ours["created_ms"])
+
+
+def _decoded(job_id: str, encoded: bytes | None) -> JobResult | None:
+    """Decode a recorded result. Returns None if it was purged or cannot be decoded; the job counts
+    as recorded all the same.
+    """
+    if encoded is None:
+        return None
+    try:
+        return decode_result(encoded)
+    except DecodeError as error:
+        log.warning("The recorded result of job %s cannot be read; its row stays as it is: %s", job_id, error)
+        return None
+
+
+def _limit(connection: Connection) -> None:
+    if connection.dialect.name == "postgresql":
+        connection.execute(text(f"SET LOCAL lock_timeout = '{LOCK_TIMEOUT_S}s'"))
+        connection.execute(text(f"SET LOCAL statement_timeout = '{STATEMENT_TIMEOUT_S}s'"))
+
+
+def _insert(dialect: str, table: Table) -> Any:
+    return (postgresql if dialect == "postgresql" else sqlite).insert(table)
+
+
+def _upsert_job(dialect: str) -> Any:
+    """Insert or ignore; a dead row is replaced by a later end of the same job. Returns the ids that
+    were written.
+    """
+    statement = _insert(dialect, jobs)
+    new = statement.excluded
+    changed = {column.name: new[column.name] for column in jobs.c if column.name != "id"}
+    replaces = and_(
+        jobs.c.state == JobStatus.DEAD.value,
+        jobs.c.queue == new.queue,
+        jobs.c.tenant == new.tenant,
+        or_(jobs.c.created_ms == new.created_ms, jobs.c.batch_id == new.batch_id),
+        or_(new.state != JobStatus.DEAD.value, new.started_ms > jobs.c.started_ms),
+    )
+    return statement.on_conflict_do_update(index_elements=["id"], set_=changed, where=replaces).returning(jobs.c.id)
+
+
+def _upsert_usage(dialect: str) -> Any:
+    """Insert or replace the usage row. It runs only for jobs whose row was just written, so a usage
+    row that exists belongs to the dead attempt.
+    """
+    statement = _insert(dialect, usage)
+    changed = {column.name: statement.excluded[column.name] for column in usage.c if column.name != "job_id"}
+    return statement.on_conflict_do_update(index_elements=["job_id"], set_=changed)

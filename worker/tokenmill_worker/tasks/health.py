@@ -1,0 +1,193 @@
+"""Serves /metrics, /livez, /readyz and /healthz of `tokenmill tasks`, on a thread beside Celery's
+worker.
+
+Celery's consumer feeds a watchdog; Redis and SQL are queried every few seconds. A dependency that
+is away makes the process unready. /livez fails only for what a restart repairs: beat's thread has
+ended, or the consumer stands still although its broker answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+from celery import Celery, bootsteps
+from celery.worker import state as worker_state
+from prometheus_client import CollectorRegistry
+
+from tokenmill_worker.record.sql_errors import sentence_of
+from tokenmill_worker.tasks.counts import TaskCounts
+from tokenmill_worker.tasks.webhooks.outbox import Standing
+from tokenmill_worker.telemetry import Check, Pulse, WatchServer
+from tokenmill_worker.telemetry.instruments import Reading, Watched, by_label, gauge
+
+log = logging.getLogger(__name__)
+
+LOOK_S: Final = 5.0
+SILENT_S: Final = 30.0  # the consumer's loop runs at least once a second while it is connected
+STUCK_S: Final = 180.0  # longer than Celery needs to replace a broken connection
+_BEAT_S: Final = 1.0
+
+
+class TasksWatch:
+    """Serves from `start` to `stop`. `beats` says whether beat's thread is alive; `webhooks`
+    queries SQL.
+    """
+
+    def __init__(
+        self,
+        app: Celery,
+        webhooks: Callable[[int], Standing],
+        beats: Callable[[], bool],
+        *,
+        every_s: float = LOOK_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.registry = CollectorRegistry(auto_describe=False)
+        self._app = app
+        self._webhooks = webhooks
+        self._beats = beats
+        self._every_s = every_s
+        self._clock = clock
+        self._consumer = ConsumerPulse(clock)
+        self._looks = Pulse("answer from the database", max(SILENT_S, 3 * every_s), clock)
+        self._standing: Standing | None = None
+        self._problems: dict[str, str | None] = dict.fromkeys(("broker", "sql"), "not asked yet")
+        self._broker_ok_since: float | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._server: WatchServer | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self.registry.register(Watched(self.readings))
+        self.counts = TaskCounts(app, self.registry)
+        app.steps["consumer"].add(_pulse_step(self._consumer))
+
+    def start(self, host: str, port: int) -> int:
+        """Start serving and return the port. Raises PortTaken."""
+        loop = self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=loop.run_forever, name="watch", daemon=True)
+        self._thread.start()
+        self.counts.start()
+        try:
+            return asyncio.run_coroutine_threadsafe(self._open(host, port), loop).result()
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        self.counts.stop()
+        loop, thread = self._loop, self._thread
+        if loop is not None and thread is not None:
+            asyncio.run_coroutine_threadsafe(self._close(), loop).result()
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join()
+            loop.close()
+
+    def checks(self) -> list[Check]:
+        return [
+            Check("broker", lambda: self._problems["broker"]),
+            Check("sql", lambda: self._problems["sql"] or self._looks.problem()),
+            Check("consumer", self._consumer.problem),
+            Check("stuck", self._stuck, vital=True),
+            Check("beat", lambda: None if self._beats() else "its thread has ended", vital=True),
+            Check("draining", lambda: "it is" if worker_state.should_stop is not None else None, ready=True),
+        ]
+
+    def readings(self) -> Iterator[Reading]:
+        up = {name: float(problem is None) for name, problem in self._problems.items()}
+        yield by_label("tasks_dependency_up", "1 while `tokenmill tasks` can use it", "dependency", up)
+        standing = self._standing
+        if standing is not None:
+            yield by_label("webhooks", "Notices in the database that are not delivered", "state", standing.counts)
+            yield gauge("webhook_overdue_seconds", "How long the longest due of them has been due", standing.overdue_s)
+
+    def _stuck(self) -> str | None:
+        """Return a sentence if the consumer stands still although the broker answers. Silence
+        counts from the time at which both were available, so a broker that has just come back is no
+        reason.
+        """
+        since = self._broker_ok_since
+        if since is None or worker_state.should_stop is not None:
+            return None
+        silence_s = self._clock() - max(since, self._consumer.last or since)
+        if silence_s <= STUCK_S:
+            return None
+        return f"the broker answers, and the consumer has stood still for {silence_s:.0f} s"
+
+    async def _open(self, host: str, port: int) -> int:
+        self._server = await WatchServer(host, port, self.registry, self.checks()).start()
+        looks = (("broker", self._ask_broker), ("sql", self._ask_sql))
+        self._tasks = [asyncio.create_task(self._look(name, ask)) for name, ask in looks]
+        return self._server.port
+
+    async def _close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._server is not None:
+            await self._server.stop()
+
+    async def _look(self, name: str, ask: Callable[[], None]) -> None:
+        while True:
+            try:
+                await asyncio.to_thread(ask)
+                problem = None
+            except Exception as error:  # of any kind: /healthz reports it
+                problem = sentence_of(error)
+            if problem and problem != self._problems[name]:
+                log.warning("%s: %s", name, problem)
+            self._problems[name] = problem
+            if name == "broker":
+                self._broker_ok_since = None if problem else self._broker_ok_since or self._clock()
+            await asyncio.sleep(self._every_s)
+
+    def _ask_broker(self) -> None:
+        with self._app.connection_for_read(connect_timeout=5) as connection:
+            connection.ensure_connection(max_retries=1, interval_start=0, interval_step=0)
+
+    def _ask_sql(self) -> None:
+        self._standing = self._webhooks(round(time.time() * 1000))
+        self._looks.beat()
+
+
+class ConsumerPulse:
+    """A watchdog that Celery's consumer resets each second while it is connected to its broker."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.last: float | None = None
+        self._clock = clock
+
+    def beat(self) -> None:
+        self.last = self._clock()
+
+    def end(self) -> None:
+        self.last = None
+
+    def problem(self) -> str | None:
+        if self.last is None:
+            return "it is not connected to its broker"
+        silence_s = self._clock() - self.last
+        return f"its loop has not turned for {silence_s:.0f} s" if silence_s > SILENT_S else None
+
+
+def _pulse_step(pulse: ConsumerPulse) -> type[Any]:
+    """Return the part of Celery's consumer that resets the watchdog. It starts at each connection
+    and stops at the connection's end.
+    """
+
+    class PulseStep(bootsteps.StartStopStep):  # type: ignore[misc]
+        requires = ("celery.worker.consumer.tasks:Tasks",)
+
+        def start(self, consumer: Any) -> None:
+            pulse.beat()
+            self._timer = consumer.timer.call_repeatedly(_BEAT_S, pulse.beat)
+
+        def stop(self, consumer: Any) -> None:
+            self._timer.cancel()
+            pulse.end()
+
+    return PulseStep

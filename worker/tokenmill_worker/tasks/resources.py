@@ -1,0 +1,63 @@
+"""Holds the objects that the tasks share in a process, each created at its first use: the database,
+and what works with it.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from sqlalchemy import Engine
+
+from tokenmill_worker.record.threads import open_engine
+from tokenmill_worker.settings import Settings
+from tokenmill_worker.tasks.bulk_files import BulkFiles
+from tokenmill_worker.tasks.retention import Limits, Retention
+from tokenmill_worker.tasks.usage_rollup import RollUp
+from tokenmill_worker.tasks.webhooks.delivery import Courier, Retries
+from tokenmill_worker.tasks.webhooks.http_sender import Sender
+from tokenmill_worker.tasks.webhooks.outbox import Outbox
+
+
+class Desk:
+    """The tasks' shared objects; safe to use from the threads of a process."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+
+    @cached_property
+    def engine(self) -> Engine:
+        return open_engine(self.settings.database_url, pool_size=self.settings.tasks_threads)
+
+    @cached_property
+    def outbox(self) -> Outbox:
+        settings = self.settings
+        return Outbox(self.engine, max_attempts=settings.webhook_attempts, per_host=settings.webhook_per_host)
+
+    @cached_property
+    def courier(self) -> Courier:
+        settings = self.settings
+        return Courier(
+            self.outbox,
+            Sender(settings.webhook_timeout_seconds, settings.networks),
+            settings.webhook_secret,
+            Retries(settings.webhook_retry_seconds, settings.webhook_max_retry_seconds),
+        )
+
+    @cached_property
+    def roll_up(self) -> RollUp:
+        return RollUp(self.engine)
+
+    @cached_property
+    def retention(self) -> Retention:
+        settings = self.settings
+        limits = Limits(
+            payload_days=settings.retain_payload_days,
+            job_days=settings.retain_job_days,
+            usage_days=settings.retain_usage_days,
+            webhook_days=settings.retain_webhook_days,
+        )
+        return Retention(self.engine, limits, self.roll_up)
+
+    @cached_property
+    def bulk(self) -> BulkFiles:
+        return BulkFiles(self.settings)

@@ -1,0 +1,154 @@
+"""Delivers a webhook message: the event in JSON, its signature, the POST, and the retry after a
+failure.
+
+Delivery is at least once: a process that dies after the receiver's answer and before recording it
+sends the message again, with the same id. Nothing is ever sent unsigned.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Final
+
+import msgspec
+
+from tokenmill.webhooks import sign, tenant_secret
+from tokenmill_schemas.codec import DecodeError, decode_result
+from tokenmill_schemas.generation import FinishReason
+from tokenmill_schemas.result import JobError, JobStatus, Usage
+from tokenmill_schemas.webhook import WebhookChoice, WebhookEvent, WebhookJob
+from tokenmill_worker.tasks.webhooks.addresses import AddressRefused, AddressUnknown
+from tokenmill_worker.tasks.webhooks.http_sender import Reply, Sender, SendFailed
+from tokenmill_worker.tasks.webhooks.outbox import Attempt, Claim, Outbox
+
+log = logging.getLogger(__name__)
+
+MAX_TEXT_BYTES: Final = 256 * 1024  # total of all answers; the receiver must fetch longer ones
+_GROWTH: Final = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class Retries:
+    """Computes pauses: first × 4^n, at most longest, each multiplied by a random number from [0.75,
+    1.25).
+    """
+
+    first_s: float
+    longest_s: float
+
+    def delay_s(self, tries: int, rng: random.Random, asked_s: float | None = None) -> float:
+        """Return the pause after `tries` tries. `asked_s`: the pause that the receiver asked for,
+        honoured up to the longest.
+        """
+        planned = min(self.longest_s, self.first_s * _GROWTH ** min(tries - 1, 30))
+        return max(planned * (0.75 + rng.random() / 2), min(asked_s or 0.0, self.longest_s))
+
+
+class Courier:
+    """Delivers the messages of the outbox. `clock` gives Unix seconds."""
+
+    def __init__(
+        self, outbox: Outbox, sender: Sender, secret: str, retries: Retries, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._outbox = outbox
+        self._sender = sender
+        self._secret = secret
+        self._retries = retries
+        self._clock = clock
+        self._rng = random.Random()
+
+    def claim(self) -> list[Claim]:
+        """Claim due messages. Returns none without a secret; the messages wait."""
+        if not self._secret:
+            waiting = self._outbox.counts()["pending"]
+            if waiting:
+                log.error("%d webhooks wait: TOKENMILL_WEBHOOK_SECRET is not set, and none is sent unsigned", waiting)
+            return []
+        return self._outbox.claim(self._now_ms())
+
+    def deliver(self, claim: Claim) -> str:
+        """Deliver a message. Returns "delivered", "failed", or "skipped" if the claim has passed to
+        another process or the job has ended again.
+        """
+        attempt = self._outbox.begin(claim, self._now_ms())
+        if attempt is None:
+            return "skipped"
+        try:
+            reply = self._send(attempt)
+        except AddressRefused as error:
+            return self._failed(attempt, str(error), None, is_final=True)
+        except (SendFailed, AddressUnknown) as error:
+            return self._failed(attempt, str(error), None)
+        if reply.is_success:
+            self._outbox.delivered(attempt, reply.status, self._now_ms())
+            return "delivered"
+        words = f"the receiver answered {reply.status}"
+        if 300 <= reply.status < 400:
+            words += "; redirects are not followed"
+        return self._failed(attempt, words, reply, is_final=reply.is_final)
+
+    def _send(self, attempt: Attempt) -> Reply:
+        body = msgspec.json.encode(event_of(attempt))
+        sent_at = int(self._clock())
+        headers = {
+            "Content-Type": "application/json",
+            "User-Agent": "tokenmill",
+            "webhook-id": attempt.id,
+            "webhook-timestamp": str(sent_at),
+            "webhook-signature": sign(attempt.id, sent_at, body, tenant_secret(self._secret, attempt.notice["tenant"])),
+        }
+        return self._sender.post(attempt.notice["url"], body, headers)
+
+    def _failed(self, attempt: Attempt, error: str, reply: Reply | None, *, is_final: bool = False) -> str:
+        delay_s = self._retries.delay_s(attempt.number, self._rng, reply.retry_after_s if reply else None)
+        due_ms = None if is_final else self._now_ms() + round(delay_s * 1000)
+        log.warning("webhook %s, try %d: %s", attempt.id, attempt.number, error)
+        self._outbox.failed(attempt, error, reply.status if reply else None, due_ms)
+        return "failed"
+
+    def _now_ms(self) -> int:
+        return round(self._clock() * 1000)
+
+
+def event_of(attempt: Attempt) -> WebhookEvent:
+    """Build the event. It is the same at every try, unless retention removed rows in between."""
+    notice, job = attempt.notice, attempt.job or {}
+    moment = datetime.fromtimestamp(notice["ended_ms"] / 1000, UTC)
+    data = WebhookJob(
+        job_id=notice["job_id"],
+        status=JobStatus(str(notice["event"]).removeprefix("job.")),
+        queue=notice["queue"],
+        model=job.get("model", ""),
+        tenant=notice["tenant"],
+        choices=_choices(job),
+        usage=_usage(attempt.usage),
+        error=JobError(job["error_code"], job["error_message"] or "") if job.get("error_code") else None,
+        attempt=job.get("attempts", 0),
+        created_ms=job.get("created_ms", 0),
+        started_ms=job.get("started_ms", 0),
+        finished_ms=notice["ended_ms"],
+        metadata=dict(job.get("metadata") or {}),
+    )
+    return WebhookEvent(type=notice["event"], timestamp=moment.isoformat().replace("+00:00", "Z"), data=data)
+
+
+def _choices(job: Mapping[str, Any]) -> tuple[WebhookChoice, ...] | None:
+    if job.get("result") is None:
+        return None
+    try:
+        choices = decode_result(bytes(job["result"])).choices
+    except DecodeError:  # written by a newer version: use the first choice from the columns
+        reason = FinishReason(job["finish_reason"]) if job["finish_reason"] else None
+        return (WebhookChoice(index=0, text=job["text"] or "", finish_reason=reason),)
+    if sum(len(choice.text.encode()) for choice in choices) > MAX_TEXT_BYTES:
+        return None
+    return tuple(WebhookChoice(index=one.index, text=one.text, finish_reason=one.finish_reason) for one in choices)
+
+
+def _usage(row: Mapping[str, Any] | None) -> Usage | None:
+    return Usage(**{name: row[name] for name in Usage.__struct_fields__}) if row is not None else None

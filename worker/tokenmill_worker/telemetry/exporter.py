@@ -1,0 +1,67 @@
+"""`tokenmill exporter`: serves the /metrics of queues when no worker runs. It reads Redis and
+nothing else.
+
+One exporter is enough for any number of queues. It needs no model, no database, and only the rights
+of the `reader`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry
+
+from tokenmill import AsyncClient
+from tokenmill_worker.telemetry import Check, WatchServer
+from tokenmill_worker.telemetry.instruments import Watched
+from tokenmill_worker.telemetry.queue_metrics import INTERVAL_S, QueueWatch, queue_readings
+
+log = logging.getLogger(__name__)
+
+
+class Exporter:
+    """Serves from `start` to `stop`; port 0 means any free port."""
+
+    def __init__(
+        self, redis_url: str, queues: Sequence[str], prefix: str, host: str, port: int, every_s: float = INTERVAL_S
+    ) -> None:
+        self._clients = [AsyncClient(redis_url, queue=queue, prefix=prefix) for queue in queues]
+        self._watches = [QueueWatch(client, every_s) for client in self._clients]
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(Watched(lambda: queue_readings(self._watches)))
+        checks = [Check(f"queue {watch.queue}", watch.problem) for watch in self._watches]
+        self._server = WatchServer(host, port, registry, checks)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def port(self) -> int:
+        return self._server.port
+
+    async def start(self) -> None:
+        """Start serving and reading. Raises PortTaken."""
+        await self._server.start()
+        self._tasks = [asyncio.create_task(watch.run()) for watch in self._watches]
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._server.stop()
+        for client in self._clients:
+            await client.close()
+
+    async def serve(self) -> None:
+        """Serve until SIGTERM or SIGINT."""
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            with contextlib.suppress(NotImplementedError):
+                loop.add_signal_handler(number, stop.set)
+        await self.start()
+        log.info("metrics of %s on port %d", ", ".join(watch.queue for watch in self._watches), self.port)
+        await stop.wait()
+        await self.stop()

@@ -1,0 +1,103 @@
+"""Reads the queue's numbers from Redis every few seconds, and exports them as metrics: in each
+worker, and in the exporter.
+
+The numbers are the same wherever they are read, so a query takes the `max` over instances. The
+exporter exists because without workers no worker reports: autoscaling from zero, and an alert about
+missing workers, must not depend on them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from tokenmill import AsyncClient, TokenmillError
+from tokenmill.operations.overview import QueueState
+from tokenmill_worker.telemetry.instruments import Reading
+
+log = logging.getLogger(__name__)
+
+INTERVAL_S = 5.0
+
+Values = dict[tuple[str, ...], float | None]
+
+
+class QueueWatch:
+    """Watches one queue. `state` is None until it has been read, and again while it cannot be
+    read.
+    """
+
+    def __init__(self, client: AsyncClient, interval_s: float = INTERVAL_S) -> None:
+        self.queue = client.queue
+        self.state: QueueState | None = None
+        self._client = client
+        self._interval_s = interval_s
+        self._failing = False
+
+    async def run(self) -> None:
+        """Read the queue until cancelled."""
+        while True:
+            await self.read()
+            await asyncio.sleep(self._interval_s)
+
+    async def read(self) -> None:
+        try:
+            self.state = await self._client.overview()
+            self._failing = False
+        except TokenmillError as error:
+            if not self._failing:
+                log.warning("the queue %s cannot be looked at: %s", self.queue, error)
+            self.state, self._failing = None, True
+        except Exception:  # of any kind: no numbers are better than outdated ones
+            if not self._failing:
+                log.exception("the queue %s cannot be looked at", self.queue)
+            self.state, self._failing = None, True
+
+    def problem(self) -> str | None:
+        return None if self.state is not None else f"the queue {self.queue} cannot be read from Redis"
+
+
+def queue_readings(watches: Sequence[QueueWatch]) -> Iterator[Reading]:
+    """Yield one metric for all queues, with the queue as a label."""
+    states = {watch.queue: watch.state for watch in watches}
+    known = {queue: state for queue, state in states.items() if state is not None}
+    up: Values = {(queue,): float(state is not None) for queue, state in states.items()}
+    yield Reading("queue_up", "1 while the queue can be read from Redis", up, ("queue",))
+    yield from _by_class(known)
+    for name, words, of in _NUMBERS:
+        yield Reading(name, words, {(queue,): float(of(state)) for queue, state in known.items()}, ("queue",))
+    for name, words, of in _COUNTERS:
+        values: Values = {(queue,): float(of(state)) for queue, state in known.items()}
+        yield Reading(name, words, values, ("queue",), is_counter=True)
+    ended: Values = {(q, status): float(n) for q, state in known.items() for status, n in state.finished.items()}
+    yield Reading("queue_finished", "Jobs of the queue that ended, by how", ended, ("queue", "status"), is_counter=True)
+
+
+def _by_class(known: Mapping[str, QueueState]) -> Iterator[Reading]:
+    jobs: Values = {}
+    tokens: Values = {}
+    ages: Values = {}
+    for queue, state in known.items():
+        for name, one in state.classes.items():
+            jobs[queue, name] = one.waiting
+            tokens[queue, name] = one.waiting_tokens
+            ages[queue, name] = one.oldest_ms / 1000
+    labels = ("queue", "priority")
+    yield Reading("queue_jobs", "Jobs that wait to be claimed, due ones included", jobs, labels)
+    yield Reading("queue_tokens", "Tokens that those jobs are estimated to cost", tokens, labels)
+    yield Reading("queue_oldest_seconds", "How long the oldest of them has waited", ages, labels)
+
+
+_Number = tuple[str, str, Callable[[QueueState], float]]
+_NUMBERS: tuple[_Number, ...] = (
+    ("queue_running_jobs", "Jobs in workers' hands", lambda state: state.running),
+    ("queue_scheduled_jobs", "Jobs that wait for their time or their next attempt", lambda state: state.scheduled),
+    ("queue_unrecorded_jobs", "Jobs that ended while they waited, to be written down", lambda state: state.unrecorded),
+    ("queue_dead_jobs", "Jobs set aside: dead letters", lambda state: state.dead),
+    ("queue_workers", "Workers with a living lease", lambda state: len(state.workers)),
+)
+_COUNTERS: tuple[_Number, ...] = (
+    ("queue_submitted", "Jobs accepted", lambda state: state.submitted),
+    ("queue_entries_dropped", "Stream entries that were no job", lambda state: state.entries_dropped),
+)

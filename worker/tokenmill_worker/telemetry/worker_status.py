@@ -1,0 +1,206 @@
+"""The state of a worker for its operators: health checks, metrics at a scrape, the heartbeat.
+Nothing here changes a part.
+
+This module defines what healthy, ready and alive mean, and which number of which part is which
+metric.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+
+from tokenmill_schemas.control import WorkerStatus
+from tokenmill_worker.consume.job_stream import JobStream
+from tokenmill_worker.consume.leases import LeaseKeeper
+from tokenmill_worker.publish.publisher import Publisher
+from tokenmill_worker.record.finalizer import Finalizer
+from tokenmill_worker.record.threads import missing_file
+from tokenmill_worker.service import Service
+from tokenmill_worker.settings import Settings
+from tokenmill_worker.telemetry import Check, Pulse
+from tokenmill_worker.telemetry.instruments import Reading, by_label, counter, gauge
+from tokenmill_worker.telemetry.job_observer import Observer
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The parts that the checks and metrics read."""
+
+    settings: Settings
+    service: Service
+    stream: JobStream
+    lease: LeaseKeeper
+    publisher: Publisher
+    finalizer: Finalizer
+    observer: Observer
+
+
+class Watch:
+    """Reports on one worker. `is_stopping`: whether the worker was asked to stop."""
+
+    def __init__(self, parts: Parts, model: str, *, max_running: int, is_stopping: Callable[[], bool]) -> None:
+        self._parts = parts
+        self._model = model
+        self._max_running = max_running
+        self._is_stopping = is_stopping
+        self._started_at = time.time()
+        self.claims = Pulse("claim", limit_s=parts.settings.stall_seconds)
+        self.steps = Pulse("engine frame", limit_s=parts.settings.stall_seconds)
+
+    # ── checks ──
+
+    def checks(self) -> list[Check]:
+        parts = self._parts
+        return [
+            Check("engine", lambda: None if parts.service.health.engine_ready else "the engine is not running"),
+            Check("steps", self._steps_problem, vital=True),
+            Check("claims", lambda: None if self._is_stopping() else self.claims.problem()),
+            Check("redis", lambda: None if parts.lease.is_reachable else "Redis cannot be reached"),
+            Check("sql", self._sql_problem),
+            Check(
+                "buffer", lambda: "finished jobs wait for SQL: intake has stopped" if parts.finalizer.is_full else None
+            ),
+            Check("drain", lambda: "it drains, and claims nothing more" if self._is_stopping() else None, ready=True),
+        ]
+
+    def _steps_problem(self) -> str | None:
+        """Return a sentence if steps are overdue. An engine that is loading makes none."""
+        return self.steps.problem() if self._parts.service.health.engine_ready else None
+
+    def _sql_problem(self) -> str | None:
+        if (path := missing_file(self._parts.settings.database_url)) is not None:
+            return f"SQL: there is no database at {path}: results wait until `tokenmill db upgrade` has made it"
+        stats = self._parts.finalizer.stats
+        return f"SQL: {stats.last_error}" if stats.record_down_since is not None else None
+
+    # ── the heartbeat ──
+
+    def status(self) -> WorkerStatus:
+        parts, observer = self._parts, self._parts.observer
+        stats, health = parts.service.health.stats, parts.service.health
+        observer.forget_all_but({*parts.stream.held, *parts.finalizer.held_ids})
+        return WorkerStatus(
+            worker_id=parts.settings.worker_name,
+            model=self._model if parts.service.started.is_set() else "",  # empty while the model loads
+            version=package_version(),
+            started_ms=int(self._started_at * 1000),
+            running=stats.num_running,
+            waiting=stats.num_waiting,
+            free_blocks=stats.blocks_free,
+            tokens_per_s=round(observer.tokens.per_s, 1),
+            draining=self._is_stopping(),
+            max_running=self._max_running,
+            total_blocks=stats.blocks_total,
+            cached_blocks=stats.blocks_cached,
+            prefix_hits=round(stats.cached_tokens / stats.prefix_queries, 3) if stats.prefix_queries else None,
+            queue_ms=_milliseconds(observer.queue_s.percentiles(0.5, 0.95)),
+            first_token_ms=_milliseconds(observer.first_token_s.percentiles(0.5, 0.95)),
+            token_ms=_milliseconds(observer.token_s.percentiles(0.5, 0.95)),
+            to_record=len(parts.finalizer),
+            engine_restarts=health.engine_restarts,
+            problems=tuple(problem for check in self.checks() if not check.ready and (problem := check.problem())),
+            tenants=observer.tenants(),
+        )
+
+    # ── the numbers ──
+
+    def readings(self) -> Iterator[Reading]:
+        yield from self._engine()
+        yield from self._hands()
+        yield from self._sql()
+        yield from self._health()
+
+    def _engine(self) -> Iterator[Reading]:
+        stats = self._parts.service.health.stats
+        used = stats.blocks_total - stats.blocks_free
+        yield gauge("num_requests_running", "Sequences in the running batch", stats.num_running)
+        yield gauge("num_requests_waiting", "Sequences in the engine that wait for a place", stats.num_waiting)
+        yield gauge("num_requests_offloaded", "Preempted sequences kept in host memory", stats.num_offloaded)
+        yield gauge("num_requests_max", "Sequences that fit the batch", self._max_running)
+        usage = used / stats.blocks_total if stats.blocks_total else None
+        yield gauge("kv_cache_usage_perc", "Share of the KV blocks in use; 1 is full", usage)
+        yield gauge("kv_cache_blocks", "KV blocks in all", stats.blocks_total or None)
+        yield gauge("kv_cache_findable_blocks", "KV blocks that are free, but can be found again", stats.blocks_cached)
+        yield counter("prompt_tokens", "Prompt tokens of admitted requests", stats.prompt_tokens)
+        yield counter("generation_tokens", "Tokens generated", stats.generated_tokens)
+        yield counter("computed_tokens", "Tokens put through the model, prefill and decode", stats.computed_tokens)
+        yield counter("recomputed_tokens", "Of those: computed before, and lost", stats.recomputed_tokens)
+        yield counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", stats.prefix_queries)
+        yield counter("prefix_cache_hits", "Prompt tokens found there", stats.cached_tokens)
+        yield counter("num_preemptions", "Sequences that lost their place", stats.preemptions)
+        yield counter("kv_blocks_evicted", "Blocks forgotten by the prefix cache", stats.evicted_blocks)
+        yield counter("kv_blocks_offloaded", "Blocks copied to host memory", stats.blocks_swapped_out)
+        yield counter("kv_blocks_restored", "Blocks copied back", stats.blocks_swapped_in)
+        yield counter("spec_decode_num_draft_tokens", "Tokens proposed", stats.draft_tokens)
+        yield counter("spec_decode_num_accepted_tokens", "Proposed tokens that were right", stats.accepted_tokens)
+        yield counter("engine_steps", "Steps", stats.steps)
+        yield counter("engine_failed_steps", "Steps that raised, and were bisected", stats.failed_steps)
+        yield counter("engine_busy_seconds", "Time inside steps", stats.busy_s)
+        yield counter(
+            "engine_restarts", "Engines replaced after their death", self._parts.service.health.engine_restarts
+        )
+
+    def _hands(self) -> Iterator[Reading]:
+        parts, observer = self._parts, self._parts.observer
+        yield gauge("leases_held", "Jobs whose lease this worker holds", len(parts.stream.held))
+        yield gauge("tokens_unlogged", "Tokens that wait for Redis to take them", parts.publisher.num_unlogged)
+        yield counter("heartbeats", "Heartbeats that renewed the lease", parts.lease.num_renewed)
+        yield counter("heartbeat_failures", "Heartbeats that did not", parts.lease.num_failed)
+        yield counter("lease_expirations", "Times this process stood still past its lease", parts.lease.num_expired)
+        trips = by_label(
+            "redis_round_trips", "Script calls sent, repeated ones included", "script",
+            observer.redis_round_trips, is_counter=True,
+        )  # fmt: skip
+        yield trips
+        yield by_label(
+            "redis_failures", "Script calls that failed for good", "script",
+            {**dict.fromkeys(observer.redis_round_trips, 0), **observer.redis_failures}, is_counter=True,
+        )  # fmt: skip
+
+    def _sql(self) -> Iterator[Reading]:
+        finalizer, stats = self._parts.finalizer, self._parts.finalizer.stats
+        yield gauge("record_buffer_jobs", "Finished jobs that are not recorded and acknowledged yet", len(finalizer))
+        limit = self._parts.settings.record_buffer
+        yield gauge("record_buffer_limit_jobs", "Where intake stops", limit)
+        yield gauge("record_buffer_bytes", "Their estimated memory; intake stops at 512 MiB", finalizer.num_bytes)
+        yield counter("sql_commits", "Transactions of finished jobs", stats.groups)
+        yield counter("sql_commit_failures", "Transactions that failed, and are repeated", stats.record_failures)
+        yield counter("jobs_recorded", "Jobs written", stats.recorded)
+        yield counter("jobs_recorded_before", "Redelivered jobs whose row was there", stats.recorded_before)
+        yield counter("jobs_acknowledged", "Jobs acknowledged after their commit", stats.acknowledged)
+        yield counter("jobs_refused_by_sql", "Jobs that the database would not take", stats.refused)
+
+    def _health(self) -> Iterator[Reading]:
+        up, all_well = {}, True
+        for check in self.checks():
+            problem = check.problem()
+            all_well = all_well and problem is None
+            if check.name in ("engine", "redis", "sql"):
+                up[check.name] = float(problem is None)
+        yield by_label("dependency_up", "1 while it can be used", "dependency", up)
+        yield gauge("ready", "1 while /readyz says so", float(all_well))
+        yield gauge("draining", "1 after the order to stop", float(self._is_stopping()))
+        yield gauge("start_time_seconds", "Unix time of the start", self._started_at)
+        labels = ("version", "worker")
+        values: dict[tuple[str, ...], float | None] = {(package_version(), self._parts.settings.worker_name): 1.0}
+        yield Reading("build_info", "What runs here", values, labels)
+
+
+@cache
+def package_version() -> str:
+    """Return the installed version. It is read once: importlib parses the whole package
+    description, and each heartbeat needs it.
+    """
+    try:
+        return version("tokenmill")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _milliseconds(pair: tuple[float | None, ...]) -> tuple[float, float] | None:
+    low, high = pair
+    return None if low is None or high is None else (round(low * 1000, 1), round(high * 1000, 1))

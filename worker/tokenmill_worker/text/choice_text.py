@@ -1,0 +1,91 @@
+"""Builds the text of one choice from its tokens: detokenised, cut at the first stop string, kept
+per token.
+
+A new stream that gets the same tokens reaches the same state, which is all that resuming needs.
+Chunks and the engine do not appear here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import accumulate
+
+from tokenmill_worker.text.detokenizer import Detokenizer
+from tokenmill_worker.text.stop_strings import StopFinder
+
+
+class TextStream:
+    """The tokens and the text of one choice.
+
+    `min_tokens`: stop strings count only once the answer has this many tokens. `token_ids` are the
+    tokens that are delivered and billed, up to the one that completed a stop string. `pieces` holds
+    the text that each of them made certain. `rest` is text after the last token's piece; only an
+    answer that was broken off has one. `stopped`: a stop string was found, so the text is complete
+    and further tokens are ignored. `has_stops`: there are stop strings to look for.
+    """
+
+    __slots__ = (
+        "_detokenizer", "_is_closed", "_min_tokens", "_stops", "has_stops", "pieces", "rest", "stopped", "token_ids",
+    )  # fmt: skip
+
+    def __init__(self, detokenizer: Detokenizer, stop: Iterable[str] = (), min_tokens: int = 0) -> None:
+        self._detokenizer = detokenizer
+        self._stops = StopFinder(stop)
+        self.has_stops = not self._stops.is_idle
+        self._min_tokens = min_tokens
+        self._is_closed = False
+        self.token_ids: list[int] = []
+        self.pieces: list[str] = []
+        self.rest = ""
+        self.stopped = False
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces) + self.rest
+
+    @property
+    def text_ends(self) -> tuple[int, ...]:
+        """The length of the text after each token's piece."""
+        return tuple(accumulate(map(len, self.pieces)))
+
+    def push(self, token_id: int) -> str:
+        """Add a token and return the text that it makes certain. Ignored once stopped or closed."""
+        if self.stopped or self._is_closed:
+            return ""
+        self.token_ids.append(token_id)
+        text = self._detokenizer.push(token_id)
+        if self.has_stops and len(self.token_ids) >= self._min_tokens:
+            text = self._look_for_stops(text)
+        self.pieces.append(text)
+        return text
+
+    def close(self, *, with_last_token: bool = True) -> str:
+        """End the stream and return the text that was held back. That text may complete a stop
+        string.
+
+        It belongs to the last token if that token ended the answer. If the answer was broken off
+        (cancelled, expired), the last token may have been delivered already, and the text becomes
+        the rest.
+        """
+        if self._is_closed or self.stopped:
+            self._is_closed = True
+            return ""
+        self._is_closed = True
+        text = self._look_for_stops(self._detokenizer.flush())
+        if not self.stopped:
+            text += self._stops.flush()
+        if with_last_token and self.pieces:
+            self.pieces[-1] += text
+        else:
+            self.rest = text
+        return text
+
+    def _look_for_stops(self, text: str) -> str:
+        certain = self._stops.push(text)
+        self.stopped = self._stops.stopped
+        return certain
+
+    def replay(self, token_ids: Iterable[int]) -> None:
+        """Add tokens that an earlier attempt delivered."""
+        for token_id in token_ids:
+            self.push(token_id)

@@ -1,0 +1,157 @@
+"""A job's answer as it grows: n choices, and the numbers for billing.
+
+The answer is filled by the engine's events, by the log of an earlier attempt, or by the log first
+and then by events. Deliveries, chunks and queues do not appear here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tokenmill_schemas.generation import FinishReason, SamplingParams, TokenLogprob
+from tokenmill_schemas.result import ChoiceResult, JobStatus, Usage
+from tokenmill_worker.text.choice_text import TextStream
+from tokenmill_worker.text.tokenizer import Tokenizer
+
+# The job's status if its choices ended differently: the first match counts.
+_STATUS_OF_END = (
+    (FinishReason.ERROR, JobStatus.FAILED),
+    (FinishReason.CANCELLED, JobStatus.CANCELLED),
+    (FinishReason.EXPIRED, JobStatus.EXPIRED),
+)
+
+
+@dataclass(slots=True)
+class Choice:
+    """One of the n sequences of an answer."""
+
+    stream: TextStream
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: FinishReason | None = None
+    preemptions: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.stream.token_ids)
+
+
+@dataclass(slots=True)
+class Answer:
+    """The choices of one job. Times are milliseconds after the job's creation."""
+
+    choices: tuple[Choice, ...]
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    queue_ms: int = 0
+    ttft_ms: int = 0
+
+    @classmethod
+    def start(cls, tokenizer: Tokenizer, params: SamplingParams) -> Answer:
+        """Create an empty answer, with a new text stream for each choice."""
+        return cls(
+            tuple(
+                Choice(
+                    TextStream(tokenizer.detokenizer(), params.stop, params.min_tokens),
+                    [] if params.wants_logprobs else None,
+                )
+                for _ in range(params.n)
+            )
+        )
+
+    # ── growing ──
+
+    def push(self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None = None) -> bool:
+        """Add tokens to a choice; returns True if a stop string ended it in this call. Tokens after
+        a choice's end are dropped.
+        """
+        choice = self.choices[index]
+        if choice.finish_reason is not None:
+            return False
+        stream = choice.stream
+        for i, token_id in enumerate(token_ids):
+            stream.push(token_id)
+            if choice.logprobs is not None and logprobs is not None:
+                choice.logprobs.append(logprobs[i])
+            if stream.stopped:
+                choice.finish_reason = FinishReason.STOP
+                return True
+        return False
+
+    def end(self, index: int, reason: FinishReason, *, with_last_token: bool) -> None:
+        """End the choice and add the text that was held back. Ending it again changes nothing."""
+        choice = self.choices[index]
+        if choice.finish_reason is None:
+            choice.stream.close(with_last_token=with_last_token)
+            choice.finish_reason = FinishReason.STOP if choice.stream.stopped else reason
+
+    def end_all(self, reason: FinishReason) -> None:
+        """End every choice that has not ended."""
+        for index in range(len(self.choices)):
+            self.end(index, reason, with_last_token=False)
+
+    # ── reading ──
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens of all choices together."""
+        return sum(choice.num_tokens for choice in self.choices)
+
+    @property
+    def is_finished(self) -> bool:
+        if len(self.choices) == 1:  # the usual case, checked for every token
+            return self.choices[0].finish_reason is not None
+        return all(choice.finish_reason is not None for choice in self.choices)
+
+    @property
+    def status(self) -> JobStatus:
+        reasons = {choice.finish_reason for choice in self.choices}
+        for reason, status in _STATUS_OF_END:
+            if reason in reasons:
+                return status
+        return JobStatus.SUCCEEDED
+
+    @property
+    def rest(self) -> str:
+        """The text after the last token's chunk, for the final chunk. Empty with several choices:
+        each has a chunk for its own.
+        """
+        return self.choices[0].stream.rest if len(self.choices) == 1 else ""
+
+    def usage_at_start(self) -> Usage:
+        """Return the usage that is known at the first token. It is logged with that token, for the
+        worker that resumes the job.
+        """
+        return Usage(
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            queue_ms=self.queue_ms,
+            ttft_ms=self.ttft_ms,
+        )
+
+    def usage(self, total_ms: int) -> Usage:
+        """Return the usage so far. The prompt is billed once the answer has begun."""
+        prompt_tokens = self.prompt_tokens if self.num_tokens else 0
+        return Usage(
+            prompt_tokens=prompt_tokens,
+            cached_tokens=min(self.cached_tokens, prompt_tokens),
+            completion_tokens=self.num_tokens,
+            queue_ms=self.queue_ms,
+            ttft_ms=self.ttft_ms,
+            total_ms=total_ms,
+            preemptions=sum(choice.preemptions for choice in self.choices),
+        )
+
+    def results(self) -> tuple[ChoiceResult, ...]:
+        return tuple(self._result(index, choice) for index, choice in enumerate(self.choices))
+
+    def _result(self, index: int, choice: Choice) -> ChoiceResult:
+        stream = choice.stream
+        return ChoiceResult(
+            index=index,
+            text=stream.text,
+            token_ids=tuple(stream.token_ids),
+            text_ends=stream.text_ends,
+            finish_reason=choice.finish_reason,
+            logprobs=None if choice.logprobs is None else tuple(choice.logprobs),
+        )
