@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.client.players import assert_told, playing
+from tests.client.testing.players import assert_told, playing
 from tests.consume.queue import QUEUE, Queue, end_of, token
 from tests.support.waiting import until
 from tokenmill import (

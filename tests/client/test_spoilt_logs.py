@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.client.players import assert_told
 from tests.client.test_client import Threaded, collect
+from tests.client.testing.players import assert_told
 from tests.consume.queue import QUEUE, Queue, appended, end_of, token
 from tokenmill import AsyncClient, Client, ConfigurationError, UnreadableRecord
 from tokenmill.operations.records import read_log

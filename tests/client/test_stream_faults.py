@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.client.players import assert_told, playing
 from tests.client.test_client import Threaded, collect
+from tests.client.testing.players import assert_told, playing
 from tests.consume.queue import QUEUE, Queue, close_queue, end_of, open_queue, token
 from tests.support.proxy import FaultProxy
 from tests.support.valkey import ValkeyServer

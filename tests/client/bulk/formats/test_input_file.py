@@ -1,0 +1,120 @@
+"""An input file is checked line by line, in memory that does not grow."""
+
+import json
+import os
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.client.bulk.support import chat, write, write_many
+from tokenmill.bulk.formats.input_file import MAX_LINE_BYTES, BadLine, GoodLine, Marks, parse, read, read_again, survey
+from tokenmill.errors import ConfigurationError
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "name"),
+    [
+        ("not json", "invalid_json_line", None),
+        ("[1]", "invalid_json_line", None),
+        ('{"custom_id": "a', "invalid_json_line", None),
+        ('{"custom_id": "\\ud800"}', "invalid_json_line", None),
+        ("[" * 100_000, "invalid_json_line", None),
+        (json.dumps(chat("a") | {"custom_id": None}), "missing_required_parameter", None),
+        (json.dumps(chat("")), "missing_required_parameter", None),
+        (json.dumps(chat("a") | {"custom_id": 7}), "invalid_custom_id", None),
+        (json.dumps(chat("x" * 513)), "invalid_custom_id", "x" * 64),
+        (json.dumps(chat("a\0")), "invalid_custom_id", "a\0"),
+        ('{"custom_id": "a"}', "missing_required_parameter", "a"),
+        (json.dumps(chat("a") | {"url": None}), "missing_required_parameter", "a"),
+        (json.dumps(chat("a") | {"method": "GET"}), "invalid_method", "a"),
+        (json.dumps(chat("a") | {"url": "/v1/embeddings"}), "invalid_url", "a"),
+        (json.dumps(chat("a") | {"url": ["x"]}), "invalid_url", "a"),
+        (json.dumps(chat("a") | {"body": "x"}), "missing_required_parameter", "a"),
+    ],
+)
+def test_what_is_no_request_says_why(line: str, code: str, name: str | None) -> None:
+    bad = parse(5, line.encode())
+    assert isinstance(bad, BadLine)
+    assert (bad.line, bad.code, bad.custom_id, bad.status) == (5, code, name, 0)
+
+
+def test_blank_lines_marks_of_order_and_a_last_line_without_end(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps(chat("a")).encode() + b"\r\n\n  \n" + json.dumps(chat("b")).encode())
+    lines = list(read(path))
+    assert [(line.line, line.custom_id) for line in lines] == [(1, "a"), (4, "b")]
+    assert all(isinstance(line, GoodLine) for line in lines)
+
+
+def test_a_line_of_any_length_is_skipped_without_being_kept(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    with path.open("wb") as file:
+        for _ in range(3 * MAX_LINE_BYTES // 1_000_000):
+            file.write(b"x" * 1_000_000)
+        file.write(b"\n" + json.dumps(chat("b")).encode() + b"\n")
+    first, second = read(path)
+    assert isinstance(first, BadLine)
+    assert first.code == "line_too_long"
+    assert (second.line, second.custom_id) == (2, "b")
+
+
+def test_names_that_occur_twice(tmp_path: Path) -> None:
+    lines: list[dict[str, Any] | str] = [chat("a"), chat("b"), chat("a"), "x", chat("b"), chat("c")]
+    found = survey(write(tmp_path / "in.jsonl", lines))
+    assert (found.total, found.last_line, found.num_bad) == (6, 6, 3)
+    assert [line in found.repeated for line in range(1, 7)] == [False, False, True, False, True, False]
+    assert [bad.code for bad in found.first_bad] == ["duplicate_custom_id", "invalid_json_line", "duplicate_custom_id"]
+    assert (found.endpoint, found.model) == ("/v1/chat/completions", "synthetic")
+
+
+def test_the_digest_is_that_of_the_content(tmp_path: Path) -> None:
+    first, same = (survey(write_many(tmp_path / name, 5)).digest for name in ("a", "b"))
+    assert first == same != survey(write_many(tmp_path / "c", 6)).digest
+
+
+def test_a_file_that_is_none(tmp_path: Path) -> None:
+    for path in (tmp_path / "missing", tmp_path):
+        with pytest.raises(ConfigurationError, match="cannot read"):
+            survey(path)
+
+
+def test_what_can_be_read_once_only(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/null")):
+        with pytest.raises(ConfigurationError, match="read twice"):
+            survey(path)
+
+
+def test_a_file_that_changes_between_two_readings_is_noticed(tmp_path: Path) -> None:
+    path = write_many(tmp_path / "in.jsonl", 5)
+    digest = survey(path).digest
+    assert len(list(read_again(path, digest))) == 5
+    for count in (4, 6):
+        with pytest.raises(ConfigurationError, match="has changed"):
+            list(read_again(write_many(path, count), digest))
+
+
+def test_marks() -> None:
+    marks = Marks()
+    for line in (1, 8, 9, 1_000_000, 8):
+        marks.add(line)
+    assert marks.count == 4
+    assert [line for line in (0, 1, 7, 8, 9, 10, 999_999, 1_000_000, 5_000_000) if line in marks] == [
+        1,
+        8,
+        9,
+        1_000_000,
+    ]
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
+    peaks = []
+    for count in (2_000, 20_000):
+        path = write_many(tmp_path / f"{count}.jsonl", count)
+        tracemalloc.start()
+        survey(path)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < peaks[0] + 200_000, peaks

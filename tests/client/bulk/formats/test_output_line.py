@@ -1,0 +1,125 @@
+"""Our lines, read by OpenAI's own published client types."""
+
+import json
+from typing import Any
+
+import pytest
+from openai.types import Batch as TheirBatch
+from openai.types import Completion as TheirCompletion
+from openai.types.chat import ChatCompletion as TheirChat
+from openai.types.shared import ErrorObject as TheirError
+
+from tests.client.bulk.support import result
+from tokenmill.bulk.batch import Batch, BatchState, Totals
+from tokenmill.bulk.formats.input_file import BadLine
+from tokenmill.bulk.formats.output_line import EXPIRED as EXPIRED_LINE
+from tokenmill.bulk.formats.output_line import line_number, of_bad_line, of_result, unanswered
+from tokenmill_schemas.codec import encode
+from tokenmill_schemas.openai import COMPLETIONS_URL, BatchError
+from tokenmill_schemas.result import JobError, JobStatus
+
+BATCH = "batch_abc"
+
+
+def line_of(answer: Any) -> dict[str, Any]:
+    line: dict[str, Any] = json.loads(answer.data)
+    assert set(line) == {"id", "custom_id", "response", "error"}
+    assert (line["response"] is None) != (line["error"] is None)
+    return line
+
+
+def test_a_chats_answer() -> None:
+    answer = of_result(BATCH, result(BATCH, 4))
+    line = line_of(answer)
+    assert (line["custom_id"], line_number(line["id"]), answer.line, answer.is_error) == ("line-4", 4, 4, False)
+    assert line["response"]["status_code"] == 200
+    told = TheirChat.model_validate(line["response"]["body"], strict=True)
+    assert (told.model, told.created) == ("m", 1_700_000_000)
+    assert (told.choices[0].message.content, told.choices[0].finish_reason) == ("Hi ☁", "length")
+    assert told.usage is not None
+    assert told.usage.total_tokens == 7
+    assert told.usage.prompt_tokens_details is not None
+    assert told.usage.prompt_tokens_details.cached_tokens == 2
+    logprobs = told.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    assert [(entry.token, entry.logprob) for entry in logprobs.content] == [("Hi ", -0.5), ("☁", -0.25)]
+    assert bytes(logprobs.content[1].bytes or ()).decode() == "☁"
+    assert [top.token for top in logprobs.content[0].top_logprobs] == ["Hi ", "token_id:8"]
+
+
+def test_a_completions_answer() -> None:
+    metadata = {"custom_id": "c", "endpoint": COMPLETIONS_URL}
+    line = line_of(of_result(BATCH, result(BATCH, 1, metadata=metadata)))
+    told = TheirCompletion.model_validate(line["response"]["body"], strict=True)
+    assert told.choices[0].text == "Hi ☁"
+    assert told.choices[0].logprobs is not None
+    assert told.choices[0].logprobs.tokens == ["Hi ", "☁"]
+    assert told.choices[0].logprobs.text_offset == [0, 3]
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "kind"),
+    [
+        ("invalid_request", 400, "invalid_request_error"),
+        ("context_length_exceeded", 400, "invalid_request_error"),
+        ("model_not_found", 404, "invalid_request_error"),
+        ("engine_error", 500, "server_error"),
+    ],
+)
+def test_a_failure_is_answered_as_the_api_would(code: str, status: int, kind: str) -> None:
+    line = line_of(of_result(BATCH, result(BATCH, 1, JobStatus.FAILED, error=JobError(code, "because"))))
+    assert line["response"]["status_code"] == status
+    error = TheirError.model_validate(line["response"]["body"]["error"], strict=True)
+    assert (error.code, error.type, error.message) == (code, kind, "because")
+
+
+@pytest.mark.parametrize(
+    ("status", "code"), [(JobStatus.EXPIRED, "batch_expired"), (JobStatus.CANCELLED, "batch_cancelled")]
+)
+def test_what_was_never_answered_has_no_response(status: JobStatus, code: str) -> None:
+    answer = of_result(BATCH, result(BATCH, 1, status))
+    assert line_of(answer)["error"]["code"] == code
+    assert (answer.is_error, answer.share.expired) == (True, int(status is JobStatus.EXPIRED))
+
+
+def test_lines_without_a_job() -> None:
+    refused = line_of(of_bad_line(BATCH, BadLine(2, "x", "unknown_parameter", "no foo", "foo", 400)))
+    error = TheirError.model_validate(refused["response"]["body"]["error"], strict=True)
+    assert (error.param, error.code) == ("foo", "unknown_parameter")
+    assert line_of(of_bad_line(BATCH, BadLine(2, None, "invalid_json_line", "what?")))["custom_id"] is None
+    assert of_bad_line(BATCH, unanswered(3, "y", EXPIRED_LINE)).share == Totals(failed=1, expired=1)
+
+
+@pytest.mark.parametrize("state", list(BatchState))
+def test_a_batch_in_every_state_is_one_of_theirs(state: BatchState) -> None:
+    batch = Batch(
+        id=BATCH,
+        queue="q",
+        state=state,
+        input_file="in.jsonl",
+        total=3,
+        last_line=3,
+        created_ms=1_700_000_000_000,
+        expires_ms=1_700_086_400_000,
+        finished_ms=1_700_000_009_000 if state.is_final else 0,
+        errors=(BatchError(code="invalid_json_line", message="what?", line=2),),
+        totals=Totals(completed=1, failed=1, input_tokens=4, cached_tokens=1, output_tokens=2),
+        metadata={"k": "v"},
+    )
+    told = TheirBatch.model_validate_json(encode_json(batch), strict=True)
+    assert told.status == state.value
+    assert told.request_counts is not None
+    assert (told.request_counts.total, told.request_counts.completed, told.request_counts.failed) == (3, 1, 1)
+    assert told.usage is not None
+    assert told.usage.total_tokens == 6
+    ends = {"completed": told.completed_at, "failed": told.failed_at, "expired": told.expired_at}
+    ends["cancelled"] = told.cancelled_at
+    assert {name for name, moment in ends.items() if moment} == ({state.value} if state.is_final else set())
+
+
+def encode_json(batch: Batch) -> bytes:
+    import msgspec
+
+    assert encode(batch)  # also what is stored can travel
+    return msgspec.json.encode(batch.public())

@@ -1,0 +1,154 @@
+"""A request body becomes a job, or is refused with the name of the wrong parameter."""
+
+from typing import Any
+
+import pytest
+
+from tests.client.bulk.support import chat, completion
+from tokenmill.bulk.formats.input_file import BadLine, Order, parse, to_request
+from tokenmill.bulk.formats.request_body import fields_of
+from tokenmill_schemas.generation import ResponseFormat
+from tokenmill_schemas.job import JobRequest, Message, Priority
+from tokenmill_schemas.openai import CHAT_URL, COMPLETIONS_URL
+
+
+def job_of(line: dict[str, Any], **order: Any) -> JobRequest | BadLine:
+    import json
+
+    parsed = parse(3, json.dumps(line).encode())
+    return parsed if isinstance(parsed, BadLine) else to_request(parsed, Order("batch_1", **order))
+
+
+def test_a_chat_becomes_a_bulk_job_without_chunks() -> None:
+    job = job_of(chat("a", "Hi", temperature=0.5, top_p=0.9, seed=7, stop="x", n=2, presence_penalty=1), tenant="acme")
+    assert isinstance(job, JobRequest)
+    assert (job.job_id, job.batch_id, job.priority, job.stream) == ("batch_1-3", "batch_1", Priority.BULK, False)
+    assert (job.tenant, job.model, job.messages) == ("acme", "synthetic", (Message("user", "Hi"),))
+    params = job.params
+    assert (params.temperature, params.top_p, params.seed, params.stop, params.n) == (0.5, 0.9, 7, ("x",), 2)
+    assert (params.max_tokens, params.presence_penalty) == (4, 1.0)
+    assert job.metadata["custom_id"] == "a"
+
+
+def test_the_newer_name_of_max_tokens_wins_and_nulls_ask_for_nothing() -> None:
+    job = job_of(chat("a", max_completion_tokens=9, tools=None, stop=None, user="u", metadata={"k": "v"}))
+    assert isinstance(job, JobRequest)
+    assert job.params.max_tokens == 9
+
+
+def test_a_completion_without_a_length_has_the_apis_sixteen_tokens() -> None:
+    assert fields_of(COMPLETIONS_URL, {"model": "m", "prompt": "x"})["max_tokens"] == 16
+    assert "max_tokens" not in fields_of(CHAT_URL, {"model": "m", "messages": [{"role": "user", "content": "x"}]})
+
+
+@pytest.mark.parametrize(("prompt", "field"), [("text", "prompt"), (["text"], "prompt"), ([1, 2], "prompt_ids")])
+def test_prompts(prompt: Any, field: str) -> None:
+    job = job_of(completion("a", prompt, logprobs=3, logit_bias={"5": -1}))
+    assert isinstance(job, JobRequest)
+    assert getattr(job, field)
+    assert (job.params.logprobs, job.params.logit_bias) == (3, {5: -1.0})
+
+
+def test_message_parts_and_roles() -> None:
+    parts = [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief"}]
+    messages = [{"role": "developer", "content": parts}, {"role": "user", "content": "Hi"}]
+    job = job_of(chat("a", messages=messages))
+    assert isinstance(job, JobRequest)
+    assert job.messages == (Message("system", "Be brief"), Message("user", "Hi"))
+
+
+@pytest.mark.parametrize(
+    "turn", [{"content": None, "refusal": "No"}, {"content": [{"type": "refusal", "refusal": "No"}]}, {"content": "No"}]
+)
+def test_a_refusal_is_what_the_assistant_said(turn: dict[str, Any]) -> None:
+    job = job_of(chat("a", messages=[{"role": "assistant", **turn}, {"role": "user", "content": "Why?"}]))
+    assert isinstance(job, JobRequest)
+    assert job.messages == (Message("assistant", "No"), Message("user", "Why?"))
+
+
+def test_what_asks_for_nothing_is_let_pass() -> None:
+    assert isinstance(job_of(chat("a", verbosity="medium", reasoning_effort="none")), JobRequest)
+    for body in ({"best_of": 1}, {"best_of": 2, "n": 2}):
+        assert isinstance(job_of(completion("a", **body)), JobRequest)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "read"),
+    [
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, ResponseFormat(json_schema={})),
+        (
+            {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}},
+            ResponseFormat(json_schema={"type": "object"}, strict=False),
+        ),
+    ],
+)
+def test_response_formats(wanted: dict[str, Any], read: ResponseFormat | None) -> None:
+    job = job_of(chat("a", response_format=wanted))
+    assert isinstance(job, JobRequest)
+    assert job.params.response_format == read
+
+
+def test_log_probabilities_of_a_chat() -> None:
+    job = job_of(chat("a", logprobs=True, top_logprobs=2))
+    assert isinstance(job, JobRequest)
+    assert (job.params.wants_logprobs, job.params.num_top_logprobs) == (True, 2)
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "code"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools", "unsupported_parameter"),
+        ({"stream": True}, "stream", "unsupported_parameter"),
+        ({"foo": 1}, "foo", "unknown_parameter"),
+        ({"prompt": "x"}, "prompt", "unknown_parameter"),
+        ({"model": ""}, "model", "missing_required_parameter"),
+        ({"messages": None}, "messages", "missing_required_parameter"),
+        ({"messages": []}, "messages", "invalid_value"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role", "invalid_value"),
+        ({"messages": [{"role": [], "content": "x"}]}, "messages[0].role", "invalid_value"),
+        ({"messages": ["x"]}, "messages[0]", "invalid_value"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]", None),
+        ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "messages[0].tool_calls", None),
+        ({"messages": [{"role": "user", "content": "x", "name": "Al"}]}, "messages[0].name", "unsupported_parameter"),
+        ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "c"}]}, "messages[0].tool_call_id", None),
+        ({"messages": [{"role": "assistant", "content": None}]}, "messages[0].content", "invalid_value"),
+        ({"messages": [{"role": "user", "content": [{"type": []}]}]}, "messages[0].content[0]", None),
+        ({"verbosity": "low"}, "verbosity", "unsupported_parameter"),
+        ({"best_of": 1}, "best_of", "unknown_parameter"),
+        ({"logprobs": 3}, "logprobs", "invalid_value"),
+        ({"top_logprobs": 3}, "top_logprobs", "invalid_value"),
+        ({"logprobs": True, "top_logprobs": 99}, "top_logprobs", "invalid_value"),
+        ({"stop": ["a"] * 17}, "stop", "invalid_value"),
+        ({"stop": {"a": 1}}, "stop", "invalid_value"),
+        ({"logit_bias": {"dog": 1}}, "logit_bias", "invalid_value"),
+        ({"logit_bias": [1]}, "logit_bias", "invalid_value"),
+        ({"logit_bias": {"5": 10**400}}, "logit_bias", "invalid_value"),
+        ({"response_format": {"type": "poem"}}, "response_format.type", "invalid_value"),
+        ({"response_format": {"type": []}}, "response_format.type", "invalid_value"),
+        ({"response_format": "json"}, "response_format", "invalid_value"),
+        ({"temperature": -1}, "temperature", "invalid_value"),
+        ({"n": "many"}, None, "invalid_value"),
+    ],
+)
+def test_a_refusal_names_what_is_refused(body: dict[str, Any], param: str | None, code: str | None) -> None:
+    refused = job_of(chat("a", **body))
+    assert isinstance(refused, BadLine)
+    assert (refused.status, refused.param, refused.custom_id) == (400, param, "a")
+    assert code in (None, refused.code)
+    assert refused.message
+
+
+@pytest.mark.parametrize(
+    "body", [{"echo": True}, {"suffix": "x"}, {"best_of": 3}, {"prompt": ["a", "b"]}, {"prompt": 5}, {"prompt": []}]
+)
+def test_what_completions_cannot_do(body: dict[str, Any]) -> None:
+    refused = job_of(completion("a", **body))
+    assert isinstance(refused, BadLine)
+    assert (refused.status, refused.param) == (400, next(iter(body)))
+
+
+def test_the_queues_own_model_may_stand_in() -> None:
+    job = job_of(chat("a", model="gpt-4o-mini"), any_model=True)
+    assert isinstance(job, JobRequest)
+    assert job.model == ""

@@ -1,0 +1,169 @@
+"""`tokenmill bulk` as a user types it: killed in the middle, asked from another place, wrongly used."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.client.bulk.support import names, read, write_many
+from tests.support.waiting import until
+from tests.support.worker import QUEUE, running_worker
+from tokenmill import Client
+from tokenmill.cli import app
+
+pytestmark = [pytest.mark.redis, pytest.mark.timeout(240)]
+
+
+class Shell:
+    def __init__(self, redis_url: str, database: str) -> None:
+        self.where = {"TOKENMILL_REDIS_URL": redis_url, "TOKENMILL_DATABASE_URL": database, "TOKENMILL_QUEUE": QUEUE}
+
+    async def start(self, *arguments: str | Path) -> asyncio.subprocess.Process:
+        environment = {**os.environ, **self.where, "COLUMNS": "160"}  # noqa: TID251 - the child's
+        return await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "tokenmill.cli", "bulk", *map(str, arguments), env=environment,
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+
+    async def __call__(self, *arguments: str | Path) -> tuple[int | None, str, str]:
+        process = await self.start(*arguments)
+        out, error = await asyncio.wait_for(process.communicate(), 120)
+        return process.returncode, out.decode(), error.decode()
+
+
+@pytest.fixture
+def shell(redis_url: str, database: str) -> Shell:
+    return Shell(redis_url, database)
+
+
+def num_lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+async def test_a_file_that_is_not_there_becomes_no_batch(shell: Shell, tmp_path: Path) -> None:
+    status, said, error = await shell("submit", tmp_path / "none.jsonl")
+    assert (status, said) == (1, "")
+    assert error.startswith("Error: cannot read ")
+    assert await shell("list") == (0, "", "no batches\n")
+
+
+async def test_a_folder_that_is_not_there_is_named_and_not_made(shell: Shell, tmp_path: Path) -> None:
+    path, folder = write_many(tmp_path / "in.jsonl", 3), tmp_path / "none"
+    for paths in (("-o", folder / "o.jsonl"), ("-o", tmp_path / "o.jsonl", "--errors", folder / "e.jsonl")):
+        status, said, error = await shell("run", path, *paths)
+        assert (status, said, folder.exists()) == (1, "", False)
+        assert f"there is no folder {folder}: make it first" in error
+
+
+@pytest.mark.slow
+async def test_killed_in_the_middle_no_line_is_lost_or_told_twice(
+    shell: Shell, redis_url: str, database: str, tmp_path: Path
+) -> None:
+    path, out = write_many(tmp_path / "in.jsonl", 600), tmp_path / "out.jsonl"
+    command = ("run", path, "-o", out, "--window", "40")
+    async with running_worker(redis_url, database):
+        for count in (1, 60, 130):
+            process = await shell.start(*command)
+            await until(lambda count=count: num_lines(out) >= count)  # type: ignore[misc]
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGKILL)
+            await process.communicate()
+            assert num_lines(out) < 600
+        status, said, _ = await shell(*command)
+    assert (status, "600 of 600 answered" in said) == (0, True)
+    assert sorted(names(out)) == sorted(f"line-{number}" for number in range(600))
+    texts = [line["response"]["body"]["usage"]["completion_tokens"] for line in read(out)]
+    _, listed, _ = await shell("list", "--json")
+    (batch,) = json.loads(listed)
+    assert (batch["status"], batch["request_counts"]["completed"]) == ("completed", 600)
+    assert batch["usage"]["output_tokens"] == sum(texts)
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+async def test_interrupted_it_says_how_to_go_on(
+    shell: Shell, redis_url: str, database: str, tmp_path: Path, stop: signal.Signals
+) -> None:
+    path, out = write_many(tmp_path / "in.jsonl", 5), tmp_path / "out.jsonl"
+    process = await shell.start("run", path, "-o", out)
+    await until(lambda: _num_queued(redis_url) == 5)
+    process.send_signal(stop)
+    _, error = await asyncio.wait_for(process.communicate(), 60)
+    assert (process.returncode, "run the same command again to go on" in error.decode()) == (130, True)
+    assert b"Traceback" not in error
+    async with running_worker(redis_url, database):
+        status, said, _ = await shell("run", path, "-o", out)
+    assert (status, "5 of 5 answered" in said, len(set(names(out)))) == (0, True, 5)
+
+
+def _num_queued(redis_url: str) -> int:
+    with Client(redis_url, queue=QUEUE) as client:
+        return client.depth().num_queued
+
+
+async def test_submit_status_results_and_list(shell: Shell, redis_url: str, database: str, tmp_path: Path) -> None:
+    path, out = write_many(tmp_path / "in.jsonl", 12), tmp_path / "out.jsonl"
+    status, said, error = await shell("submit", path, "--metadata", "team=blue", "--tenant", "acme")
+    assert status == 0, error
+    batch = said.strip()
+    status, _, error = await shell("results", batch, "-o", out)
+    assert (status, "12 lines to go" in error) == (1, True)
+    async with running_worker(redis_url, database):
+        told = await _completed(shell, batch)
+    assert told["request_counts"] == {"total": 12, "completed": 12, "failed": 0}
+    assert told["metadata"] == {"team": "blue"}
+    status, said, _ = await shell("results", batch, "-o", out)
+    assert (status, "12 of 12 answered" in said, len(names(out))) == (0, True, 12)
+    assert batch in (await shell("list"))[1]
+    assert "12 answered" in (await shell("status", batch))[1]
+
+
+async def _completed(shell: Shell, batch: str) -> Any:
+    for _ in range(60):
+        told = json.loads((await shell("status", batch, "--json"))[1])
+        if told["status"] == "completed":
+            return told
+        await asyncio.sleep(0.5)
+    raise TimeoutError
+
+
+async def test_cancel_and_a_status_that_says_so(shell: Shell, tmp_path: Path, allowed_keys: list[str]) -> None:
+    allowed_keys.append("tm:{q}:*")  # no worker writes down what was cancelled
+    batch = (await shell("submit", write_many(tmp_path / "in.jsonl", 4)))[1].strip()
+    assert (await shell("cancel", batch))[1] == f"{batch} cancelled\n"
+    assert (await shell("cancel", batch))[1] == f"{batch} cancelled\n"
+    status, said, _ = await shell("results", batch, "-o", tmp_path / "out.jsonl")
+    assert (status, "0 of 4 answered" in said) == (1, True)
+    assert {line["error"]["code"] for line in read(tmp_path / "out.errors.jsonl")} == {"batch_cancelled"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("run", "missing.jsonl", "-o", "OUT"), "cannot read missing.jsonl"),
+        (("run", "IN", "-o", "OUT", "--completion-window", "soon"), "completion window"),
+        (("run", "IN", "-o", "OUT", "--metadata", "x"), "KEY=VALUE"),
+        (("run", "IN", "-o", "FOLDER"), "directory"),
+        (("run", "IN", "-o", "."), "directory"),
+        (("results", "batch_none", "-o", "/"), "directory"),
+        (("run", "IN", "-o", "OUT", "--errors", "OUT"), "for the errors"),
+        (("run", "IN", "-o", "OUT", "--redis-url", "redis://127.0.0.1:1/0"), "--redis-url"),
+        (("status", "batch_none"), "no batch batch_none"),
+        (("submit", "IN", "--continue", "batch_none"), "no batch batch_none"),
+        (("cancel", "batch_none"), "no batch batch_none"),
+    ],
+)
+def test_an_error_is_one_sentence_and_a_status(
+    shell: Shell, tmp_path: Path, arguments: tuple[str, ...], says: str
+) -> None:
+    places = {"IN": write_many(tmp_path / "in.jsonl", 1), "OUT": tmp_path / "out.jsonl", "FOLDER": tmp_path}
+    words = [str(places.get(word, word)) for word in arguments]
+    done = CliRunner().invoke(app, ["bulk", *words], env=shell.where)
+    assert (done.exit_code, says in done.output) == (1, True), done.output
+    assert isinstance(done.exception, SystemExit)

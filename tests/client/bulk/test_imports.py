@@ -1,0 +1,210 @@
+"""Imports without a worker: resuming one submits no second window of its open jobs."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from tests.client.bulk.support import chat, write, write_many
+from tests.client.bulk.test_run import Interrupted
+from tokenmill import Client
+from tokenmill.bulk import (
+    Batch,
+    BatchState,
+    BatchStore,
+    Pacing,
+    Terms,
+    Totals,
+    cancel_batch,
+    import_batch,
+    new_batch,
+    open_store,
+    refresh,
+)
+from tokenmill.bulk.formats.input_file import job_id
+from tokenmill.errors import ConfigurationError
+
+pytestmark = [pytest.mark.redis, pytest.mark.timeout(120)]
+WINDOW = 10
+
+
+@pytest.fixture(autouse=True)
+def no_worker_writes_down_what_was_cancelled(allowed_keys: list[str]) -> None:
+    allowed_keys.append("tm:{q}:*")
+
+
+def stop_after(seconds: float) -> Callable[[Any], None]:
+    until = time.monotonic() + seconds
+
+    def watch(_: Any) -> None:
+        if time.monotonic() > until:
+            raise Interrupted
+
+    return watch
+
+
+def begin(client: Client, store: BatchStore, path: Path, **terms: Any) -> Batch:
+    with pytest.raises(Interrupted):
+        import_batch(client, store, path, terms=Terms(**terms), pacing=Pacing(WINDOW, watch=stop_after(1.2)))
+    return store.newest(1)[0]
+
+
+def go_on(client: Client, store: BatchStore, path: Path, batch: Batch) -> Batch:
+    with pytest.raises(Interrupted):
+        import_batch(client, store, path, batch=batch, pacing=Pacing(WINDOW, watch=stop_after(1.2)))
+    return store.get(batch.id)
+
+
+def test_the_window_is_that_of_all_runs_together(any_client: Client, store: BatchStore, tmp_path: Path) -> None:
+    path = write_many(tmp_path / "in.jsonl", 40)
+    batch = begin(any_client, store, path)
+    for _ in range(2):
+        batch = go_on(any_client, store, path, batch)
+        assert (any_client.depth().num_queued, batch.submitted, batch.over_line) == (WINDOW, WINDOW, 0)
+    cancel_batch(any_client, store, batch.id)
+    assert any_client.depth().num_queued == 0
+
+
+def test_each_line_is_counted_once(any_client: Client, store: BatchStore, tmp_path: Path) -> None:
+    path = write(tmp_path / "in.jsonl", [chat(f"line-{number}") for number in range(30)])
+    batch = begin(any_client, store, path)
+    end(any_client, batch, range(4, WINDOW + 1))  # the first three are still open
+    assert refresh(any_client, store, batch.id).state is BatchState.IN_PROGRESS
+    batch = go_on(any_client, store, path, batch)
+    assert batch.over_line == 0
+    assert any_client.depth().num_queued <= WINDOW
+    end(any_client, batch, range(1, 4))
+    batch = go_on(any_client, store, path, batch)
+    assert (batch.over_line, batch.submitted, batch.totals.failed) == (WINDOW, 2 * WINDOW, WINDOW)
+    end(any_client, batch, range(WINDOW + 1, 2 * WINDOW + 1))
+    import_batch(any_client, store, path, batch=batch, pacing=Pacing(WINDOW))
+    batch = store.get(batch.id)
+    assert (batch.over_line, batch.is_handed_in, batch.totals.failed) == (2 * WINDOW, True, 2 * WINDOW)
+
+
+def end(client: Client, batch: Batch, lines: range) -> None:
+    for line in lines:
+        client.cancel(job_id(batch.id, line))
+
+
+def test_what_waits_is_not_called_over_while_the_rest_is(any_client: Client, store: BatchStore, tmp_path: Path) -> None:
+    path = write_many(tmp_path / "in.jsonl", WINDOW)
+    with pytest.raises(Interrupted):  # they are in the queue, but that was not written down
+        import_batch(any_client, store, path, pacing=Pacing(WINDOW, watch=_interrupt_when_full))
+    batch = import_batch(any_client, store, path, batch=store.newest(1)[0], pacing=Pacing(WINDOW))
+    assert (batch.is_handed_in, batch.over_line) == (True, 0)
+    end(any_client, batch, range(2, WINDOW + 1))
+    assert refresh(any_client, store, batch.id).state is BatchState.IN_PROGRESS
+    end(any_client, batch, range(1, 2))
+    assert refresh(any_client, store, batch.id).state is BatchState.COMPLETED
+
+
+def _interrupt_when_full(stand: Any) -> None:
+    if stand.in_flight or stand.total:
+        raise Interrupted
+
+
+async def test_out_of_time_it_names_only_lines_without_a_job(
+    any_client: Client, store: BatchStore, tmp_path: Path
+) -> None:
+    path = write_many(tmp_path / "in.jsonl", 25)
+    batch = await asyncio.to_thread(begin, any_client, store, path, completion_window="3s")
+    await asyncio.sleep(2)
+    ended = await asyncio.to_thread(import_batch, any_client, store, path, batch=batch)
+    assert ended.state is BatchState.IN_PROGRESS  # of what waits in the queue
+    assert [bad.line for bad in store.refused(batch.id)] == list(range(WINDOW + 1, 26))
+    end(any_client, batch, range(1, WINDOW + 1))
+    assert refresh(any_client, store, batch.id).state is BatchState.EXPIRED
+
+
+def test_a_file_that_is_cut_off_meanwhile_is_not_handed_in(
+    any_client: Client, store: BatchStore, tmp_path: Path
+) -> None:
+    path = write_many(tmp_path / "in.jsonl", 400)
+
+    def cut(stand: Any) -> None:
+        if stand.total:
+            write_many(path, 3)
+
+    with pytest.raises(ConfigurationError, match="has changed"):
+        import_batch(any_client, store, path, pacing=Pacing(watch=cut))
+    assert not store.newest(1)[0].is_handed_in
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        chat("a", model="m" * 300),
+        chat("a", model="m\0"),
+        chat("a") | {"url": "\0"},
+        chat("a") | {"method": "P\0"},
+        chat("a\0"),
+        chat("a") | {"body": {"model": "m", "messages": [], "x\0": 1}},
+        chat("a", messages=[{"role": "user", "content": [{"type": "a\0"}]}]),
+        chat("a", response_format={"type": "a\0"}),
+    ],
+)
+def test_nothing_that_a_line_says_keeps_the_others_waiting(
+    any_client: Client, store: BatchStore, tmp_path: Path, line: dict[str, Any]
+) -> None:
+    path = write(tmp_path / "in.jsonl", [line, chat("b")])
+    batch = import_batch(any_client, store, path, pacing=Pacing(patience_s=0.2))
+    assert (batch.total, batch.totals.failed, any_client.depth().num_queued) == (2, 1, 1)
+    (bad,) = store.refused(batch.id)
+    assert (bad.line, (bad.custom_id or "")[0]) == (1, "a")
+
+
+@pytest.mark.parametrize("tenant", ["t" * 300, "t\0", "\ud800"])
+def test_a_tenant_that_no_job_may_have(client: Client, tmp_path: Path, tenant: str) -> None:
+    with pytest.raises(ConfigurationError, match="tenant"):
+        new_batch(client, write_many(tmp_path / "in.jsonl", 1), Terms(tenant=tenant))
+
+
+def test_what_was_seen_to_end_counts_though_the_queue_has_forgotten_it(client: Client, tmp_path: Path) -> None:
+    store = open_store(client)
+    batch = import_batch(client, store, write_many(tmp_path / "in.jsonl", 5))
+    seen = Totals(completed=3, output_tokens=12)
+    store.progress(batch.id, submitted=5, over_line=3, totals=seen)
+    assert refresh(client, store, batch.id).totals == seen
+    cancelled = cancel_batch(client, store, batch.id)
+    assert (cancelled.state, cancelled.totals.completed, cancelled.totals.failed) == (BatchState.CANCELLED, 3, 2)
+    store.close()
+
+
+def test_a_run_that_is_about_to_say_more_is_not_concluded_for(client: Client, redis_url: str, tmp_path: Path) -> None:
+    store = open_store(client)
+    batch = import_batch(client, store, write_many(tmp_path / "in.jsonl", 5))
+    store.progress(batch.id, submitted=5, over_line=3, totals=Totals(completed=3))
+    with redis.Redis.from_url(redis_url) as server:
+        server.delete(*server.scan_iter("tm:{q}:job:*"))
+    found = refresh(client, store, batch.id)
+    assert (found.state, found.totals.completed) == (BatchState.IN_PROGRESS, 3)
+    store.close()
+
+
+def test_what_a_full_queue_never_took_has_expired(any_client: Client, store: BatchStore, tmp_path: Path) -> None:
+    path = write_many(tmp_path / "in.jsonl", 10)
+    any_client.submit(prompt="x")
+    any_client.set_queue_limit(1)
+    batch = import_batch(any_client, store, path, terms=Terms(completion_window="1s"))
+    assert (batch.state, batch.totals.expired, any_client.depth().num_queued) == (BatchState.EXPIRED, 10, 1)
+
+
+@pytest.mark.parametrize("limit", ["queue", "tenant"])
+def test_a_queue_with_less_room_than_a_group_has_jobs_takes_what_it_can(
+    any_client: Client, store: BatchStore, tmp_path: Path, limit: str
+) -> None:
+    """A call is accepted as a whole or refused, so the groups become smaller."""
+    if limit == "queue":
+        any_client.set_queue_limit(20)
+    else:
+        any_client.set_limits("*", rate=0.001, burst=20)
+        any_client.submit_many([{"prompt": "x"}] * 10)  # a full bucket would let a larger group pass
+    path = write_many(tmp_path / "in.jsonl", 60)
+    with pytest.raises(Interrupted):
+        import_batch(any_client, store, path, terms=Terms(), pacing=Pacing(1000, watch=stop_after(4)))
+    assert 10 <= any_client.depth().num_queued <= 20

@@ -1,0 +1,317 @@
+"""A file through a whole worker with the model-free engine: run, import and export, cancel, expire, continue."""
+
+import asyncio
+import dataclasses
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import pytest
+from openai.types import Batch as TheirBatch
+from openai.types import Completion as TheirCompletion
+from openai.types.chat import ChatCompletion as TheirChat
+
+from tests.client.bulk.support import chat, completion, names, numbered, read, write, write_many
+from tests.support.worker import database_url, running_worker
+from tokenmill import Client
+from tokenmill.bulk import (
+    Batch,
+    BatchState,
+    BatchStore,
+    Pacing,
+    Paths,
+    Terms,
+    cancel_batch,
+    export_batch,
+    import_batch,
+    open_store,
+    refresh,
+    run_batch,
+)
+from tokenmill.errors import ConfigurationError
+
+pytestmark = [pytest.mark.redis, pytest.mark.timeout(240)]
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Desk:
+    """A user's setting: a folder, and the addresses of the service."""
+
+    folder: Path
+    redis_url: str
+    database: str | None
+
+    @property
+    def paths(self) -> Paths:
+        return Paths.of(self.folder / "out.jsonl")
+
+    def do(self, act: Callable[[Client, BatchStore], T]) -> T:
+        with Client(self.redis_url, queue="q", database=self.database) as client:
+            store = open_store(client)
+            try:
+                return act(client, store)
+            finally:
+                store.close()
+
+    async def run(self, path: Path, *, terms: Terms | None = None, **pacing: Any) -> Any:
+        given = Pacing(**pacing)
+        return await asyncio.to_thread(
+            self.do, lambda client, store: run_batch(client, store, path, self.paths, terms=terms, pacing=given)
+        )
+
+
+async def until(find: Callable[[], T | None]) -> T:
+    """Wait for the first true answer and return it."""
+    for _ in range(600):
+        if found := await asyncio.to_thread(find):
+            return found
+        await asyncio.sleep(0.1)
+    raise TimeoutError
+
+
+@pytest.fixture(params=["with a database", "without"])
+def desk(request: pytest.FixtureRequest, tmp_path: Path, redis_url: str, database: str) -> Desk:
+    return Desk(tmp_path, redis_url, database if request.param == "with a database" else None)
+
+
+async def test_every_line_is_answered_once_and_as_openai_does(desk: Desk, database: str) -> None:
+    lines: list[dict[str, Any] | str] = [numbered(number) for number in range(40)]
+    lines += ["nonsense", chat("line-3"), chat("tools", tools=[{}]), completion("long", max_tokens=10**6), ""]
+    path = write(desk.folder / "in.jsonl", lines)
+    async with running_worker(desk.redis_url, database):
+        batch = await desk.run(path)
+    assert batch.state is BatchState.COMPLETED
+    assert (batch.totals.completed, batch.totals.failed, batch.total) == (40, 4, 44)
+    assert batch.totals.output_tokens == sum(_tokens(line) for line in read(desk.paths.output))
+    assert sorted(names(desk.paths.output)) == sorted(f"line-{number}" for number in range(40))
+    assert {line["custom_id"] for line in read(desk.paths.errors)} == {None, "line-3", "tools", "long"}
+    for line in read(desk.paths.output):
+        kind = TheirChat if line["response"]["body"]["object"] == "chat.completion" else TheirCompletion
+        kind.model_validate(line["response"]["body"], strict=True)
+    told = TheirBatch.model_validate_json(msgspec.json.encode(batch.public()), strict=True)
+    assert told.request_counts is not None
+    assert (told.request_counts.completed, told.request_counts.failed) == (40, 4)
+
+
+async def test_again_changes_nothing_and_another_input_is_refused(
+    tmp_path: Path, redis_url: str, database: str
+) -> None:
+    desk = Desk(tmp_path, redis_url, database)
+    path = write_many(desk.folder / "in.jsonl", 5)
+    async with running_worker(desk.redis_url, database):
+        first = await desk.run(path)
+        before = desk.paths.output.read_bytes()
+        assert await desk.run(path) == first
+        assert desk.paths.output.read_bytes() == before
+        with pytest.raises(ConfigurationError, match="whose input was another"):
+            await desk.run(write_many(desk.folder / "other.jsonl", 6))
+        with pytest.raises(ConfigurationError, match="begun with another tenant and any_model: say the same again"):
+            await desk.run(path, terms=Terms(tenant="acme", any_model=True))
+        assert desk.paths.output.read_bytes() == before
+    desk.paths.record.unlink()
+    with pytest.raises(ConfigurationError, match="there already"):
+        await desk.run(path)
+
+
+async def test_the_queue_never_holds_more_than_the_window(tmp_path: Path, redis_url: str, database: str) -> None:
+    desk = Desk(tmp_path, redis_url, None)
+    path = write_many(tmp_path / "in.jsonl", 120)
+    held: list[int] = []
+    is_full = threading.Event()
+
+    def watch(stand: Any) -> None:
+        held.append(stand.in_flight)
+        if stand.in_flight:
+            is_full.set()
+
+    task = asyncio.create_task(desk.run(path, window=16, watch=watch))
+    await asyncio.to_thread(is_full.wait, 60)
+    async with running_worker(redis_url, database):
+        batch = await task
+    assert batch.totals.completed == 120
+    assert max(held) == 16
+
+
+def _tokens(line: dict[str, Any]) -> int:
+    return int(line["response"]["body"]["usage"]["completion_tokens"])
+
+
+class Interrupted(Exception):
+    pass
+
+
+def interrupt_after(count: int) -> Callable[[Any], None]:
+    def watch(stand: Any) -> None:
+        if stand.totals.ended >= count:
+            raise Interrupted
+
+    return watch
+
+
+async def test_an_interrupted_run_goes_on_where_it_stopped(desk: Desk, database: str) -> None:
+    path = write_many(desk.folder / "in.jsonl", 90)
+    async with running_worker(desk.redis_url, database):
+        for count in (10, 40):
+            with pytest.raises(Interrupted):
+                await desk.run(path, window=20, watch=interrupt_after(count))
+            assert count <= len(names(desk.paths.output)) < 90
+        batch = await desk.run(path)
+    assert (batch.state, batch.totals.completed) == (BatchState.COMPLETED, 90)
+    assert batch.totals.output_tokens == sum(_tokens(line) for line in read(desk.paths.output))
+    assert len(names(desk.paths.output)) == len(set(names(desk.paths.output))) == 90
+
+
+async def test_results_that_only_the_database_remembers_are_not_generated_again(
+    tmp_path: Path, redis_url: str, database: str
+) -> None:
+    import redis
+
+    desk = Desk(tmp_path, redis_url, database)
+    path = write_many(tmp_path / "in.jsonl", 30)
+    async with running_worker(redis_url, database):
+        with pytest.raises(Interrupted):
+            await desk.run(path, window=30, watch=interrupt_after(1))
+        batch_id = (await asyncio.to_thread(desk.do, lambda _, store: store.newest()))[0].id
+        await until(lambda: desk.do(_all_over(batch_id, 30)))
+    with redis.Redis.from_url(redis_url) as server:
+        server.flushall()
+    batch = await desk.run(path)  # no worker is there: nothing can be generated
+    assert (batch.state, batch.totals.completed) == (BatchState.COMPLETED, 30)
+
+
+def _all_over(batch_id: str, count: int) -> Callable[[Client, BatchStore], bool]:
+    return lambda _, store: len(list(store.results(batch_id))) == count
+
+
+async def test_jobs_that_the_queue_lost_are_handed_in_again(tmp_path: Path, redis_url: str, database: str) -> None:
+    import redis
+
+    desk = Desk(tmp_path, redis_url, None)
+    path = write_many(tmp_path / "in.jsonl", 20)
+    is_lost = threading.Event()
+
+    def lose(stand: Any) -> None:
+        if stand.in_flight and not is_lost.is_set():
+            is_lost.set()
+            with redis.Redis.from_url(redis_url) as server:
+                for key in server.scan_iter("tm:{q}:job*"):
+                    server.delete(key)
+
+    task = asyncio.create_task(desk.run(path, watch=lose))
+    await asyncio.to_thread(is_lost.wait, 60)
+    async with running_worker(redis_url, database):
+        batch = await task
+    assert (batch.state, batch.totals.completed) == (BatchState.COMPLETED, 20)
+    assert len(set(names(desk.paths.output))) == 20
+
+
+async def test_a_cancelled_run_names_every_line(desk: Desk, database: str) -> None:
+    path = write_many(desk.folder / "in.jsonl", 60)
+    seen = threading.Event()
+
+    def cancel(stand: Any) -> None:
+        if stand.totals.ended and not seen.is_set():
+            seen.set()
+            desk.do(lambda client, store: cancel_batch(client, store, store.newest()[0].id))
+
+    async with running_worker(desk.redis_url, database):
+        batch = await desk.run(path, window=10, watch=cancel)
+    assert batch.state is BatchState.CANCELLED
+    answered, refused = names(desk.paths.output), read(desk.paths.errors)
+    assert refused
+    assert sorted([*answered, *(line["custom_id"] for line in refused)]) == sorted(f"line-{n}" for n in range(60))
+    assert {line["error"]["code"] for line in refused} == {"batch_cancelled"}
+
+
+async def test_without_a_worker_the_completion_window_ends_it(tmp_path: Path, redis_url: str) -> None:
+    desk = Desk(tmp_path, redis_url, None)
+    path = write_many(desk.folder / "in.jsonl", 30)
+    batch = await desk.run(path, terms=Terms(completion_window="2s"), window=10, late_s=0.0)
+    assert (batch.state, batch.totals.expired) == (BatchState.EXPIRED, 30)
+    assert {line["error"]["code"] for line in read(desk.paths.errors)} == {"batch_expired"}
+
+
+async def test_that_no_worker_is_there_is_said(tmp_path: Path, redis_url: str) -> None:
+    class SaidError(Exception):
+        pass
+
+    def watch(stand: Any) -> None:
+        if stand.note:
+            raise SaidError(stand.note)
+
+    desk = Desk(tmp_path, redis_url, None)
+    with pytest.raises(SaidError, match="no worker serves this queue"):
+        await desk.run(write_many(desk.folder / "in.jsonl", 30), window=10, watch=watch)
+
+
+async def test_an_empty_file_fails(tmp_path: Path, redis_url: str, database: str) -> None:
+    desk = Desk(tmp_path, redis_url, database)
+    batch = await desk.run(write(desk.folder / "in.jsonl", [""]))
+    assert (batch.state, batch.errors[0].code) == (BatchState.FAILED, "empty_file")
+    told = TheirBatch.model_validate_json(msgspec.json.encode(batch.public()), strict=True)
+    assert told.failed_at
+
+
+async def test_import_then_export_from_elsewhere(desk: Desk, database: str) -> None:
+    path = write(desk.folder / "in.jsonl", [*(numbered(number) for number in range(25)), "bad", numbered(3)])
+    async with running_worker(desk.redis_url, database):
+        begun = await asyncio.to_thread(desk.do, lambda client, store: import_batch(client, store, path))
+        path.unlink()
+        batch = await until(lambda: desk.do(_refreshed_to_the_end(begun.id)))
+        assert (batch.state, batch.totals.completed, batch.totals.failed) == (BatchState.COMPLETED, 25, 2)
+        assert batch.totals.output_tokens > 0
+        for _ in range(2):  # over what was there
+            ended, missing = await asyncio.to_thread(desk.do, _exported(begun.id, desk.paths))
+            assert (ended.state, missing) == (BatchState.COMPLETED, 0)
+            assert sorted(names(desk.paths.output)) == sorted(f"line-{number}" for number in range(25))
+            assert [line["error"]["code"] for line in read(desk.paths.errors)] == [
+                "invalid_json_line",
+                "duplicate_custom_id",
+            ]
+
+
+def _refreshed_to_the_end(batch_id: str) -> Callable[[Client, BatchStore], Batch | None]:
+    def look(client: Client, store: BatchStore) -> Batch | None:
+        batch = refresh(client, store, batch_id)
+        return batch if batch.state.is_final else None
+
+    return look
+
+
+def _exported(batch_id: str, paths: Paths) -> Callable[[Client, BatchStore], Any]:
+    return lambda client, store: export_batch(client, store, batch_id, paths)
+
+
+async def test_an_import_is_cancelled_while_it_waits(desk: Desk, allowed_keys: list[str]) -> None:
+    allowed_keys.append("tm:{q}:*")  # no worker writes down what was cancelled
+    path = write_many(desk.folder / "in.jsonl", 12)
+    batch = await asyncio.to_thread(desk.do, lambda client, store: import_batch(client, store, path))
+    assert batch.state is BatchState.IN_PROGRESS
+    ended = await asyncio.to_thread(desk.do, lambda client, store: cancel_batch(client, store, batch.id))
+    assert (ended.state, ended.totals.failed) == (BatchState.CANCELLED, 12)
+    exported, missing = await asyncio.to_thread(desk.do, _exported(batch.id, desk.paths))
+    assert (missing, exported.output_file, exported.error_file) == (0, None, str(desk.paths.errors.resolve()))
+    assert len(names(desk.paths.errors)) == 12
+    assert not read(desk.paths.output)
+
+
+async def test_what_the_workers_record_elsewhere_is_counted(tmp_path: Path, redis_url: str, database: str) -> None:
+    """A producer whose database is not the workers' finds answers in the queue alone.
+
+    Its jobs did not fail.
+    """
+    (tmp_path / "other").mkdir()
+    desk = Desk(tmp_path, redis_url, database_url(tmp_path / "other"))
+    path = write_many(tmp_path / "in.jsonl", 5)
+    async with running_worker(redis_url, database):
+        begun = await asyncio.to_thread(desk.do, lambda client, store: import_batch(client, store, path))
+
+        def over() -> Batch | None:
+            found = desk.do(lambda client, store: refresh(client, store, begun.id))
+            return found if found.state.is_final else None
+
+        batch = await until(over)
+    assert (batch.state, batch.totals.completed, batch.totals.failed) == (BatchState.COMPLETED, 5, 0)
